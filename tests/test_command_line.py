@@ -217,7 +217,7 @@ def test_plan_keeps_within_a_budget_or_says_what_would_do(folder: Path) -> None:
         (["users_step:step", "--world-size", "2", "--world", "dp=2"], "Write the number of ranks as --world-size 64"),
         (["users_step:step", "--world", "dp"], "'dp' names no axes with their sizes; write them as pp=4,dp=8"),
         (["users_step:step", "--world", "dp=2,dp=2"], "'dp=2,dp=2' names no axes"),
-        (["users_step:step", "--world", "dp=2,tp=2"], "How a model is split over tp is for zgraph.plan to say"),
+        (["users_step:step", "--world", "dp=2,tp=2"], "This command cannot split a model over tp"),
         (["--world-size", "2"], "Missing argument 'MODULE:FN'"),
         (["not_a_module:step", "--world-size", "2"], "there is no module 'not_a_module' here"),
         (["users_step.inner:step", "--world-size", "2"], "there is no module 'users_step.inner' here"),

@@ -45,7 +45,7 @@ def test_a_rule_that_starts_a_gather_late_is_named() -> None:
     ahead = drawing.call(aten.relu.default, x, name="ahead")
     whole = drawing.wait(drawing.start_gather(shard, "w"))
     graph = drawing.done(drawing.call(aten.mm.default, ahead, whole)).graph
-    reason = "started behind ahead by a rule; schedule_overlap goes by costs"
+    reason = "started after ahead by a rule; schedule_overlap goes by costs"
     assert reasons(graph) == {"all_gather_w": reason}
     scheduled = Limits(in_flight_bytes=1000)  # found no better order
     assert reasons(graph, scheduled) == {

@@ -124,7 +124,7 @@ class LateForward(GraphPass):
 
 def test_a_pass_that_counts_later_may_not_change_forward() -> None:
     found = traced(mlp)
-    with pytest.raises(PreconditionError, match="late_forward counts from step 1 on and has changed the forward graph"):
+    with pytest.raises(PreconditionError, match="late_forward starts at step 1 and has changed the forward graph"):
         plan_frame(found.captured, Pipeline([*presets.default(), LateForward()]), found.ctx, ignore)
 
 

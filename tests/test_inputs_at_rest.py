@@ -63,7 +63,7 @@ def test_a_copy_that_casts_as_well_is_left_alone() -> None:
 def test_who_reads_the_host_is_named() -> None:
     gm = captured()
     take_to_device(gm.graph)
-    with pytest.raises(ZgraphError, match=r"mul_tensor \(aten\.mul\.Tensor\) reads shard, which rests on the host"):
+    with pytest.raises(ZgraphError, match=r"mul_tensor \(aten\.mul\.Tensor\) reads shard, which is stored on the host"):
         check_only_copied(gm.graph)
     (shard, _) = gm.graph.find_nodes(op="placeholder")
     (reader,) = shard.users

@@ -233,7 +233,7 @@ def test_a_world_is_said_once() -> None:
     ("shard_fn", "message"),
     [
         (zgraph.shard, r"shard_fn shards embed\.weight over the tensor-parallel axis tp as well"),
-        (lambda model: zgraph.shard(model), "shard_fn takes the model alone, and a cluster of dp 2 x tp 2 has several"),
+        (lambda model: zgraph.shard(model), "shard_fn accepts only the model, and a cluster of dp 2 x tp 2 has"),
         (lambda model, mesh: zgraph.shard(model, mesh["dp"]), "nothing travels over the axis tp of dp 2 x tp 2"),
     ],
 )

@@ -54,7 +54,7 @@ def test_a_budget_is_kept_by_as_many_parameters_as_it_has_room_for() -> None:
         ValueError, match=rf"zgraph\.plan: the step of the pipeline does not fit into .*={least - 1}: "
     ) as e:
         within(least - 1, "1F1B")
-    assert f"a rank holds at least {least} bytes beside parameters and the optimizer's state" in str(e.value)
+    assert f"a rank holds at least {least} bytes in addition to parameters and the optimizer's state" in str(e.value)
 
 
 def test_one_micro_batch_keeps_nothing() -> None:

@@ -154,7 +154,7 @@ def test_a_plan_counts_two_bytes_for_each_rounded_moment(ranks: Ranks) -> None:
 
 
 def test_a_plan_refuses_an_optimizer_whose_moments_cannot_be_rounded() -> None:
-    with pytest.raises(ValueError, match=r"the optimizer is SGD; take torch.optim.AdamW"):
+    with pytest.raises(ValueError, match=r"the optimizer is SGD; use torch.optim.AdamW"):
         planned(
             offload=replace(HOST, moments_dtype=torch.bfloat16),
             optimizer_fn=lambda model: torch.optim.SGD(model.parameters()),

@@ -241,15 +241,15 @@ def test_the_text_json_and_report_of_a_pipeline(tmp_path: Any) -> None:
         ({"micro_batches": None}, "micro_batches=None with a pipeline; write how many, such as micro_batches=8"),
         ({"micro_batches": 0}, "micro_batches=0 with a pipeline"),
         ({"chunks": True}, "chunks=True with a pipeline"),
-        ({"chunks": 2}, "model_fn returned 2 stages, and a pipeline takes chunks=2 for each of its 2 ranks"),
-        ({"world": {"pp": 4}}, "model_fn returned 2 stages, and a pipeline takes a multiple of its 4 ranks"),
+        ({"chunks": 2}, "model_fn returned 2 stages, and a pipeline needs chunks=2 for each of its 2 ranks"),
+        ({"world": {"pp": 4}}, "model_fn returned 2 stages, and a pipeline needs a multiple of its 4 ranks"),
         ({"schedule": "1F1b"}, "schedule='1F1b' with 4 micro-batches: a plan knows .*; did you mean '1F1B'"),
         ({"micro_batches": 1, "schedule": "1F1B"}, "schedule='1F1B' with 1 micro-batches: it needs at least as many"),
         ({"optimizer_fn": lambda model: None}, "optimizer_fn with a pipeline, whose schedule runs outside of whole"),
         ({"offload": zgraph.Offload(params="host")}, "offload with a pipeline"),
         (
             {"shard_fn": lambda stage, mesh: zgraph.shard(stage, mesh, offload=zgraph.Offload(params="host"))},
-            "shard_fn offloads, and only whole steps bring",
+            "shard_fn offloads, which is not supported with pipeline parallelism",
         ),
         (
             {"shard_fn": functools.partial(zgraph.shard, zero_stage=2), "pipeline": under(150_000)},

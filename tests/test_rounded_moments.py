@@ -266,7 +266,7 @@ def test_an_option_that_cannot_be_honoured_is_refused(options: dict[str, Any], m
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda given: torch.optim.SGD(given, momentum=0.9), r"the optimizer is SGD; take torch.optim.AdamW\("),
+        (lambda given: torch.optim.SGD(given, momentum=0.9), r"the optimizer is SGD; use torch.optim.AdamW\("),
         (lambda given: torch.optim.AdamW(given), r"AdamW is not fused; write AdamW\(..., fused=True\)"),
         (
             lambda given: torch.optim.Adam(given, fused=True, amsgrad=True),

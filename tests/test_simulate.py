@@ -218,7 +218,7 @@ def test_refusals_name_the_node() -> None:
     costs = {node: FREE for node in order if node.op == "call_function"}
     with pytest.raises(ValueError, match="simulate: one has no cost; give one to every call, NodeCost"):
         simulate(order, {node: cost for node, cost in costs.items() if node.name != "one"})
-    with pytest.raises(ValueError, match="simulate: two stands before one, which it reads"):
+    with pytest.raises(ValueError, match="simulate: two comes before one, which it reads"):
         simulate([node for node in order if node.name != "one"] + [order[3]], costs)
     with pytest.raises(ValueError, match=r"simulate: two costs -1\.0 us; write a finite number that is not negative"):
         simulate(order, costs | {order[-2]: NodeCost(COMPUTE, -1.0)})
@@ -228,5 +228,5 @@ def test_refusals_name_the_node() -> None:
         Sharing(at_once=0)
     with pytest.raises(ValueError, match=r"simulate: issue_us=-1\.0; write a finite time"):
         Sharing(issue_us=-1.0)
-    with pytest.raises(ValueError, match=r"simulate: transfers at once get 0\.5 times as much through eth0"):
+    with pytest.raises(ValueError, match=r"simulate: gain=0\.5 of eth0"):
         Sharing(gains={"eth0": 0.5})

@@ -45,7 +45,7 @@ def test_glooss_interface_is_the_one_that_is_set(monkeypatch: pytest.MonkeyPatch
         ("10.1.2.3", "ok", "eth7, 10.1.2.3, by the host name here"),
         ("127.0.1.1", "note", "127.0.1.1, by the host name here"),
         ("fe80::1%eth7", "ok", "fe80::1%eth7, by the host name here"),
-        (None, "note", "loopback, for the host name here has no address"),
+        (None, "note", "loopback, because the host name here has no address"),
     ],
 )
 def test_or_that_of_the_host_name(monkeypatch: pytest.MonkeyPatch, address: str | None, status: str, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Directory of a run: which of its checkpoints are complete, and the manifest that lists the files of one."""
+"""The directory of a run: finds complete checkpoints, and reads and writes the manifest of a checkpoint's files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MANIFEST = "zgraph.json"
 
 
 def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
-    """Find the newest complete checkpoint in a directory, or None. Every rank calls it and gets what rank 0 sees.
+    """Find the newest complete checkpoint in a directory, or None. Every rank calls it and gets rank 0's answer.
 
     Raises:
         CheckpointError: the directory cannot be read.
@@ -48,7 +48,7 @@ def recover(root: Path) -> None:
 
 
 def complete_checkpoints(root: Path) -> list[tuple[int, Path]]:
-    """Complete checkpoints by step. Only the final rename gives one its name and its manifest."""
+    """Complete checkpoints, sorted by step. A checkpoint gets its name, with its manifest, only in the final rename."""
     if not root.is_dir():
         return []
     steps = [(re.fullmatch(r"step_(\d+)", path.name), path) for path in root.iterdir()]
@@ -56,7 +56,7 @@ def complete_checkpoints(root: Path) -> list[tuple[int, Path]]:
 
 
 def write_manifest(folder: Path, step: int, ranks: int, files: Mapping[str, Sequence[int]]) -> None:
-    """Write the last file of a checkpoint; `files` are [size, CRC-32] by name."""
+    """Write the manifest, the last file of a checkpoint; `files` maps names to [size, CRC-32]."""
     manifest = {"format": FORMAT, "version": VERSION, "step": step, "ranks": ranks, "torch": torch.__version__}
     with (folder / MANIFEST).open("w") as stream:
         json.dump({**manifest, "files": dict(sorted(files.items()))}, stream, indent=1)
@@ -107,7 +107,7 @@ def measure(path: Path) -> list[int]:
 def sync_directory(path: Path) -> None:
     """Flush a directory's entries to disk, so that they survive a power failure."""
     if os.name == "nt":
-        return  # a directory cannot be opened there
+        return  # Windows cannot open a directory
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,8 +1,8 @@
-"""Error feedback in checkpoints: each rank restores its own on the ranks that saved, the mean of all on other numbers.
+"""Error feedback in checkpoints: a rank restores its own errors, or the mean over all if the number of ranks changed.
 
-Every kept tensor is stored as a DTensor [N, ...], of which each of the N ranks of the parameter's mesh writes a row.
-Counts and methods are stored with the rest of a rank's runtime state. Methods are compared as text. Of a name that a
-checkpoint gives nothing is imported: it says which of the classes that are there has written a tensor, if one has.
+Every kept tensor is stored as a DTensor [N, ...], with a row from each of the N ranks of the parameter's mesh. Counts
+and methods are stored with the rest of a rank's runtime state. Methods are compared as text: a name in a checkpoint
+never causes an import, it only selects one of the classes already present.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from zgraph.runtime.error_feedback import Feedback
 from zgraph.sharding.scope import ShardedParam, sharded_parameters
 from zgraph.torch_compat.dtensor import sharded_rows
 
-KEY = "feedback"  # names the entries, in a checkpoint and in a rank's runtime state
+KEY = "feedback"  # name of the entries, in a checkpoint and in a rank's runtime state
 UNSHARDED = "first_hop"  # slot whose error belongs to the unsharded gradient, on every rank
 SHOWN = 5  # names in one warning
 
@@ -63,7 +63,7 @@ def facts_of(module: nn.Module) -> dict[str, Any]:
 
 
 def tensors_of(module: nn.Module, *, copies: bool) -> Tensors:
-    """The kept tensors, or copies on the host, as this rank's rows of DTensors [N, ...]."""
+    """The kept tensors, or with `copies` their copies on the host, as this rank's rows of DTensors [N, ...]."""
     found: Tensors = {}
     for name, param in sharded_parameters(module).items():
         for slot, feedback in param.state.feedbacks.by_slot.items():
@@ -94,12 +94,12 @@ class Part:
     """Error feedback of one reduction in a checkpoint, and how to restore it here.
 
     Attributes:
-        way: "own": each rank takes what the rank in its place kept; "cut": likewise, but cut into other chunks; "mean":
-            every rank takes the mean over the ranks that saved.
+        way: "own": each rank restores the error of the saved rank with its number. "cut": the same, cut into other
+            chunks. "mean": every rank restores the mean over the ranks that saved.
         fact: facts of this slot, see `facts_of`.
         ranks: number of ranks that saved it.
         sizes: shapes of its tensors in the checkpoint, [ranks, ...], with their dtypes.
-        numel, chunks: how the gradient is cut here.
+        numel, chunks: elements per chunk, and number of chunks, of the gradient in this run.
     """
 
     name: str
@@ -139,7 +139,7 @@ class Part:
 
     @property
     def _divisor(self) -> int:
-        """Divisor with which the part of the mean, or sum, that the ranks together have not sent stays the same."""
+        """Divisor that preserves the part of the mean, or sum, that the ranks together have not sent yet."""
         return self.ranks if self.param.spec.reduction == "mean" else self.param.sharded.device_mesh.size()
 
     def _summed(self, flat: Tensor) -> Tensor:
@@ -165,7 +165,7 @@ def empty_rows(param: ShardedParam, size: torch.Size, dtype: torch.dtype) -> DTe
 
 
 def sizes_in(metadata: Metadata) -> Sizes:
-    """Sizes of the kept tensors in a checkpoint, wherever in it they are."""
+    """Sizes of the kept tensors in a checkpoint, at any depth of its names."""
     found: dict[str, dict[str, dict[str, tuple[torch.Size, torch.dtype]]]] = {}
     paths = cast("dict[str, tuple[str | int, ...]]", metadata.planner_data or {})
     for key, path in paths.items():
@@ -186,10 +186,10 @@ def sizes_of(tensors: Tensors) -> Sizes:
 
 
 def plan_restore(facts: Mapping[str, Any], sizes: Sizes, module: nn.Module) -> tuple[list[Part], list[str]]:
-    """Plan what becomes of every error in a checkpoint; nothing is changed or read yet.
+    """Plan how to restore, or drop, every error in a checkpoint; nothing is changed or read yet.
 
     Returns:
-        Parts to restore; names of what is dropped, such as "weight (second_hop)".
+        Parts to restore; names of dropped errors, such as "weight (second_hop)".
 
     Raises:
         CheckpointError: tensors are missing or have the wrong shape, or the model compresses by another method.
@@ -229,16 +229,16 @@ def _part(
         if here["ranks"] == 1:
             return None  # nothing is sent
         _check_factors(name, fact, sizes, param.spec.layout.shape)
-        way = "own" if division["ranks"] == here["ranks"] else "mean"  # of the unsharded gradient, however it is split
+        way = "own" if division["ranks"] == here["ranks"] else "mean"  # errors are of the unsharded gradient
     elif division != here:
         if slot != UNSHARDED or here["group"] == 1:
-            return None  # it belongs to a part of the gradient that no single rank has now, or nothing is sent
-        numel, chunks = param.spec.layout.grad_chunk.numel(), here["group"]  # however many hops it travels
+            return None  # its part of the gradient is no longer on a single rank, or nothing is sent
+        numel, chunks = param.spec.layout.grad_chunk.numel(), here["group"]  # for any number of hops
         same_ranks = division["ranks"] == here["ranks"]
         if sizes and not (same_ranks and (numel, chunks) == (fact["numel"], fact["chunks"])):
             kind = kind_of(fact["method"])
             if kind is None or not issubclass(kind, BlockMethod):
-                return None  # only the method knows what its tensors mean
+                return None  # only the method can interpret its tensors
             _check_error(name, fact, sizes, param.spec.layout.numel)
             way = "cut" if same_ranks else "mean"
     _check_method(name, slot, fact, numel, chunks, param)
@@ -255,7 +255,7 @@ def _check_tensors(
     missing = sorted(set(fact["tensors"]) - sizes.keys())
     if missing:
         raise CheckpointError(
-            f"zgraph: the checkpoint keeps {', '.join(missing)} of {name} ({slot}), which were not read. Where "
+            f"zgraph: the checkpoint keeps {', '.join(missing)} of {name} ({slot}), which were not read. If "
             "torch.distributed.checkpoint loads, write zgraph.runtime_state(model, load_from=path); otherwise the "
             "checkpoint is damaged, resume from another one."
         )
@@ -307,7 +307,7 @@ def _check_factors(
 
 
 def _check_method(name: str, slot: str, fact: Mapping[str, Any], numel: int, chunks: int, param: ShardedParam) -> None:
-    """Check that the method is the one by which the model compresses, if it has compressed already."""
+    """Check that the model compresses by the same method, if it has compressed already."""
     held = param.state.feedbacks.by_slot.get(slot)
     if held is not None and (held.method, held.numel, held.chunks) != (fact["method"], numel, chunks):
         raise CheckpointError(
@@ -321,11 +321,11 @@ def _check_method(name: str, slot: str, fact: Mapping[str, Any], numel: int, chu
 def read_parts(parts: Sequence[Part], read: Callable[[Tensors], None]) -> list[tuple[Part, Feedback]]:
     """Read the parts and build the feedback to keep; the model is not changed. Every rank calls it.
 
-    At any time a rank holds no more than its own errors and, where errors are cut anew, its share of one parameter's.
+    At any time a rank holds no more than its own errors and, if errors are cut anew, its share of one parameter's.
 
     Args:
         parts: from `plan_restore`.
-        read: fills new tensors, by parameter, slot and name, from the checkpoint; all ranks call it alike.
+        read: fills new tensors (by parameter, slot and name) from the checkpoint; all ranks make the same calls.
     """
     own = [part for part in parts if part.way == "own"]
     restored: list[tuple[Part, Feedback]] = []
@@ -342,7 +342,7 @@ def read_parts(parts: Sequence[Part], read: Callable[[Tensors], None]) -> list[t
 
 
 def put_back(module: nn.Module, facts: Mapping[str, Any], restored: Sequence[tuple[Part, Feedback]]) -> None:
-    """Put restored feedback into the model, and drop what it had."""
+    """Replace the model's feedback by the restored one."""
     for name, param in sharded_parameters(module).items():
         param.state.feedbacks.by_slot.clear()
         if name in facts and facts[name]["loss_scale"] is not None:
@@ -356,8 +356,8 @@ def warn_of_dropped(dropped: Sequence[str]) -> None:
         more = f" and {len(dropped) - SHOWN} more" if len(dropped) > SHOWN else ""
         warnings.warn(
             "zgraph: errors that compression kept start as zeros, because they belong to another division among ranks: "
-            f"{', '.join(dropped[:SHOWN])}{more}. What they held of the last gradients is lost, once; to keep it, load "
-            "on as many ranks as saved the checkpoint.",
+            f"{', '.join(dropped[:SHOWN])}{more}. Their share of the last gradients is lost, once; to keep it, load "
+            "on the number of ranks that saved the checkpoint.",
             ZgraphWarning,
             stacklevel=3,
         )
@@ -370,7 +370,7 @@ def flat_error(kept: Mapping[str, Tensor], numel: int, total: int) -> Tensor:
     """Flatten an error into the parameter's element order, in fp32.
 
     Args:
-        kept: "error" [chunks, groups, group], and "error_scale" [chunks, groups] where that is int8.
+        kept: "error" [chunks, groups, group], and "error_scale" [chunks, groups] if the error is int8.
         numel: elements of a chunk; the padding of its last group is dropped.
         total: elements of the parameter; the padding of its last chunks is dropped.
     """
@@ -379,7 +379,7 @@ def flat_error(kept: Mapping[str, Tensor], numel: int, total: int) -> Tensor:
 
 
 def cut_error(flat: Tensor, numel: int, chunks: int, group: int, *, quantized: bool) -> dict[str, Tensor]:
-    """Inverse of `flat_error`; in int8 if the kernels keep errors so."""
+    """Inverse of `flat_error`; encodes the error in int8 if `quantized`."""
     groups = chunk_rows(numel, group)
     by_chunk = torch.nn.functional.pad(flat, (0, chunks * numel - flat.numel())).view(chunks, numel)
     error = torch.nn.functional.pad(by_chunk, (0, groups * group - numel)).view(chunks, groups, group)

@@ -42,7 +42,7 @@ class Checkpoint:
         path: its directory.
         step: step under which it was saved.
         ranks: number of ranks that saved it.
-        extra: what this rank saved as `extra`; if the number of ranks has changed, what rank r modulo `ranks` saved.
+        extra: the `extra` that this rank saved; if the number of ranks has changed, that of rank r modulo `ranks`.
     """
 
     path: Path
@@ -54,21 +54,21 @@ class Checkpoint:
 def load_checkpoint(
     path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None = None
 ) -> Checkpoint:
-    """Load what `save_checkpoint` wrote, on any number of ranks. Every rank calls it.
+    """Load a checkpoint of `save_checkpoint`, on any number of ranks. Every rank calls it.
 
-    With the same number of ranks the run continues bitwise; see `runtime_state` for other numbers. Everything is loaded
-    or nothing: names, shapes, dtypes and the size and CRC-32 of every file are checked first, then all is read into new
-    tensors, and only then copied. Nothing stored is executed (see `SafeReader`).
+    With the same number of ranks the run continues bitwise; see `runtime_state` for other numbers. Loads everything or
+    nothing: names, shapes, dtypes and the size and CRC-32 of every file are checked first, then everything is read into
+    new tensors, and only then copied. Nothing stored is executed (see `SafeReader`).
 
     Args:
-        path: a checkpoint, such as `latest_checkpoint` returns.
-        model: built and sharded as the saved one was; the mesh may differ.
-        optimizer: with the same groups; several as a list in the same order. None: the checkpoint's optimizer state is
-            ignored.
+        path: path of a checkpoint, for example from `latest_checkpoint`.
+        model: model built and sharded like the saved one; the mesh may differ.
+        optimizer: optimizer with the same groups, or a list of several in the same order. None: the checkpoint's
+            optimizer state is ignored.
 
     Raises:
-        CheckpointError: it is incomplete, damaged, of another model or of another format version; raised on all ranks,
-            whichever found out, with model and optimizer unchanged.
+        CheckpointError: the checkpoint is incomplete, damaged, of another model or of another format version. Raised on
+            all ranks, with model and optimizer unchanged.
     """
     folder = Path(path).absolute()
     module, stepping = without_compile(model), as_one(optimizer)
@@ -78,8 +78,8 @@ def load_checkpoint(
     def inspect() -> tuple[dict[str, Any], Metadata, dict[str, Any], list[str], str]:
         if window_is_open(module):
             raise CheckpointError(
-                "zgraph.load_checkpoint: a no_sync window is open, whose gradients are of the old values; run the last "
-                "forward and backward outside of no_sync first."
+                "zgraph.load_checkpoint: a no_sync window is open, and its gradients belong to the old values; run the "
+                "last forward and backward outside of no_sync first."
             )
         manifest = read_manifest(folder)
         metadata = read_metadata(folder)
@@ -92,7 +92,7 @@ def load_checkpoint(
     manifest, metadata, wanted, others, text = inspected
     if len(set(gathered(zlib.crc32(text.encode())))) > 1:
         raise CheckpointError(f"zgraph.load_checkpoint: ranks see different checkpoints in {folder}; share the folder.")
-    unexpected = names_of_no_rank(others)  # the stages of a pipeline have each their own
+    unexpected = names_of_no_rank(others)  # each stage of a pipeline has its own
 
     def refuse_unexpected() -> None:
         if unexpected:
@@ -110,13 +110,13 @@ def load_checkpoint(
 
     def read_own() -> dict[str, Any]:
         own = decode(
-            wanted[f"rank.{rank % manifest['ranks']}"], f"what rank {rank % manifest['ranks']} kept in {folder}"
+            wanted[f"rank.{rank % manifest['ranks']}"], f"the state of rank {rank % manifest['ranks']} in {folder}"
         )
         return of_this_stage(own, set(others))
 
     own = run_on_all_ranks("load_checkpoint", read_own)
     sizes = error_feedback.sizes_in(metadata)
-    # All ranks of a mesh restore errors together. What a rank has kept is of one stage, which may lie elsewhere now.
+    # All ranks of a mesh restore errors together. A rank's errors are of one stage, which may be on other ranks now.
     facts = own["runtime"].get(error_feedback.KEY, {})
     here = {name for name in sizes if name not in others}
     from_stages = any(gathered(bool(here - facts.keys()) or not facts.keys().isdisjoint(others)))
@@ -159,10 +159,10 @@ def _wanted(
     """Make new tensors for everything to read, by name in the checkpoint.
 
     Returns:
-        The tensors; names that the checkpoint has and this rank's model has not.
+        The tensors; names in the checkpoint that this rank's model lacks.
 
     Raises:
-        CheckpointError: the checkpoint lacks something.
+        CheckpointError: the checkpoint lacks an entry.
     """
     held = metadata.state_dict_metadata
     wanted: dict[str, Any] = {
@@ -210,7 +210,7 @@ def _new_like(value: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def _check_kinds(folder: Path, metadata: Metadata, wanted: Mapping[str, Any]) -> None:
-    """Check that tensors are tensors in the checkpoint too, of equal shape and dtype."""
+    """Check that tensors of the model are tensors in the checkpoint too, with equal shape and dtype."""
     wrong: list[str] = []
     for key, value in wanted.items():
         entry = metadata.state_dict_metadata.get(key)
@@ -245,7 +245,7 @@ def _refuse_model(folder: Path, found: Mapping[str, Sequence[str]]) -> NoReturn:
 
 
 def _check_files(folder: Path, metadata: Metadata, files: Mapping[str, Sequence[int]], rank: int, world: int) -> None:
-    """Compare the files with what was written, before anything is loaded. Ranks share the work of checksums."""
+    """Compare the files with the manifest, before anything is loaded. Ranks share the work of checksums."""
     needed = {info.relative_path for info in metadata.storage_data.values()}
     for name in sorted(needed - files.keys()):
         raise CheckpointError(f"zgraph: {folder / MANIFEST} does not list {name}; resume from another checkpoint.")
@@ -283,7 +283,7 @@ def restored_state(
     optimizer: Checkpointed,
     own: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Build the optimizer's state dict from what was read."""
+    """Build the optimizer's state dict from the loaded entries."""
     names = group_names(module, optimizer)
     tree = _nested({path[1:]: loaded[key] for key, path in entry_paths(metadata).items() if key in loaded})
     saved: list[dict[str, Any]] = tree["param_groups"]

@@ -32,7 +32,7 @@ def group_names(module: nn.Module, optimizer: Checkpointed) -> list[list[str]]:
 
 
 def names_by_index(groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]) -> dict[int, str]:
-    """Map the numbers that an optimizer's state dict gives parameters to their names."""
+    """Map the parameter numbers of an optimizer's state dict to parameter names."""
     return {
         index: name
         for group, own in zip(groups, names, strict=True)

@@ -1,4 +1,4 @@
-"""State of a run besides parameters and optimizer: random generators, and what each rank keeps for itself."""
+"""State of a run besides parameters and optimizer: random generators, and state that each rank has of its own."""
 
 from __future__ import annotations
 
@@ -34,28 +34,28 @@ def runtime_state(model: nn.Module, *, load_from: str | os.PathLike[str] | None 
         dcp.load({..., "runtime": zgraph.runtime_state(model, load_from=path)}, checkpoint_id=path)
 
     It holds, for each rank: the state of the random generators (torch's on CPU and on the current CUDA device, Python's
-    `random`), the values of `ignored` parameters, the buffers that differ between ranks (running statistics, say),
+    `random`), the values of `ignored` parameters, the buffers that differ between ranks (such as running statistics),
     the tensors that passes keep for a parameter, and the error feedback of compression. `save_checkpoint` includes it.
 
-    When the number of ranks has changed, rank r takes what rank r modulo the saved number had. Where that is another
+    If the number of ranks has changed, rank r restores the state of rank r modulo the saved number. If that is another
     rank, its generators are seeded with a hash of that state and r: equal in every repetition, different on every rank.
     Tensors that passes keep are dropped on all ranks, because they belong to the old division of parameters. Errors of
-    unsharded gradients are preserved: each rank takes the mean over the ranks that saved, cut and quantized for the new
-    division, so that what all ranks together have not sent stays the same up to that quantization. (With the same
-    number of ranks and another stage each rank takes its own error, cut anew.) Dropped, with a `ZgraphWarning`, are
-    errors of a second hop and of gathered means, those of a compression method of your own, and all errors if nothing
-    is sent any more. An error that another method has saved is refused: by the load if the model has compressed
-    already, else by its first reduction.
+    unsharded gradients are preserved: each rank restores the mean over the ranks that saved, cut and quantized for the
+    new division, so the total that all ranks have not sent yet stays the same up to that quantization. (With the same
+    number of ranks and another stage, each rank restores its own error, cut anew.) A `ZgraphWarning` names the errors
+    that are dropped: those of a second hop, of gathered means and of user-defined compression methods, and all errors
+    if nothing is sent any more. An error saved by another method is refused: by the load if the model has already
+    compressed, otherwise by its first reduction.
 
-    Errors are separate entries, "feedback.<parameter>.<slot>.<tensor>", of which each rank writes and reads its row:
-    DCP only reads entries that the model has too, and only for equal N. `load_from` tells it which ones a checkpoint
+    Errors are separate entries, "feedback.<parameter>.<slot>.<tensor>"; each rank writes and reads its row of them. DCP
+    only reads entries that the model has too, and only for equal N. `load_from` tells it which entries a checkpoint
     has; without it, a load that leaves them out is an error. All rows that this rank reads, up to ceil(N saved / N) per
-    parameter, are in memory at the same time; `load_checkpoint` reads one parameter after the other where errors are
-    cut anew.
+    parameter, are in memory simultaneously; `load_checkpoint` reads one parameter at a time if errors are cut anew.
 
     Args:
-        model: sharded or not, compiled or not. Every rank calls `state_dict` and `load_state_dict`, which communicate.
-        load_from: the checkpoint that torch.distributed.checkpoint is about to load; not for saving.
+        model: model, sharded or not, compiled or not. Every rank must call `state_dict` and `load_state_dict`, which
+            communicate.
+        load_from: checkpoint that torch.distributed.checkpoint is about to load; None when saving.
     """
     return RuntimeState(model, None if load_from is None else Path(load_from))
 
@@ -68,10 +68,10 @@ class RuntimeState:
         self.load_from = load_from
 
     def state_dict(self) -> dict[str, Any]:
-        """{"ranks": bytes, "feedback": {...}}.
+        """Return {"ranks": bytes, "feedback": {...}}.
 
-        "ranks" is one entry for all ranks, so that any number of them can load it. "feedback" exists if there is any:
-        copies on the host, or new tensors to load into.
+        "ranks" is one entry for all ranks, so that any number of ranks can load it. "feedback" is present if there are
+        errors: copies on the host, or new tensors to load into.
         """
         if self.load_from is None:
             errors = error_feedback.tensors_of(self.model, copies=True)
@@ -83,7 +83,7 @@ class RuntimeState:
         """Restore this rank's part.
 
         Raises:
-            CheckpointError: an entry is damaged, missing, or of another model; nothing has been changed.
+            CheckpointError: an entry is damaged, missing, or of another model; nothing was changed.
         """
         errors: error_feedback.Tensors = state_dict.get(error_feedback.KEY, {})
 
@@ -112,7 +112,7 @@ class RuntimeState:
         }
 
     def own(self) -> dict[str, Any]:
-        """This rank's part: plain values and CPU tensors. Every rank calls it, to compare buffers."""
+        """This rank's state: plain values and CPU tensors. Every rank must call it, to compare buffers."""
         places = self._places()
         digests = {name: _digest(tensor) for name, tensor in self.model.state_dict().items() if _is_plain(tensor)}
         everywhere: list[dict[str, int]] = gathered(digests)  # stages of a pipeline have other buffers
@@ -130,16 +130,16 @@ class RuntimeState:
         }
 
     def check(self, own: Any) -> None:
-        """Check that `restore` can restore it.
+        """Check that `restore` can restore a rank's state.
 
         Raises:
-            CheckpointError: it belongs to another model.
+            CheckpointError: the state belongs to another model.
         """
         places, parameters = self._places(), self._parameter_states()
         for name, tensor in own["local"].items():
             if name not in places or _local(places[name]).shape != tensor.shape:
                 raise CheckpointError(
-                    f"zgraph: the checkpoint's runtime state has {name} {list(tensor.shape)}, which this model has not "
+                    f"zgraph: the checkpoint's runtime state has {name} {list(tensor.shape)}, which this model lacks "
                     "or has in another shape; load it into the model that was saved."
                 )
         ours, theirs = self._codes(), own.get("codes", {})
@@ -147,8 +147,8 @@ class RuntimeState:
         if name is not None:
             saved, present = theirs.get(name, "it is"), ours.get(name, "it is")
             raise CheckpointError(
-                f"zgraph: {name} rests as {saved} in the checkpoint, and as {present} in this model; codes are loaded "
-                "with the same zgraph.Offload, stage and number of ranks. For another one, load weights before "
+                f"zgraph: {name} is stored as {saved} in the checkpoint, and as {present} in this model; codes are "
+                "loaded with the same zgraph.Offload, stage and number of ranks. To change these, load weights before "
                 "zgraph.shard, from zgraph.full_state_dict for example."
             )
         for name in own["kept"]:
@@ -160,7 +160,7 @@ class RuntimeState:
 
     @torch.no_grad()
     def restore(self, own: Any, ranks: int, errors: Sequence[tuple[error_feedback.Part, Feedback]]) -> None:
-        """Restore what `own` returned, on the rank that this rank takes over from, out of `ranks` that saved."""
+        """Restore the state `own`, saved by one of `ranks` ranks: this rank, or the one that it replaces."""
         rank, world = (dist.get_rank(), dist.get_world_size()) if is_distributed_ready() else (0, 1)
         places = self._places()
         for name, tensor in own["local"].items():
@@ -174,7 +174,7 @@ class RuntimeState:
         _restore_random(own["random"], None if rank < ranks else rank)
 
     def _places(self) -> dict[str, Tensor]:
-        """Buffers, and parameters with values of their own on each rank, by name in the state dict."""
+        """Buffers, and parameters whose values differ between ranks, by name in the state dict."""
         ignored = {
             id(local_parameters(part)[attribute])
             for part in self.model.modules()
@@ -186,7 +186,7 @@ class RuntimeState:
         return {name: tensor.detach() for name, tensor in entries if _is_plain(tensor) or id(tensor) in ignored}
 
     def _codes(self) -> dict[str, str]:
-        """What weights rest as, where they rest as codes: bytes of other ranks' codes may be as many, and others."""
+        """Storage format of each weight stored as codes: codes of another format may have the same size."""
         codes = {name: param.spec.codes for name, param in sharded_parameters(self.model).items()}
         return {
             name: f"codes of {one.method}, {one.numel} elements on each of {one.world} ranks"

@@ -55,13 +55,13 @@ _PATHS = frozenset({"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPat
 
 
 class SafeReader(FileSystemReader):
-    """torch's FileSystemReader, except that it executes nothing. Use it together with `SafePlanner`.
+    """torch's FileSystemReader that executes nothing from the checkpoint. Use it together with `SafePlanner`.
 
         dcp.load(state, storage_reader=zgraph.SafeReader(path), planner=zgraph.SafePlanner())
 
     Raises:
-        CheckpointError: from the load, if `.metadata` is damaged or names something that no checkpoint needs. It comes
-            inside torch's CheckpointException, as every error of a load does.
+        CheckpointError: from the load, if `.metadata` is damaged or names something that no checkpoint needs. torch
+            wraps it in its CheckpointException, like every error of a load.
     """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -76,7 +76,7 @@ class SafePlanner(DefaultLoadPlanner):
     """torch's DefaultLoadPlanner, except that entries may only hold tensors, plain values and containers of them."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        # Rewritten from what the safe loader admitted, because torch loads these bytes without a check.
+        # Rewritten from the result of the safe loader, because torch loads these bytes without a check.
         written = io.BytesIO()
         torch.save(torch.load(value, map_location="cpu", weights_only=True), written)
         written.seek(0)
@@ -84,7 +84,7 @@ class SafePlanner(DefaultLoadPlanner):
 
 
 class _StandIn:
-    """Takes the place of one of torch's classes, and holds the state that the pickle gives it."""
+    """Inert replacement for one of torch's classes; holds the state that the pickle gives it."""
 
     kind = ""
 
@@ -130,7 +130,7 @@ def read_metadata(folder: Path, name: str = METADATA) -> Metadata:
     """Read the table of contents of a DCP checkpoint without calling anything that it names.
 
     Raises:
-        CheckpointError: the file is missing, damaged or not what DCP writes.
+        CheckpointError: the file is missing, damaged, or not in the format of DCP.
     """
     path = folder / name
     try:
@@ -227,7 +227,7 @@ class _Converter:
 
 
 def decode(data: bytes, where: str) -> Any:
-    """Decode what `encode` encoded: tensors, numbers, strings and containers of them, nothing else.
+    """Decode the bytes of `encode`: tensors, numbers, strings and containers of them, nothing else.
 
     Raises:
         CheckpointError: the data holds something else, or is damaged.
@@ -249,7 +249,7 @@ def encode(value: Any) -> bytes:
 
 
 def check_plain(value: Any, where: str, refuse: Callable[[str], NoReturn]) -> None:
-    """Refuse, before it is stored, what a weights-only load would refuse."""
+    """Refuse values that a weights-only load would refuse, before they are stored."""
     if isinstance(value, dict):
         for key, entry in cast("dict[Any, Any]", value).items():
             check_plain(key, f"a key of {where}", refuse)

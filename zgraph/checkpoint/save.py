@@ -40,26 +40,26 @@ def save_checkpoint(
     """Write `directory/step_<step>`: model, optimizer, runtime state (see `runtime_state`) and `extra`.
 
     Every rank calls it. Files are written and fsynced in a hidden directory next to the final one, which is renamed at
-    the end: whenever the run is killed, a checkpoint exists completely or not at all. All ranks write to the same file
+    the end: if the run is killed, the checkpoint exists completely or not at all. All ranks write to the same file
     system.
 
     Args:
-        directory: holds the checkpoints of one run; created if missing.
-        model: sharded or not, compiled or not. The chunks of a pipeline have names of their own on all stages, as in
+        directory: directory for the checkpoints of one run; created if missing.
+        model: model, sharded or not, compiled or not. Chunks of a pipeline need unique names across all stages, as in
             `nn.ModuleDict({str(number): chunk for ...})`.
-        optimizer: steps the model's parameters; several that share none as a list. Gradients are not saved: call after
-            a step, not in a `no_sync` window.
-        step: names the checkpoint; a complete one of the same step is replaced.
+        optimizer: optimizer of the model's parameters, or a list of several that share none. Gradients are not saved:
+            call after a step, not in a `no_sync` window.
+        step: number that names the checkpoint; a complete one of the same step is replaced.
         extra: anything else to save, such as a scheduler's state_dict or the data position. May differ between ranks.
             Plain tensors, numbers, strings, None, and dicts, lists and tuples of them.
-        keep: how many complete checkpoints to keep, the newest ones.
+        keep: number of complete checkpoints to keep, the newest ones.
 
     Returns:
         The checkpoint's directory.
 
     Raises:
         ValueError: an option cannot be honoured.
-        CheckpointError: it could not be written; raised on all ranks, whichever failed. Earlier checkpoints are intact.
+        CheckpointError: a rank could not write it; raised on all ranks. Earlier checkpoints are intact.
     """
     if step < 0 or keep < 1:
         raise ValueError(f"zgraph.save_checkpoint: step={step} must not be negative, and keep={keep} at least 1.")
@@ -100,7 +100,7 @@ def save_checkpoint(
         sync_directory(root)
         for _, old in complete_checkpoints(root)[:-keep]:
             hidden = root / f".{old.name}.old"
-            old.rename(hidden)  # first, because half deleted it would look complete
+            old.rename(hidden)  # first, because a half-deleted one would look complete
             shutil.rmtree(hidden)
         shutil.rmtree(root / f".{final.name}.replaced", ignore_errors=True)
 

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 
 class Checkpointed(Protocol):
-    """What a checkpoint needs of an optimizer."""
+    """The part of an optimizer's interface that checkpoints use."""
 
     param_groups: list[dict[str, Any]]
 
@@ -19,13 +19,13 @@ class Checkpointed(Protocol):
 
 
 class SeveralOptimizers:
-    """Optimizers of different parameters, as one with the groups of all.
+    """Several optimizers of different parameters as a single one with all their groups.
 
     Args:
-        optimizers: in an order that is the same when saving and loading.
+        optimizers: optimizers, in the same order when saving and loading.
 
     Raises:
-        ValueError: two of them step one parameter.
+        ValueError: two of them step the same parameter.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
@@ -50,7 +50,7 @@ class SeveralOptimizers:
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Give each optimizer its own."""
+        """Give each optimizer its own part of the state."""
         given = iter(state_dict["param_groups"])
         for first, one in zip(self._firsts(), self._optimizers, strict=True):
             groups = [next(given) for _ in one.param_groups]
@@ -68,5 +68,5 @@ class SeveralOptimizers:
 
 
 def as_one(optimizer: Optimizer | Sequence[Optimizer] | None) -> Checkpointed | None:
-    """What a checkpoint saves or loads."""
+    """The given optimizers as the single one that a checkpoint saves or loads."""
     return optimizer if optimizer is None or isinstance(optimizer, Optimizer) else SeveralOptimizers(optimizer)

@@ -14,10 +14,10 @@ from zgraph.errors import CheckpointError
 
 
 def check_names(state: Mapping[str, Any]) -> None:
-    """Check that no two parameters that lie on different ranks share a name, under which one would overwrite the other.
+    """Check that no two parameters on different ranks share a name, because one would overwrite the other.
 
     Raises:
-        CheckpointError: on all ranks; says which.
+        CheckpointError: on all ranks; names the parameter.
     """
     meshes = {
         name: tuple(value.device_mesh.mesh.flatten().tolist())
@@ -41,7 +41,7 @@ def merged_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Groups of the optimizers of all ranks, each with the names of the parameters that any rank has in it.
 
     Raises:
-        CheckpointError: on all ranks; there are other groups, or other options in them.
+        CheckpointError: on all ranks, if ranks have different groups, or different options in them.
     """
     if _equal_on_all_ranks(groups):
         return groups
@@ -82,7 +82,7 @@ def names_of_no_rank(others: Sequence[str]) -> list[str]:
 
 
 def of_this_stage(own: dict[str, Any], others: set[str]) -> dict[str, Any]:
-    """What a rank has kept, without what it kept for parameters of another stage; errors of compression are left."""
+    """A rank's saved state without parameters of other stages; compression errors are left in."""
     runtime = own["runtime"]
     kept = {key: {name: one for name, one in runtime[key].items() if name not in others} for key in ("local", "kept")}
     optimizer = {name: one for name, one in own["optimizer"].items() if name not in others}
@@ -94,7 +94,7 @@ def _equal_on_all_ranks(value: Any) -> bool:
 
 
 def _printed(value: Any) -> Any:
-    """The same with the values of tensors, of which `repr` leaves out digits."""
+    """The same value with tensors as lists of numbers, because their `repr` omits digits."""
     if isinstance(value, Tensor):
         return str(value.dtype), value.tolist()
     if isinstance(value, dict):

@@ -18,14 +18,14 @@ NOT_MEASURED = "; not measured"
 
 
 @click.command()
-@click.option("--refresh", is_flag=True, help="Measure again, whatever an earlier call has kept.")
+@click.option("--refresh", is_flag=True, help="Measure again instead of reading an earlier result.")
 @click.option("--cache", type=click.Path(path_type=Path), help="Folder for the result; ~/.cache/zgraph by default.")
 @json_option
 def calibrate(refresh: bool, cache: Path | None, as_json: bool) -> None:
     """Measure copies, matrix products and links.
 
-    Takes a few seconds the first time, and reads a file afterwards. Started by torchrun on every rank, it measures the
-    links between the ranks as well, and rank 0 prints. `zgraph plan --hardware FILE` reads what --json prints.
+    Needs a few seconds the first time; later calls read a file. Started by torchrun on every rank, it measures the
+    links between the ranks as well, and rank 0 prints. `zgraph plan --hardware FILE` reads the output of --json.
     """
     with working("measuring"):
         hardware = measured(refresh=refresh, cache=cache)
@@ -46,7 +46,7 @@ def measured(*, refresh: bool = False, cache: Path | None = None) -> Hardware:
 
 
 def table_of(hardware: Hardware) -> Table:
-    """What `measured` has found. A process alone has no links; plans then take usual ones."""
+    """The table of the measured hardware. A single process has no links; plans then assume typical ones."""
     rows = [
         ("backend", hardware.backend),
         ("memory of a rank", size(hardware.memory_bytes)),

@@ -1,7 +1,7 @@
-"""The command `zgraph`: its subcommands, and how errors of whoever types them are shown.
+"""The command `zgraph`: its subcommands, and how user errors are shown.
 
-With click, not typer: half the time to start, and nothing is needed beside it. Nothing here imports torch, so that
-`zgraph --help` answers at once; commands do when they run.
+Uses click, not typer: it starts in half the time, and needs no other package. Nothing here imports torch, so that
+`zgraph --help` answers immediately; commands import it when they run.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from zgraph.cli.plan import plan
 from zgraph.cli.report import report
 from zgraph.errors import ZgraphError
 
-INTERRUPTED = 130  # what shells report for Ctrl-C
+INTERRUPTED = 130  # exit status of shells for Ctrl-C
 
 
 class _Commands(click.Group):
-    """A group whose errors take one line on standard error, without usage and traceback."""
+    """A group whose errors are one line on standard error, without usage and traceback."""
 
     def main(
         self,
@@ -36,7 +36,7 @@ class _Commands(click.Group):
     ) -> Any:
         status = 0
         try:
-            # An integer is what a command returns or exits with; 0 stands for nothing.
+            # A command returns or exits with an integer status, or returns None.
             status = super().main(args, prog_name, complete_var, standalone_mode=False, **extra) or 0
             sys.stdout.flush()
         except click.ClickException as error:
@@ -45,7 +45,7 @@ class _Commands(click.Group):
             status = INTERRUPTED
         except ZgraphError as error:
             status = _refused(str(error), 1)
-        except BrokenPipeError:  # whoever read has seen enough
+        except BrokenPipeError:  # the reader has closed the pipe
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             status = 1
         sys.exit(status)
@@ -62,7 +62,7 @@ def _refused(message: str, status: int) -> int:
 def commands(ctx: click.Context) -> None:
     """Sharded training as compiler passes: look at a machine, at a plan, at what was compiled.
 
-    Exit status: 0 done, 1 the answer is no, 2 the command cannot be carried out as it was typed.
+    Exit status: 0 done, 1 the answer is no, 2 the command cannot be carried out as typed.
     """
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())

@@ -1,4 +1,4 @@
-"""What differs between two reports, or between two passes of one: nodes, bytes, times, memory, parameters."""
+"""Differences between two reports, or between two passes of one: nodes, bytes, times, memory, parameters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zgraph.reporting.export.reading import line_text, texts_of
 from zgraph.reporting.export.report_json import Document
 from zgraph.reporting.tables import Table, duration, size
 
-CAPTURED = "captured"  # stands for the graph before any pass
+CAPTURED = "captured"  # name for the graph before any pass
 TITLES = MappingProxyType(
     {
         "graphs": "graphs",
@@ -27,14 +27,14 @@ TITLES = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """One fact that two reports have differently.
+    """One fact that differs between two reports.
 
     Attributes:
         section: a key of TITLES.
-        frame: that it is in.
+        frame: name of the frame.
         subject: a graph, a pass on a graph, a parameter, ...
-        fact: with its unit at the end, such as "sent_bytes".
-        before, after: numbers or texts; None where only the other one has the subject.
+        fact: name of the fact, with its unit at the end, such as "sent_bytes".
+        before, after: numbers or texts; None if only the other report has the subject.
     """
 
     section: str
@@ -65,7 +65,7 @@ class Change:
 
 
 def compare(first: Document, second: Document) -> list[Change]:
-    """What two reports have differently; see `_pairs` for which frame is compared with which."""
+    """The differences between two reports; `_pairs` chooses the frames to compare."""
     measured = [_measured(document) for document in (first, second)]
     found: list[Change] = []
     for pair in _pairs(first, second):
@@ -78,10 +78,10 @@ def compare(first: Document, second: Document) -> list[Change]:
 
 
 def _pairs(first: Document, second: Document) -> list[tuple[Document | None, Document | None]]:
-    """Frames of two reports that belong together: in the order of compiling where both have as many, else by name.
+    """Pairs of frames to compare: in the order of compilation if both reports have the same number, else by name.
 
-    Names alone would not do: Dynamo numbers what a process compiles, and a second plan in the same notebook has "0/1"
-    for what the first called "0/0".
+    Names are not enough, because Dynamo numbers the compiles of a process: a second plan in the same notebook calls the
+    frame "0/1" that the first called "0/0".
     """
     frames = [document["frames"] for document in (first, second)]
     if len(frames[0]) == len(frames[1]):
@@ -91,10 +91,10 @@ def _pairs(first: Document, second: Document) -> list[tuple[Document | None, Doc
 
 
 def compare_passes(document: Document, first: str, second: str) -> list[Change]:
-    """What the graphs of one compile were after two of its passes; CAPTURED is the graph before any.
+    """The differences between one compile's graphs after two of its passes; CAPTURED is the graph before any.
 
     Raises:
-        ValueError: no graph had such a pass, or none had both.
+        ValueError: no graph had such a pass, or no graph had both.
     """
     known = dict.fromkeys([CAPTURED, *(entry["name"] for frame in document["frames"] for entry in frame["passes"])])
     for name in (first, second):
@@ -114,7 +114,7 @@ def compare_passes(document: Document, first: str, second: str) -> list[Change]:
 
 
 def lines_between(document: Document, first: str, second: str) -> list[str]:
-    """A unified diff of each graph as two passes have left it."""
+    """A unified diff of each graph between its texts after two passes."""
     found: list[str] = []
     for frame in document["frames"]:
         for direction in frame["captured"]:
@@ -128,7 +128,7 @@ def lines_between(document: Document, first: str, second: str) -> list[str]:
 
 
 def tables_of(changes: Sequence[Change], first: str, second: str) -> list[Table]:
-    """One table for each section, with what the two are called above their columns."""
+    """One table for each section; `first` and `second` are the titles of the two columns of values."""
     columns = ("frame", "of", "fact", first, second, "difference")
     return [
         Table(title, columns, tuple(change.cells() for change in changes if change.section == section))
@@ -170,7 +170,7 @@ def _operators(frame: Document) -> Facts:
 
 
 def _passes(frame: Document) -> Facts:
-    """Graphs after each pass. One that runs twice on a graph has a number from its second time on."""
+    """Graphs after each pass. A pass that runs twice on a graph has a number from its second run on."""
     found: dict[str, dict[str, Any]] = {}
     for entry in frame["passes"]:
         name = f"{entry['direction']}: {entry['name']}"
@@ -184,7 +184,7 @@ def _passes(frame: Document) -> Facts:
 
 
 def _after_pass(frame: Document, name: str) -> Facts:
-    """The graphs of a frame as a pass has left them; before their first pass for CAPTURED."""
+    """The graphs of a frame after a pass; for CAPTURED, before their first pass."""
     found: dict[str, Mapping[str, Any]] = {}
     for entry in frame["passes"]:
         if name == CAPTURED and entry["direction"] not in found:
@@ -195,7 +195,7 @@ def _after_pass(frame: Document, name: str) -> Facts:
 
 
 def _totals(found: Document | None) -> dict[str, Any]:
-    """Totals of a graph before or after a pass; None where the passes of a compile were not kept."""
+    """Totals of a graph before or after a pass; all None if passes were not recorded."""
     return {fact: (found or {}).get(fact) for fact in _TOTALS}
 
 
@@ -221,7 +221,7 @@ _SECTIONS: Mapping[str, Callable[[Document], Facts]] = MappingProxyType(
 
 
 def _measured(document: Document) -> dict[str, dict[str, dict[str, Any]]]:
-    """By frame and graph what `zgraph.measure` has found."""
+    """Measurements of `zgraph.measure`, by frame and graph."""
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for entry in document.get("times", {}).get("measured", []):
         facts = {
@@ -246,7 +246,7 @@ def _changes(section: str, frame: str, first: Facts, second: Facts) -> Iterator[
 
 
 def _with_unit(fact: str) -> tuple[str, Callable[[float], str]]:
-    """A fact's name without its unit, and what writes numbers of that unit."""
+    """A fact's name without its unit, and the function that formats numbers of that unit."""
     for unit, text in (("_bytes", size), ("_us", duration)):
         if fact.endswith(unit):
             return fact.removesuffix(unit).replace("_", " "), text

@@ -1,4 +1,4 @@
-"""`zgraph diff`: what two compiles, or two passes of one, have differently."""
+"""`zgraph diff`: the differences between two compiles, or between two passes of one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`zgraph doctor`: whether a machine, or all that torchrun has started, can train, and how fast it copies and sends."""
+"""`zgraph doctor`: checks if a machine, or all machines of a torchrun launch, can train, and measures their rates."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STYLES = MappingProxyType({"missing": "bold red", "note": "yellow", "ok": "green
 @click.option("--no-rates", is_flag=True, help="Leave out rates of copies and links, which take seconds to measure.")
 @json_option
 def doctor(no_rates: bool, as_json: bool) -> int:
-    """Look for what a training run needs, and say how to get what is missing.
+    """Check for everything that a training run needs, and say how to get what is missing.
 
     Started by torchrun on every rank, it also connects the ranks and measures their links; rank 0 prints. Rates are
     those of `zgraph calibrate`. Exit status 1: something that a training run needs is missing.
@@ -73,7 +73,7 @@ def _connected() -> Check:
 
 
 def _of_other_hosts(checks: list[Check]) -> list[Check]:
-    """What is not well on hosts other than this one, by any of their ranks."""
+    """Checks that are not "ok" on other hosts, as found by any of their ranks."""
     import torch.distributed as dist
 
     wanting = [check for check in checks if check.status != "ok"]

@@ -1,4 +1,4 @@
-"""What a training run needs of a machine: found, found wanting, or missing and how to get it."""
+"""Checks of what a training run needs from a machine, with advice on what is missing or limited."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Check:
     """One fact about a machine.
 
     Attributes:
-        group, name: of the fact.
-        found: what was found, for people.
+        group, name: group and name of the fact.
+        found: description of what was found.
         status: "missing": a training run needs it; "note": it works, but see the advice.
-        advice: what to do; "" where all is well.
+        advice: what to do; "" if all is well.
     """
 
     group: str
@@ -40,7 +40,7 @@ class Check:
 
 
 def check_machine() -> list[Check]:
-    """All checks of this process's machine; without torch only that it is missing."""
+    """All checks of this process's machine; only versions if one of them is missing."""
     found = _python_checks()
     if any(check.status == "missing" for check in found):
         return found
@@ -49,7 +49,7 @@ def check_machine() -> list[Check]:
 
 
 def _python_checks() -> list[Check]:
-    """Versions. Only here may torch be absent, or one that zgraph refuses."""
+    """Checks of versions. Only here may torch be absent, or a version that zgraph refuses."""
     found = [
         Check(group="versions", name="python", found=platform.python_version()),
         Check(group="versions", name="zgraph", found=_version("zgraph") or "not installed: run from its folder"),
@@ -166,7 +166,7 @@ def _cache(name: str, folder: Path, unwritable: Any, advice: str) -> Check:
 
 
 def is_writable(folder: Path) -> bool:
-    """Whether files can be made in a folder, or in the one in which it would be made; leaves nothing behind."""
+    """Whether files can be created in a folder, or in its nearest existing parent; leaves nothing behind."""
     existing = next(each for each in (folder, *folder.parents) if each.exists())
     try:
         with tempfile.TemporaryFile(dir=existing):

@@ -14,10 +14,10 @@ _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 @dataclass(frozen=True, kw_only=True)
 class Interface:
-    """What gloo would take.
+    """The interface that gloo would use.
 
     Attributes:
-        text: for people.
+        text: description of the interface.
         status: "missing": gloo cannot connect; "note": only ranks of this host can.
         advice: what to set.
     """
@@ -28,7 +28,7 @@ class Interface:
 
 
 def gloo_interface() -> Interface:
-    """GLOO_SOCKET_IFNAME, or what the host's name stands for; torch falls back on the loopback address."""
+    """The interface in GLOO_SOCKET_IFNAME, or that of the host name's address; torch falls back to loopback."""
     addresses = _addresses()
     others = [name for name, address in addresses.items() if not _is_loopback(address)]
     choose = f"set GLOO_SOCKET_IFNAME to {' or '.join(others) or 'an interface that other hosts can reach'}"
@@ -39,12 +39,12 @@ def gloo_interface() -> Interface:
     try:
         address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError:
-        text = f"loopback, for the host name {host} has no address"
-        return Interface(text=text, status="note", advice=f"{choose}, where ranks run on several hosts")
+        text = f"loopback, because the host name {host} has no address"
+        return Interface(text=text, status="note", advice=f"{choose}, if ranks run on several hosts")
     name = next((name for name, own in addresses.items() if own == address), "")
     text = f"{name + ', ' if name else ''}{address}, by the host name {host}"
     if _is_loopback(address):
-        return Interface(text=text, status="note", advice=f"{choose}, where ranks run on several hosts")
+        return Interface(text=text, status="note", advice=f"{choose}, if ranks run on several hosts")
     return Interface(text=text)
 
 
@@ -63,7 +63,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _addresses() -> dict[str, str]:
-    """IPv4 addresses by interface; empty where the system does not say."""
+    """IPv4 addresses by interface; empty if the system cannot list them."""
     try:
         import fcntl
     except ImportError:

@@ -1,4 +1,4 @@
-"""`zgraph plan`: what a training step takes on each rank of a cluster, on the command line."""
+"""`zgraph plan`: predicts memory, traffic and time of a training step on each rank of a cluster."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _INNER = re.compile(r"\bgot (\w+(?:Error|Exception)\(.*\))")
 
 
 class ByteSize(click.ParamType):
-    """Bytes as people write them: "60GiB" counts in powers of two, "60GB" in powers of ten, "64" in bytes."""
+    """A size in bytes: "60GiB" counts in powers of two, "60GB" in powers of ten, "64" in bytes."""
 
     name = "size"
 
@@ -63,15 +63,15 @@ class AxisSizes(click.ParamType):
 @click.argument("function", metavar="MODULE:FN")
 @click.option("--world-size", type=click.IntRange(min=1), help="Ranks of the cluster.")
 @click.option("--world", type=AxisSizes(), help="Or its axes, the outermost first, such as pp=4,dp=8.")
-@click.option("--micro-batches", type=click.IntRange(min=1), help="Of a step, with a pp axis.")
+@click.option("--micro-batches", type=click.IntRange(min=1), help="Number in a step, with a pp axis.")
 @click.option("--hardware", default="h100", show_default=True, help="A preset, or a file made by `calibrate --json`.")
-@click.option("--budget", type=ByteSize(), help="What a step may hold, such as 60GiB; passes then schedule by costs.")
+@click.option("--budget", type=ByteSize(), help="Most memory of a step, such as 60GiB; passes then schedule by costs.")
 @click.option("--zero-stage", type=click.IntRange(0, 3), default=3, show_default=True, help="As in zgraph.shard.")
 @click.option("--param-dtype", type=click.Choice(["bfloat16", "float16", "float32"]), help="As in zgraph.shard.")
 @click.option(
     "--optimizer",
     type=click.Choice(["adam", "adamw", "sgd"]),
-    help="Plan its step with the rest, as zgraph.training_step runs it; otherwise forward and backward alone.",
+    help="Plan its step too, as zgraph.training_step runs it; otherwise only forward and backward.",
 )
 @click.option(
     "--html", type=click.Path(path_type=Path), help="Folder for a report of the plan, with a page to look at."
@@ -99,7 +99,7 @@ def plan(
     if (world_size is None) == (world is None):
         raise click.UsageError("Write the number of ranks as --world-size 64, or their axes as --world pp=4,dp=16.")
     if world is not None and world.get("tp", 1) > 1:
-        raise click.UsageError("How a model is split over tp is for zgraph.plan to say, by its shard_fn.")
+        raise click.UsageError("This command cannot split a model over tp; call zgraph.plan with a shard_fn.")
     with working("planning"):
         step = function_named(function)
         machine = hardware_named(hardware)
@@ -124,7 +124,7 @@ def plan(
 
 
 def _write(found: Plan, directory: Path) -> Path:
-    """Write a report of a plan; its page."""
+    """Write a report of a plan; return its page."""
     if not any(found.report(directory).rglob("report.json")):  # zgraph has warned of the reason
         raise UserError(f"the report cannot be written to {directory}.")
     return rebuild(directory)[0]
@@ -152,7 +152,7 @@ def _planned(
         target = Target(hardware=machine, budget_bytes=budget)
         pipeline = Pipeline(presets.planned(), target=target)
     dtype = getattr(torch, param_dtype) if param_dtype else None
-    made: list[Step] = []  # by the model's turn, for that of the batch
+    made: list[Step] = []  # made for the model, and then used for the batch
 
     def make_model() -> Any:
         made.append(call(step))
@@ -171,13 +171,13 @@ def _planned(
     except (click.ClickException, ZgraphError):
         raise
     except Exception as error:
-        if str(error).startswith("zgraph"):  # the compiler's own types around what zgraph says
+        if str(error).startswith("zgraph"):  # zgraph's error, wrapped by the compiler
             raise ZgraphError(str(error)) from error
         raise UserError(f"the step cannot be compiled: {_in_one_line(error)}") from error
 
 
 def optimizer_named(name: str) -> Callable[[Any], Any]:
-    """Makes a fused optimizer of a model."""
+    """Return a function that makes a fused optimizer for a model."""
     import torch
 
     kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[name]
@@ -185,7 +185,7 @@ def optimizer_named(name: str) -> Callable[[Any], Any]:
 
 
 def call(step: Callable[[], Any]) -> Step:
-    """What a user's function makes, or what is wrong with it."""
+    """Call the user's function and check its result."""
     try:
         made = step()
     except Exception as error:
@@ -234,10 +234,10 @@ def function_named(text: str) -> Callable[[], Any]:
 
 
 def hardware_named(text: str) -> Hardware:
-    """A preset, or what a file holds that `zgraph calibrate --json` wrote.
+    """A preset, or the hardware in a file written by `zgraph calibrate --json`.
 
     Raises:
-        UserError: there is neither.
+        UserError: neither exists.
     """
     from zgraph.analysis.hardware import Hardware
 
@@ -249,10 +249,10 @@ def hardware_named(text: str) -> Hardware:
 
 
 def _in_one_line(error: BaseException) -> str:
-    """What happened first, and where in the user's files."""
+    """The first cause of an error, and its place in the user's files."""
     while error.__cause__ is not None:
         error = error.__cause__
-    inner = _INNER.search(str(error))  # of what Dynamo explains at length
+    inner = _INNER.search(str(error))  # the original error in Dynamo's long text
     first = inner[1] if inner else f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not _is_installed(Path(frame.filename))]

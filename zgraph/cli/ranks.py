@@ -7,11 +7,11 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
 
-LIMIT = timedelta(minutes=2)  # until all ranks have come
+LIMIT = timedelta(minutes=2)  # for all ranks to connect
 
 
 def rank_of_launch() -> int:
-    """The rank that torchrun gave this process; 0 for a process alone."""
+    """The rank that torchrun gave this process; 0 without torchrun."""
     return int(os.environ.get("RANK", "0"))
 
 
@@ -21,9 +21,9 @@ def is_launched() -> bool:
 
 @contextmanager
 def launched_ranks() -> Generator[None]:
-    """Inside, this process is one of torchrun's ranks: on NCCL where each has a GPU, otherwise on gloo.
+    """Make this process one of torchrun's ranks inside the `with`: on NCCL if each rank has a GPU, otherwise on gloo.
 
-    A process that torchrun has not started stays alone.
+    Without torchrun there is no process group.
     """
     if not is_launched():
         yield

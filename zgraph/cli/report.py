@@ -1,4 +1,4 @@
-"""`zgraph report`: makes the page and the other files of a report from what a run has written, and opens the page."""
+"""`zgraph report`: makes the page and the other files of a report from the output of a run, and opens the page."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zgraph.reporting.tables import Table, size
 def report(directory: Path, opens: bool, as_json: bool) -> None:
     """Make index.html and the other files of a report from its report.json, and say where they are.
 
-    DIRECTORY is what options={"dump": ...} or zgraph.report(model, ...) has written, or one frame's folder in it. The
+    DIRECTORY was written by options={"dump": ...} or zgraph.report(model, ...), or is one frame's folder in it. The
     page shows all frames and ranks below it.
     """
     with working("writing the report"):
@@ -30,14 +30,14 @@ def report(directory: Path, opens: bool, as_json: bool) -> None:
         rows = tuple((str(file), size(file.stat().st_size)) for file in (page, *others))
         print_tables([Table("written", ("file", "size"), rows)])
     if opens and not webbrowser.open(page.resolve().as_uri()):
-        raise UserError(f"there is no browser to open {page} with; open it in one of another machine.")
+        raise UserError(f"there is no browser to open {page}; open it on another machine.")
 
 
 def rebuild(directory: Path) -> list[Path]:
-    """Write the page of all reports below a directory, and anew what is made from each report.json.
+    """Write the page of all reports below a directory, and rewrite the files made from each report.json.
 
     Args:
-        directory: with reports, or one report.json, whose page then lies beside it.
+        directory: directory with reports, or one report.json, whose page is written next to it.
 
     Returns:
         The page, and then the other files.
@@ -51,7 +51,7 @@ def rebuild(directory: Path) -> list[Path]:
     from zgraph.reporting.page.write_page import write_page
 
     try:
-        # Says what is wrong with any of them before one is written.
+        # Loads all reports before it writes anything, so that a bad one leaves the folder unchanged.
         written = [write_page(load(directory), directory if directory.is_dir() else directory.parent)]
         for source in sorted(directory.rglob(REPORT)) if directory.is_dir() else [directory]:
             for name, text in files_of(load(source)):

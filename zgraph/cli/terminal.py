@@ -1,4 +1,4 @@
-"""What commands print: tables for people, JSON for programs, and one line for whoever has mistyped something."""
+"""Output of commands: tables for people, JSON for programs, and one line for user errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import click
 
 from zgraph.reporting.tables import Table
 
-PIPE_WIDTH = 200  # columns where no terminal says how many there are: rows are not broken for a file
+PIPE_WIDTH = 200  # columns without a terminal, so that rows are not wrapped in a file
 
 json_option: Callable[[Any], Any] = click.option(
     "--json", "as_json", is_flag=True, help="Print JSON on standard output, and nothing else."
@@ -20,7 +20,7 @@ json_option: Callable[[Any], Any] = click.option(
 
 
 class UserError(click.ClickException):
-    """Something that was asked for does not exist or makes no sense: one line, and exit status 2."""
+    """A request that cannot be carried out: shown in one line, with exit status 2."""
 
     exit_code = 2
 
@@ -29,8 +29,8 @@ def print_tables(tables: Iterable[Table], **styles: str) -> None:
     """Print tables that have rows.
 
     Args:
-        tables: whose texts are printed as they are: rich reads no markup in them.
-        styles: rich's style of a cell, by its text.
+        tables: tables, whose texts are printed verbatim, without rich's markup.
+        styles: rich's style for cells, by their text.
     """
     from rich.console import Console
     from rich.table import Table as RichTable
@@ -57,7 +57,7 @@ def print_json(document: object) -> None:
 
 @contextlib.contextmanager
 def working(what: str) -> Generator[None]:
-    """Say on a terminal what takes a while; what runs inside prints to standard error, so results stand alone."""
+    """Show a status on a terminal; code inside prints to standard error, so standard output has only results."""
     from rich.console import Console
 
     with contextlib.redirect_stdout(sys.stderr), Console(file=sys.stderr).status(what):

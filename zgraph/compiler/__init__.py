@@ -1,1 +1,1 @@
-"""The pass interface and everything that runs passes: pipeline, verification, partition, agreement, the budget."""
+"""The pass interface and everything that runs passes: pipeline, verification, partition, agreement, budget."""

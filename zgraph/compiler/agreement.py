@@ -1,13 +1,14 @@
-"""Agreement between ranks: nobody runs a collective that its peers do not have.
+"""Agreement between ranks: no rank runs a collective that its peers do not have.
 
 Every compiled graph has a communication signature: its collectives in order, with group, dtype and size, but no batch
 sizes. A rank publishes the signature to the rendezvous store and waits until every peer of its groups has published an
-equal one, from any compile of theirs. It never asks through a collective: a rank that recompiles alone would hang the
-others. Two ranks that wait for each other with different signatures can never agree, and both say so at once.
+equal one, from any of its compiles. No collective is used for this: a rank that recompiles alone would hang the others.
+Two ranks that wait for each other with different signatures can never agree, and both raise an error immediately.
 
-The order is one for all groups. Groups run independently, and yet equal orders on each would not do: a rank that waits
-for a gather before it starts a reduction, and another that waits for that reduction before it starts the gather, wait
-forever. On NCCL kernels of two groups that are launched in different orders may block each other as well.
+The signature has one order for the collectives of all groups. Although groups run independently, equal orders within
+each group are not enough: a rank that waits for a gather before it starts a reduction, and another that waits for that
+reduction before it starts the gather, wait forever. On NCCL, kernels of two groups launched in different orders may
+block each other as well.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ from zgraph.torch_compat.modules import tree_flatten
 from zgraph.torch_compat.operators import is_fused_update, written_arguments
 
 _POLL_S = 0.02
-_CHANGES = "changes by "  # how those of `changes_of` begin
-_PADDING = frozenset({torch.ops.aten.constant_pad_nd.default})  # of shards that are smaller than others
-_UPDATES = "updates "  # how the line of `places_of_updates` begins
+_CHANGES = "changes by "  # prefix of the lines of `changes_of`
+_PADDING = frozenset({torch.ops.aten.constant_pad_nd.default})  # pads shards that are smaller than others
+_UPDATES = "updates "  # prefix of the line of `places_of_updates`
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,9 @@ class Signature:
 
     Attributes:
         direction: "forward", "backward", "inference" or "step".
-        entries: what must be equal.
-        names: the parameters behind each entry, for people; equal blocks may differ in them.
-        ranks: everybody in the groups involved.
+        entries: descriptions that must be equal on all ranks.
+        names: the parameters of each entry, for messages; equal blocks may differ in them.
+        ranks: all ranks of the groups involved.
     """
 
     direction: str
@@ -80,7 +81,7 @@ class Signature:
         for transfer in transfers:
             members = dist.get_process_group_ranks(resolve_group(transfer.group_name))
             ranks |= dict.fromkeys(members)
-            # By their distances, which the groups along one axis of a mesh have in common.
+            # Described by rank distances, which are equal for all groups along one mesh axis.
             axis = f"r + {[member - members[0] for member in members]}"
             if transfer.group_name.endswith(OF_REDUCTIONS):
                 axis += ", reductions"
@@ -109,7 +110,8 @@ class Signature:
 def places_of_updates(graph: fx.Graph) -> list[str]:
     """A line for the updates of a GPU's step that run on its host, if any do.
 
-    No collective depends on it. But the two round an update differently, and replicas of a parameter must stay equal.
+    No collective depends on this, but host and GPU round an update differently, and replicas of a parameter must stay
+    equal.
     """
     given = [meta.value(node) for node in graph.find_nodes(op="placeholder")]
     if not any(isinstance(value, Tensor) and is_gpu(value.device) for value in given):
@@ -122,11 +124,11 @@ def places_of_updates(graph: fx.Graph) -> list[str]:
 def changes_of(graph: fx.Graph) -> list[str]:
     """A line for each kind of operator that changes a step's parameters or their gradients, with its numbers.
 
-    All shards and replicas must be changed alike, and no collective depends on it. Operators on whole values, before
-    the reductions, may differ between ranks.
+    All shards and replicas must be changed alike, although no collective depends on it. Operators on whole values,
+    before the reductions, may differ between ranks.
 
     Args:
-        graph: as it was captured, with markers.
+        graph: the graph as captured, with markers.
     """
     kept = [node for node in graph.find_nodes(op="placeholder") if meta.kept_as(node) == "parameters"]
     needed = needed_for(kept, graph)
@@ -153,7 +155,7 @@ def _numbers_of(node: fx.Node) -> list[str]:
 
 
 def _rows_of(node: fx.Node) -> list[str]:
-    """Numbers of the views that a write goes through, as of `grad[:2]`."""
+    """Integer arguments of the views that a write goes through, such as `grad[:2]`."""
     found: list[str] = []
     while traits.is_view(node) and node.all_input_nodes:
         found += [repr(leaf) for leaf in tree_flatten(node.args[1:])[0] if type(leaf) is int]
@@ -165,12 +167,12 @@ def agree(signatures: Sequence[Signature], timeout_s: float, store: Store | None
     """Publish this rank's signatures and wait until each peer has published equal ones.
 
     Args:
-        signatures: of the graphs of one frame; those without collectives need no agreement.
-        timeout_s: how long a peer may take that has not said anything contrary.
+        signatures: signatures of one frame's graphs; graphs without collectives need no agreement.
+        timeout_s: longest wait for a peer that has not published a different signature.
         store: the rendezvous store; None: the default group's.
 
     Raises:
-        AgreementError: a peer waits with another signature (at once), or has published none in time.
+        AgreementError: a peer waits with another signature (raised immediately), or has published none in time.
     """
     talking = [signature for signature in signatures if len(signature.ranks) > 1]
     if not talking or (store is None and is_fake_world()):
@@ -196,8 +198,8 @@ def _wait_for_peers(board: _Board, signature: Signature, timeout_s: float) -> No
                 if text:
                     raise_through_dynamo(text, AgreementError)
                 other = board.waiting_with(rank)
-                # The peer waits for this rank, which has never published the like and cannot while it waits itself; and
-                # the peer has not published ours, looked at again because it may have done so just before.
+                # The peer waits for a signature that this rank has not published, and cannot publish while it waits.
+                # The peer has not published ours: checked again, because it may have done so just before.
                 if (
                     other is not None
                     and board.rank in other.ranks
@@ -212,13 +214,13 @@ def _wait_for_peers(board: _Board, signature: Signature, timeout_s: float) -> No
             time.sleep(pause)
             pause = min(0.25, pause + _POLL_S)
     finally:
-        # After a difference the word stays on the board, so that the peer learns of it too.
+        # After a difference the entry stays on the board, so that the peer finds it too.
         if not differs:
             board.wait_with(None)
 
 
 class _Board:
-    """What ranks tell each other through the store."""
+    """Messages between ranks through the store."""
 
     def __init__(self, store: Store, rank: int, watch: Watch | None = None) -> None:
         self.store = store
@@ -233,13 +235,13 @@ class _Board:
         return self.store.check([f"published/{rank}/{signature.digest}"])
 
     def missing(self, ranks: list[int], signature: Signature) -> list[int]:
-        """Those that have not published it; one request where all have, so that N ranks cost the store N, not N^2."""
+        """Ranks that have not published it. One request if all have, so that N ranks cost the store N, not N^2."""
         if self.store.check([f"published/{rank}/{signature.digest}" for rank in ranks]):
             return []
         return [rank for rank in ranks if not self.has_published(rank, signature)]
 
     def end_wait(self, rank: int, signature: Signature) -> str:
-        """End the wait of a peer for an exchange that this rank cannot start while it waits itself; why, or ""."""
+        """End a peer's wait for an exchange that this rank cannot start while it waits; return the reason, or ""."""
         stuck = None if self.watch is None else self.watch.stuck(rank)
         if self.watch is None or stuck is None or self.has_published(rank, signature):
             return ""
@@ -255,7 +257,7 @@ class _Board:
         self.store.set(f"waiting/{self.rank}", f"{self.number} {signature.to_json()}" if signature is not None else "")
 
     def waiting_with(self, rank: int) -> Signature | None:
-        """The signature that a peer waits with; None if this rank has already raised an error for that wait."""
+        """The signature a peer waits with; None if it does not wait, or this rank has raised an error for that wait."""
         number, _, text = self._read(f"waiting/{rank}").partition(" ")
         return Signature.from_json(text) if text and number != self._read(f"told/{self.rank}/{rank}") else None
 
@@ -275,7 +277,7 @@ def _difference(rank: int, mine: Signature, peer: int, theirs: Signature) -> str
         pairs = list(zip_longest(mine.entries, theirs.entries, fillvalue=""))
         position = next(i for i, (ours, other) in enumerate(pairs) if ours != other)
         if any(entry.startswith(_UPDATES) for entry in pairs[position]):
-            advice = 'Where updates run was planned otherwise: write zgraph.Offload(update="host"), or "device".'
+            advice = 'Their plans place updates differently: write zgraph.Offload(update="host"), or "device".'
         if any(entry.startswith(_CHANGES) for entry in pairs[position]):
             ours, other = (entry.removeprefix(_CHANGES) or "nothing more" for entry in pairs[position])
             return (

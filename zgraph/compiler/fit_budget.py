@@ -1,4 +1,4 @@
-"""Compile until the final graphs fit the budget: what passes plan for is tightened by what they were wrong by."""
+"""Compile until the final graphs fit the budget: the target of the passes is lowered by the excess of the last try."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from torch import fx
 from zgraph.analysis.liveness import MemoryCurve
 from zgraph.graph import meta
 
-TRIES = 4  # before the most frugal plan
-STEP = 32  # the part of a budget by which a target is lowered at least, from the second try on
-SEARCHES = 4  # for a smaller budget than the most frugal plan needs, before an error names it
-LEAST = 1  # to plan for so many bytes is to hold as little as possible
+TRIES = 4  # tries before the most frugal plan
+STEP = 32  # from the second try on, a target is lowered by at least 1 / STEP of the budget
+SEARCHES = 4  # searches for a budget below that of the most frugal plan, before an error names the smallest found
+LEAST = 1  # bytes to plan for in order to hold as little as possible
 
 
 def fit(peak_of: Callable[[int], int], budget_bytes: int) -> int | None:
-    """What to plan for so that no more than the budget is held; None where nothing that was tried does.
+    """Bytes to plan for so that the final graphs stay within the budget; None if no try did.
 
-    The last call of `peak_of` is the one for what is returned.
+    The last call of `peak_of` is the one with the returned bytes.
 
     Args:
-        peak_of: the peak of the final graphs when passes plan for so many bytes; equal for equal arguments.
-        budget_bytes: to keep.
+        peak_of: returns the peak of the final graphs if passes plan for the given bytes; equal for equal arguments.
+        budget_bytes: bytes that must not be exceeded.
     """
     target = budget_bytes
     for number in range(TRIES):
         peak = peak_of(target)
         if peak <= budget_bytes:
             return target
-        # What is a little too much may be so again for all targets nearby: plans come in steps.
+        # A slight excess may persist for all nearby targets, because plans change in steps.
         target -= max(peak - budget_bytes, budget_bytes // STEP if number else 0)
         if target <= LEAST:
             break
@@ -38,7 +38,7 @@ def fit(peak_of: Callable[[int], int], budget_bytes: int) -> int | None:
 
 
 def smallest_feasible(peak_of: Callable[[int], int]) -> int:
-    """A budget that `fit` keeps, and so small that it does not keep one of a byte less, as far as was searched.
+    """The smallest budget found that `fit` keeps, while it does not keep one byte less (unless the search ended first).
 
     Args:
         peak_of: as for `fit`.
@@ -55,7 +55,7 @@ def smallest_feasible(peak_of: Callable[[int], int]) -> int:
 
 
 def explain(curve: MemoryCurve, count: int = 5) -> str:
-    """Where the peak is, and the largest of what is alive there, with the parameters it works for."""
+    """Describe the peak: its node, and the largest allocations alive at it with their parameters."""
     if not curve.nodes:
         return "nothing is allocated"
     alive = [

@@ -1,4 +1,4 @@
-"""A frame: what is compiled at once, with the real inputs of the call that it is compiled for."""
+"""A frame: a unit of compilation, with the real inputs of the call that it is compiled for."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from zgraph.torch_compat.groups import is_distributed_ready
 
 @dataclass(frozen=True, kw_only=True)
 class Frame:
-    """What is compiled.
+    """A unit of compilation.
 
     Attributes:
-        name: "frame/recompile", as Dynamo counts them; of a whole step "step/recompile".
-        reason: why it is compiled again; "" for the first time, or if nobody says.
-        inputs: its real inputs; None where they are not known any more.
-        is_step: whether it is a whole training step, whose graph takes exactly these inputs.
+        name: "frame/recompile" as counted by Dynamo; "step/recompile" for a whole step.
+        reason: why it is compiled again; "" for the first time, or if unknown.
+        inputs: its real inputs; None for each that is no longer known.
+        is_step: whether it is a whole training step, whose graph has exactly these inputs.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Frame:
         return list(dict.fromkeys(scope for scope in map(scope_behind, self.inputs) if scope is not None))
 
     def spaces(self) -> dict[int, Tier]:
-        """Where those shards among the inputs rest that do not on the device, by their positions."""
+        """Tiers of the input shards that are not stored on the device, by input position."""
         resting = next((scope.resting for scope in self.scopes() if scope.resting is not None), None)
         if resting is None:
             return {}
@@ -69,7 +69,7 @@ class Frame:
         """Check that the ranks of a tensor-parallel group compile their first frame for the same batch.
 
         Raises:
-            ZgraphError: they do not.
+            ZgraphError: their batches differ.
         """
         for scope in self.scopes():
             if scope.same_batch is not None:
@@ -79,14 +79,14 @@ class Frame:
                     raise_through_dynamo(str(error), ZgraphError)
 
     def warn_if_replicas_drift(self) -> None:
-        """Warn where several ranks train something that is not sharded."""
+        """Warn if several ranks train a model without sharded parameters."""
         if not is_distributed_ready() or dist.get_world_size() == 1:
             return
         leaves = [value for value in self.inputs if isinstance(value, nn.Parameter) and value.is_leaf]
         trainable = [leaf for leaf in leaves if leaf.requires_grad]
         if trainable and not any(isinstance(value, DTensor) for value in trainable):
             warnings.warn(
-                f"zgraph: {dist.get_world_size()} ranks train a model of which nothing is sharded, so nothing is "
+                f"zgraph: {dist.get_world_size()} ranks train a model without sharded parameters, so nothing is "
                 "communicated and the ranks drift apart; call zgraph.shard(model) before torch.compile.",
                 ZgraphWarning,
                 stacklevel=2,

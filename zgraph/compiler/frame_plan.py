@@ -1,4 +1,4 @@
-"""The plan of a frame: its final graphs, and from which optimizer step on each of them runs."""
+"""The plan of a frame: its final graphs, and the optimizer step from which each of them runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Graphs = dict[Direction, fx.GraphModule]
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """The final graphs of a frame by direction, which run from an optimizer step on."""
+    """Final graphs of a frame, by direction, that run from optimizer step `from_step` on."""
 
     from_step: int
     graphs: Graphs
@@ -30,13 +30,14 @@ class Variant:
 
 @dataclass(frozen=True, kw_only=True)
 class FramePlan:
-    """What became of a captured graph.
+    """The result of planning a captured graph.
 
     Attributes:
-        variants: one, or where passes count from later steps on several, by step. They differ in their backward alone.
-        ctx: what the passes knew, with what they left in it.
-        runs: each pass on each graph of the last variant.
-        limits: within which its graphs were ordered by costs; None: they were ordered by rules.
+        variants: variants in the order of their steps; one, unless passes start at later steps. Only their backward
+            differs.
+        ctx: context of the passes, with their notes and decisions.
+        runs: runs of each pass on each graph of the last variant.
+        limits: limits for ordering the graphs by costs; None: they were ordered by rules.
     """
 
     variants: tuple[Variant, ...]
@@ -46,17 +47,17 @@ class FramePlan:
 
     @property
     def graphs(self) -> Graphs:
-        """The final graphs of the last variant, with which a long training runs; lowering changes them."""
+        """The final graphs of the last variant, which runs for the rest of training; lowering changes them."""
         return self.variants[-1].graphs
 
     @cached_property
     def curve(self) -> MemoryCurve:
-        """Memory curve of the step that holds most."""
+        """Memory curve of the variant with the highest peak."""
         return max(map(self._curve_of, reversed(self.variants)), key=lambda curve: curve.peak_bytes)
 
     @cached_property
     def peak_bytes(self) -> int:
-        """Most that a step holds at any moment, as all ranks count it."""
+        """Most bytes that a step holds at any moment, as all ranks count them."""
         return self.curve.peak_bytes
 
     def _curve_of(self, variant: Variant) -> MemoryCurve:
@@ -72,13 +73,13 @@ def plan_frame(captured: fx.GraphModule, pipeline: Pipeline, ctx: PassContext, o
     """Run all passes of a pipeline, and the partition between those of phase "joint" and those of phase "graph".
 
     Args:
-        captured: a joint graph, the one of inference, or that of a whole step; it is not changed.
-        pipeline: of the frame.
-        ctx: what passes may know; a joint graph has a `split`. It is not changed.
-        observe: called with each graph as captured and as each pass of the last variant leaves it, for dumps.
+        captured: a joint graph, an inference graph, or the graph of a whole step; not changed.
+        pipeline: pipeline of the frame.
+        ctx: context for the passes, with a `split` for a joint graph; not changed.
+        observe: called with each graph as captured and after each pass of the last variant, for dumps.
 
     Raises:
-        PreconditionError: a pass that counts from a later step on has changed a forward.
+        PreconditionError: a pass that starts at a later step has changed a forward.
     """
     ctx = replace(ctx, notes=[], decisions=[])
     limits = next((found for entry in pipeline.passes if (found := entry.limits(ctx)) is not None), None)
@@ -106,17 +107,17 @@ def plan_frame(captured: fx.GraphModule, pipeline: Pipeline, ctx: PassContext, o
 
 
 def plan_within_budget(plan_for: Callable[[int], FramePlan], budget_bytes: int, frame: str) -> FramePlan:
-    """The first plan found that keeps the budget; it is the last one made.
+    """The first plan found that keeps the budget; no other plan is made after it.
 
     Args:
-        plan_for: plans the frame for so many bytes; equal plans for equal bytes.
-        budget_bytes: to keep.
-        frame: Dynamo's name of it, for the error.
+        plan_for: plans the frame for the given bytes; equal plans for equal bytes.
+        budget_bytes: bytes that must not be exceeded.
+        frame: Dynamo's name of the frame, for the error.
 
     Raises:
-        BudgetError: no try fits; says which budget would do.
+        BudgetError: no plan fits; names a budget that suffices.
     """
-    plans: dict[int, FramePlan] = {}  # by their peaks
+    plans: dict[int, FramePlan] = {}  # by peak bytes
 
     @cache
     def peak_of(plan_bytes: int) -> int:
@@ -131,7 +132,7 @@ def plan_within_budget(plan_for: Callable[[int], FramePlan], budget_bytes: int, 
     where = explain(plans[max((peak for peak in plans if peak <= least), default=min(plans))].curve)
     raise_through_dynamo(
         f"zgraph: the step of frame {frame} does not fit into budget_bytes={budget_bytes}. The smallest budget that it "
-        f"was found to fit into is {least} bytes, which are there {where}. Raise budget_bytes to it; or take smaller "
+        f"was found to fit into is {least} bytes, which are there {where}. Raise budget_bytes to it; or use smaller "
         "buckets (bucket_bytes), a smaller batch, zero_stage=3 or more ranks.",
         BudgetError,
     )
@@ -143,7 +144,7 @@ def _show(graphs: Graphs, ctx: PassContext, observe: Observer) -> None:
 
 
 def _earlier(step: int, graphs: Graphs, pipeline: Pipeline, ctx: PassContext) -> Variant:
-    """The variant without those passes that count from a later step on; their notes and runs are not kept."""
+    """The variant of a step, without passes that start later; its notes and runs are not kept."""
     copies: Graphs = {direction: edits.copy_of(gm) for direction, gm in graphs.items()}
     list(pipeline.at(step).run("graph", replace(ctx, notes=[], decisions=[]), copies, lambda *_: None))
     return Variant(from_step=step, graphs=copies)
@@ -154,6 +155,6 @@ def _check_forward(runs: Iterable[PassRun], pipeline: Pipeline) -> None:
     for run in runs:
         if run.name in later and run.direction == "forward" and run.changed:
             raise PreconditionError(
-                f"{run.name} counts from step {later[run.name]} on and has changed the forward graph, of which there "
-                "is one for all steps; let its run leave forward graphs as they are."
+                f"{run.name} starts at step {later[run.name]} and has changed the forward graph, which is the same for "
+                "all steps; its run must not change forward graphs."
             )

@@ -1,4 +1,4 @@
-"""What a pass is: a frozen dataclass with a name, a phase, contracts, and `run(gm, ctx)`."""
+"""The interface of passes: a frozen dataclass with a name, a phase, contracts, and `run(gm, ctx)`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Direction = Literal["joint", "forward", "backward", "inference", "step"]
 
 
 class Fact(StrEnum):
-    """What holds of a graph after a pass has run. A pass of your own may use any other string."""
+    """A property of a graph that holds after a pass has run. User-defined passes may use any other string."""
 
     GATHERS_DEDUPED = "gathers_deduped"
     LIFETIMES_CHOSEN = "lifetimes_chosen"
@@ -45,31 +45,31 @@ class Fact(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class PassContext:
-    """What a pass may know of the frame that is compiled. Passes read it; what they leave in it is for people.
+    """Facts about the compiled frame for its passes. Passes only read it, and leave notes and decisions for the user.
 
     Attributes:
-        direction: of the graph at hand; "joint" before the partition, "step" for a whole training step.
+        direction: direction of the current graph; "joint" before the partition, "step" for a whole training step.
         graphs: the graphs of this frame by direction, so that one plan can cover forward and backward.
-        user_outputs: how many outputs of the joint and forward graph are the user's; the others are gradients, or
-            saved for backward. None in inference.
-        split: how the joint graph will be split into forward and backward, to be tried on a copy. None in inference,
-            and for whole steps, which are not split.
-        decomposed: whether operators were taken apart for Inductor, so that results are close to eager torch's and not
-            the same bits.
-        hardware: of each rank, the same on all, by which plans are made; None: the pipeline has no `zgraph.Target`.
-        cost_of: what a call costs there, in any graph; the same on all ranks, for plans follow from it. None: unknown.
-        sharing: what the lanes of these costs take from one another.
-        search: for orders by costs; it knows those that it has found while this frame is compiled.
-        plan_bytes: what a step may hold at any moment of what it allocates: the target's budget, or less where graphs
-            that were planned for the budget itself hold more. None: no limit.
-        host_budget_bytes: what a rank may keep on the host, at rest and in the step, as `zgraph.Offload` says, the same
-            on all. None: no limit.
-        update: where `zgraph.Offload` says that state on the host is updated. None: as `StreamStates` says.
-        machine: the preset that the ranks' GPUs are, the same on all; passes without other hardware look at its links.
-            None: unknown.
-        planned_backend: what the groups of a planned cluster stand for; a real group knows better.
-        notes: what passes had to say, as (pass, direction, text); shown in dumps and reports.
-        decisions: those of them that `zgraph.explain` and `zgraph.plan` show as well, as (direction, text).
+        user_outputs: number of outputs of the joint and forward graph that the user receives; the others are gradients,
+            or saved for backward. None in inference.
+        split: splits a joint graph into forward and backward; passes may try it on a copy. None in inference, and for
+            whole steps, which are not split.
+        decomposed: whether operators were decomposed for Inductor, so that results are close to eager torch's, but not
+            bit-identical.
+        hardware: hardware of each rank to plan for, the same on all; None: the pipeline has no `zgraph.Target`.
+        cost_of: returns the cost of a call in any graph; the same on all ranks, because plans depend on it. None:
+            unknown.
+        sharing: how the lanes of these costs slow each other down.
+        search: search for orders by costs; it caches the orders found while this frame is compiled.
+        plan_bytes: most bytes that a step may allocate at any moment: the target's budget, or less if graphs planned
+            for the budget itself exceed it. None: no limit.
+        host_budget_bytes: most bytes that a rank may keep on the host, at rest and in the step; set by
+            `zgraph.Offload`, the same on all ranks. None: no limit.
+        update: where `zgraph.Offload` wants state on the host to be updated. None: `StreamStates` decides.
+        machine: preset of the ranks' GPUs, the same on all; passes without other hardware use its links. None: unknown.
+        planned_backend: backend of the groups of a planned cluster; real groups have their own.
+        notes: notes of passes, as (pass, direction, text); shown in dumps and reports.
+        decisions: notes that `zgraph.explain` and `zgraph.plan` show as well, as (direction, text).
     """
 
     direction: Direction = "joint"
@@ -90,27 +90,27 @@ class PassContext:
     decisions: list[tuple[Direction, str]] = field(default_factory=list[tuple[Direction, str]])
 
     def note(self, graph_pass: GraphPass, text: str, *, is_decision: bool = False) -> None:
-        """Leave a line for the reader of the dump, such as why a pass did nothing; or of `zgraph.explain` as well."""
+        """Add a note to dumps, such as why a pass did nothing; a decision is shown by `zgraph.explain` as well."""
         self.notes.append((graph_pass.name, self.direction, text))
         if is_decision:
             self.decisions.append((self.direction, text))
 
     def group_size(self, group_name: str) -> int:
-        """Ranks of a group; the group "" is this rank alone."""
+        """Number of ranks in a group; the group "" has only this rank."""
         return dist.get_world_size(resolve_group(group_name)) if group_name else 1
 
     def group_rank(self, group_name: str) -> int:
         return dist.get_rank(resolve_group(group_name))
 
     def host_groups(self, group_name: str, ranks_per_host: int) -> tuple[str, str]:
-        """Names of the groups of this rank's host, and of the ranks that have its place in theirs.
+        """Names of two groups: the ranks of this rank's host, and the ranks at its position on each host.
 
-        Made where there are none yet; all ranks of the group ask. Neighbouring ranks share a host.
+        Creates missing groups, so all ranks of the group must call it. Neighbouring ranks share a host.
         """
         return make_host_groups(group_name, ranks_per_host)
 
     def collective_us(self, kind: str, sent_bytes: int, group_name: str) -> float:
-        """Microseconds of a collective of a kind, such as "all_gather_into_tensor", of which each rank sends so much.
+        """Microseconds of a collective of a kind, such as "all_gather_into_tensor", if each rank sends `sent_bytes`.
 
         Raises:
             AssertionError: the hardware is unknown.
@@ -119,7 +119,7 @@ class PassContext:
         return self.hardware.collective_us(kind, sent_bytes, self.group_size(group_name), group_stride(group_name))
 
     def group_backend(self, group_name: str, device: torch.device) -> str:
-        """What moves a group's tensors of a device: "gloo", "nccl", ..."""
+        """Backend of a group for tensors of a device: "gloo", "nccl", ..."""
         found = backend_of(resolve_group(group_name), device)
         return self.planned_backend if found == "fake" else found
 
@@ -129,15 +129,15 @@ class GraphPass:
     """Base class of passes; subclass it as a frozen dataclass whose fields are the options.
 
     Attributes:
-        name: in errors and dumps.
+        name: name in errors and dumps.
         phase: "joint" passes see forward and backward in one graph before the partition; "graph" passes run on the
-            forward and the backward graph, or on the one graph of inference. In inference all passes run on that graph,
-            as they do on the graph of a whole training step.
+            forward and the backward graph. In inference, and for a whole training step, all passes run on the one
+            graph.
         requires: facts that an earlier pass must provide.
         provides: facts that hold afterwards.
         conflicts: facts that must not hold yet.
-        from_step: optimizer step from which on it counts: before, the backward runs that was planned without this pass.
-            Only passes of phase "graph" that leave forward as it is may have one.
+        from_step: first optimizer step that uses this pass; earlier steps run a backward planned without it. Only
+            passes of phase "graph" that do not change forward may start later than step 0.
         needs_target: whether it plans by costs, and is refused in a pipeline without a `zgraph.Target`.
     """
 
@@ -160,5 +160,5 @@ class GraphPass:
         return None
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
-        """Rewrite gm.graph in place; say truthfully whether anything changed."""
+        """Rewrite gm.graph in place; return truthfully whether anything changed."""
         raise NotImplementedError(f"{type(self).__name__} has no run(gm, ctx)")

@@ -1,11 +1,11 @@
-"""Parameters that rest on the host of a GPU, as a compiled forward and backward read them.
+"""Parameters that are stored on the host of a GPU, as a compiled forward and backward read them.
 
-Where a module reads such a parameter it copies it to the GPU, and autograd copies the gradient back:
+A module that reads such a parameter copies it to the GPU, and autograd copies the gradient back:
 
     shard (cpu) -> copy (cuda) -> unshard -> ...      reduce_grad (cuda) -> copy (cpu) -> returned
 
-As everywhere else in a plan, the input is then the shard on the device, and copies ahead of each use are the pass
-`StreamStates`'s to place. What is returned to the host is copied at the end, beside compute.
+Here these copies are removed: as everywhere else in a plan, the input is the shard on the device, and the pass
+`StreamStates` places copies before each use. Results for the host are copied at the end, concurrently with compute.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _MOVES = (torch.ops.aten._to_copy.default, torch.ops.prims.device_put.default)
 
 
 def take_to_device(graph: fx.Graph) -> bool:
-    """Let what reads copies of inputs at rest read the inputs, and gradients go back on a lane.
+    """Make readers of copied inputs read the inputs themselves, and return gradients to the host on a lane.
 
     Args:
-        graph: as it was captured, with the memory spaces of its inputs.
+        graph: the graph as captured, with the memory spaces of its inputs.
 
     Returns:
-        Whether something was copied.
+        Whether the graph copied any input.
     """
     found = False
     for resting in graph.find_nodes(op="placeholder"):
@@ -52,10 +52,10 @@ def take_to_device(graph: fx.Graph) -> bool:
 
 
 def check_only_copied(graph: fx.Graph) -> None:
-    """Check that a final graph only copies what rests on the host of a GPU, or updates it there.
+    """Check that a final graph only copies inputs stored on the host of a GPU, or updates them there.
 
     Raises:
-        ZgraphError: names the operator that would be given a tensor of the host, and what to do.
+        ZgraphError: names the operator that would receive a tensor on the host, and the remedy.
     """
     given = [node for node in graph.find_nodes(op="placeholder") if isinstance(meta.value(node), torch.Tensor)]
     if all(meta.tensor_value(node).device.type == "cpu" for node in given):
@@ -66,14 +66,14 @@ def check_only_copied(graph: fx.Graph) -> None:
         for user in resting.users:
             if not nodes.is_copy_start(user) and meta.beside(user) is None and user.op != "output":
                 raise ZgraphError(
-                    f"zgraph: {user.name} ({user.target}) reads {resting.name}, which rests on the "
-                    f"{meta.space(resting)}, on the device; put stream_states at the end of the pipeline, or behind "
+                    f"zgraph: {user.name} ({user.target}) reads {resting.name}, which is stored on the "
+                    f"{meta.space(resting)}, on the device; put stream_states at the end of the pipeline, or after "
                     "the pass that made this operator."
                 )
 
 
 def _return_beside_compute(graph: fx.Graph) -> None:
-    """Start all copies of results to the host at the end, where gradients have been reduced, and wait there."""
+    """Start all copies of results to the host at the end, after gradients have been reduced, and then wait for them."""
     output = nodes.output_of(graph)
     returned = [node for node in dict.fromkeys(output.all_input_nodes) if _moves_to(node, gpu=False)]
     starts: list[fx.Node] = []

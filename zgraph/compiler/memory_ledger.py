@@ -1,4 +1,4 @@
-"""The memory ledger of a step: what one rank keeps on the device, on the host and on disk, at rest and in the step."""
+"""The memory ledger of a step: bytes of one rank on the device, on the host and on disk, at rest and in the step."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class SpaceUse:
 
     Attributes:
         space: name of the tier.
-        parameters: at rest there, buffers included.
-        state: of optimizers, at rest there.
-        step: most that the step holds there beside them.
-        staging: that part of it through which tensors pass between a disk and a GPU.
+        parameters: bytes of parameters and buffers stored in this tier.
+        state: bytes of optimizer state stored in this tier.
+        step: most bytes that the step holds in this tier in addition.
+        staging: the part of `step` used as staging buffers between disk and GPU.
     """
 
     space: str
@@ -35,7 +35,7 @@ class SpaceUse:
 def ledger_of(curve: MemoryCurve) -> tuple[SpaceUse, ...]:
     """The ledger of a whole step, a line for each memory space; the step's inputs from outside do not count.
 
-    State that the first step makes counts as state where it will rest.
+    State that the first step creates counts as state in the space where it will be stored.
     """
     lines: list[SpaceUse] = []
     for space in listed(entry.space for entry in curve.ranges):

@@ -1,7 +1,7 @@
-"""Split a joint graph by torch's partitioner, and settle what it does to random operators that backward repeats.
+"""Split a joint graph by torch's partitioner, and complete its handling of random operators that backward repeats.
 
-A random operator that is recomputed (activation checkpointing) is wrapped by torch, so that backward draws with
-the state of the generator that forward had: forward returns the state, and backward takes it as an input.
+torch wraps a random operator that is recomputed (activation checkpointing), so that backward draws with the generator
+state of forward: forward returns the state, and backward receives it as an input.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from zgraph.torch_compat.operators import OpOverload
 def partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Forward and backward of a joint graph, by torch's min-cut partitioner.
 
-    Beside what the partitioner does: attention without dropout counts as an operator that does not draw, forward's
-    outputs stand in the order in which AOTAutograd reads them, and every node has its fake value.
+    In addition to the partitioner's work, attention without dropout counts as an operator that does not draw, forward's
+    outputs are in the order in which AOTAutograd reads them, and every node has its fake value.
 
     Args:
-        joint: tagged by passes; changed as the partitioner changes it.
-        inputs, kwargs: what AOTAutograd hands to a partitioner.
+        joint: joint graph, tagged by passes; changed as the partitioner changes it.
+        inputs, kwargs: arguments that AOTAutograd passes to a partitioner.
     """
     _hide_zero_dropout(joint.graph)
     forward, backward = min_cut_partition(joint, inputs, **kwargs)
@@ -39,7 +39,7 @@ def partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.Gra
 
 
 def zero_dropout(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """Stands in a joint graph for an operator that is tagged as random and draws nothing, while the graph is split."""
+    """Replaces an operator that is tagged as random but draws nothing, while a joint graph is split."""
     return operator(*args, **kwargs)
 
 
@@ -65,8 +65,8 @@ def _restore_zero_dropout(gm: fx.GraphModule) -> None:
 def _settle_states(forward: fx.GraphModule, backward: fx.GraphModule, user_outputs: int) -> None:
     """Give wrapped operators their values, and put the states where AOTAutograd looks for tensors.
 
-    It reads forward's outputs as those of the user, tensors, tensors that may have been written to, other objects (a
-    device mesh), symbolic sizes; torch 2.11 - 2.15 put states in front of the sizes.
+    It expects forward's outputs in this order: those of the user, tensors, tensors that may have been written to, other
+    objects (a device mesh), symbolic sizes. torch 2.11 - 2.15 put states just before the sizes.
     """
     save, run = rng_state_operators()
     taken = {str(node.args[0]): node for node in nodes.call_functions(backward.graph, lambda node: node.target is run)}
@@ -77,7 +77,7 @@ def _settle_states(forward: fx.GraphModule, backward: fx.GraphModule, user_outpu
     for state, state_input in zip(states, received, strict=True):
         (wrapped,) = state.all_input_nodes
         (found,) = [user for user in wrapped.users if user is not state]
-        # torch gives them a size that is a symbol, which is bound nowhere.
+        # torch gives them a symbolic size that is not bound anywhere.
         value = meta.tensor_value(state)
         value = value.new_empty([size_hint(size) for size in value.shape])
         for node in (state, state_input):
@@ -109,5 +109,5 @@ def _is_size(node: fx.Node) -> bool:
 
 
 def _is_plain(node: fx.Node) -> bool:
-    """A saved tensor that nobody may write to before backward reads it."""
+    """Whether a saved node is a tensor that cannot be written to before backward reads it."""
     return isinstance(meta.value(node), Tensor) and not may_be_written(node)

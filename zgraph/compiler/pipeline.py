@@ -14,7 +14,7 @@ from zgraph.compiler.verify import Snapshot, Where, check_values, verify
 from zgraph.errors import PreconditionError
 from zgraph.graph import meta, nodes
 
-Observer = Callable[[GraphPass | None, PassContext, fx.Graph], None]  # no pass: a graph as it was before any
+Observer = Callable[[GraphPass | None, PassContext, fx.Graph], None]  # no pass: the graph before any pass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,17 +32,17 @@ class PassRun:
 class Pipeline:
     """An ordered list of passes whose contracts fit.
 
-    Passes of phase "joint" run first, whatever their place in the list; within a phase the order is the list's.
+    Passes of phase "joint" run first, at any place in the list; within a phase the order is the list's.
 
     Args:
-        passes: such as `zgraph.passes.presets.default()`, edited.
-        target: what the passes plan for. None: they go by rules, and one that plans by costs is refused.
+        passes: list of passes, such as `zgraph.passes.presets.default()`, edited.
+        target: hardware and budget to plan for. None: passes go by rules, and a pass that plans by costs is refused.
         replay_all: before the partition and after the last pass, replay whole graphs on fake values, not only the
-            nodes that a pass has changed: finds a pass that alters a recorded value in place. Slower; for the tests of
-            a pass.
+            nodes that a pass has changed. Finds passes that alter a recorded value in place. Slower; for tests of a
+            pass.
 
     Raises:
-        PreconditionError: a pass requires what no earlier one provides, or conflicts with what one provides; or it
+        PreconditionError: a pass requires a fact that no earlier pass provides, conflicts with a provided fact, or
             needs a target that the pipeline lacks.
         ValueError: passes is not a list, or an entry is not a pass.
     """
@@ -68,14 +68,14 @@ class Pipeline:
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """Optimizer steps from which on some pass counts, the first ones included."""
+        """Optimizer steps at which a pass starts, including step 0."""
         return tuple(sorted({0, *(entry.from_step for entry in self.passes)}))
 
     def at(self, step: int) -> Pipeline:
-        """The passes that count in an optimizer step.
+        """The passes that an optimizer step uses.
 
         Raises:
-            PreconditionError: one of them requires a pass that counts only later.
+            PreconditionError: one of them requires a pass that starts later.
         """
         return replace(self, passes=[entry for entry in self.passes if entry.from_step <= step])
 
@@ -109,7 +109,7 @@ class Pipeline:
             if entry.needs_target:
                 raise PreconditionError(
                     f"{entry.name} plans by costs, and the pipeline has no target; write zgraph.Pipeline([...], "
-                    "target=zgraph.Target(hardware=zgraph.calibrate())), or take passes that go by rules, such as "
+                    "target=zgraph.Target(hardware=zgraph.calibrate())), or use passes that go by rules, such as "
                     "those of zgraph.passes.presets.default()."
                 )
 
@@ -120,7 +120,7 @@ class Pipeline:
 
         Args:
             phase: "joint" or "graph".
-            ctx: handed to the passes, each time with the graphs and the direction of the one at hand.
+            ctx: context for the passes, passed with all graphs and the direction of the current one.
             graphs: rewritten in place.
             observe: called after each verified pass, for dumps.
 
@@ -146,7 +146,7 @@ class Pipeline:
                     nodes_after=len(gm.graph.nodes),
                 )
         for direction, gm in graphs.items() if self.replay_all else ():
-            if phase == "graph" or direction == "joint":  # what is not partitioned goes through both phases
+            if phase == "graph" or direction == "joint":  # an unpartitioned graph goes through both phases
                 check_values(gm.graph.nodes, Where(pass_name=f"a pass of phase {phase}", direction=direction))
 
     def _run_one(self, entry: GraphPass, gm: fx.GraphModule, ctx: PassContext, facts: Iterable[str]) -> bool:
@@ -174,7 +174,7 @@ class Pipeline:
 
 
 def _complete_values(changed: Iterable[fx.Node], where: Where) -> None:
-    """A node made by hand has no value yet; the passes after it need one."""
+    """Compute values of nodes that were made by hand, because later passes need them."""
     for node in changed:
         if node.op == "call_function" and meta.value(node) is None:
             try:

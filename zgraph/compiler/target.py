@@ -1,4 +1,4 @@
-"""What a pipeline plans for: the machine of each rank, what a step may hold there, and how kernels are timed."""
+"""The target of a pipeline: the machine of each rank, the memory budget of a step, and the timing of kernels."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from zgraph.tiers.lanes import Lane
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What the passes of a pipeline plan for; no pass has a machine or a budget of its own.
+    """The hardware and budget that the passes of a pipeline plan for; no pass has a machine or a budget of its own.
 
     Attributes:
-        hardware: of each rank: `zgraph.calibrate()`, or `zgraph.Hardware.preset(...)`.
-        budget_bytes: what a step may hold at any moment of what its graphs allocate; None: no limit. It counts
-            activations, those saved for backward included, gathered parameters, buckets, gradients, the outputs, and
-            what operators and gloo need while they run (of CPU operators, on one thread), in bytes as requested.
-            It does not count parameters, gradients and optimizer state at rest, the inputs, or what an allocator
-            rounds up. Of a model with graph breaks each frame may hold as much. Of a pipeline, graphs are those of one
-            micro-batch, and `zgraph.plan` looks at all that are in flight. A budget that is too small is an error
-            of the compile, which says what would do.
-        time_kernels: run every kernel once while compiling, which takes seconds, instead of estimating what it takes;
-            for the `hardware` of this machine.
+        hardware: hardware of each rank: `zgraph.calibrate()`, or `zgraph.Hardware.preset(...)`.
+        budget_bytes: most bytes that a step's graphs may allocate at any moment; None: no limit. Counts activations,
+            also those saved for backward, gathered parameters, buckets, gradients, outputs, and workspace of operators
+            and gloo (for CPU operators, on one thread), in bytes as requested. Does not count parameters, gradients and
+            optimizer state at rest, inputs, or rounding by the allocator. If a model has graph breaks, each frame may
+            use the whole budget. In pipeline parallelism, graphs are those of one micro-batch, and `zgraph.plan`
+            considers all that are in flight. A budget that is too small is a compile error, which names one that
+            suffices.
+        time_kernels: run every kernel once while compiling, which costs seconds, instead of estimating its time; for
+            the `hardware` of this machine.
 
     Raises:
-        ValueError: hardware is not a `zgraph.Hardware`, or the budget holds nothing.
+        ValueError: hardware is not a `zgraph.Hardware`, or the budget is less than one byte.
     """
 
     hardware: Hardware
@@ -61,11 +61,11 @@ class Target:
             )
 
     def known_to(self, ctx: PassContext, captured: fx.Graph) -> PassContext:
-        """A context with costs, what lanes share, and the budget to plan for.
+        """A context with costs, the sharing of lanes, and the budget to plan for.
 
         Args:
-            ctx: of the frame.
-            captured: its graph before any pass, whose markers say which groups there are.
+            ctx: context of the frame.
+            captured: its graph before any pass, whose markers name the groups.
         """
         costs = TimedCosts(self.hardware) if self.time_kernels else CostModel(self.hardware)
         return replace(
@@ -78,10 +78,10 @@ class Target:
 
 
 def sharing_of(graph: fx.Graph, hardware: Hardware) -> Sharing:
-    """What the groups of a graph's markers take from one another, and from compute.
+    """How the groups of a graph's markers slow down one another and compute.
 
-    Groups along one axis of a mesh, those of gathers and of reductions, talk over one link. Where the CPU moves the
-    bytes it takes that time from compute.
+    Groups along one mesh axis, for gathers and for reductions, share one link. If the CPU moves the bytes, that time is
+    taken from compute.
     """
     groups: dict[str, None] = {}
     for node in nodes.call_functions(graph, nodes.is_marker):

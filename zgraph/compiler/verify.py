@@ -20,7 +20,7 @@ from zgraph.torch_compat.operators import is_higher_order, overwritten, written_
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a graph looked like before a pass: enough to see which nodes it changed."""
+    """A graph's state before a pass, detailed enough to see which nodes the pass changed."""
 
     calls: dict[fx.Node, tuple[Any, Any, Any]]
     values: dict[fx.Node, Any]
@@ -44,7 +44,7 @@ class Snapshot:
         )
 
     def changed(self, graph: fx.Graph) -> Iterator[fx.Node]:
-        """Nodes that are new, call something else than before, or have or read another value than before."""
+        """Nodes that are new, whose call changed, or that have or read another value than before."""
         for node in graph.nodes:
             if self.calls.get(node) != (node.target, node.args, node.kwargs) or any(
                 meta.value(known) is not self.values.get(known, meta.value(known))
@@ -77,12 +77,12 @@ def verify(
     """Prove that a graph is sound.
 
     Args:
-        graph: as the pass left it.
-        before: as the pass found it.
-        facts: that hold by now.
-        where: for error texts.
-        user_outputs: of a forward graph: how many of its outputs are the user's; the others are saved for backward.
-        replay_all: replay every node on fake values, not only those that were changed otherwise than by `meta.create`.
+        graph: the graph after the pass.
+        before: snapshot of the graph before the pass.
+        facts: facts that hold by now.
+        where: pass and direction, for error texts.
+        user_outputs: for a forward graph, number of outputs that the user receives; the others are saved for backward.
+        replay_all: replay every node on fake values, not only nodes changed by other means than `meta.create`.
 
     Raises:
         VerifyError: the first broken invariant, with the nodes around it.
@@ -107,7 +107,7 @@ def verify(
 
 
 def check_lint(graph: fx.Graph, where: Where) -> None:
-    """Every node is defined before it is used."""
+    """Check that every node is defined before it is used."""
     try:
         graph.lint()
     except (RuntimeError, AssertionError) as error:
@@ -115,7 +115,7 @@ def check_lint(graph: fx.Graph, where: Where) -> None:
 
 
 def check_interface(graph: fx.Graph, before: Snapshot, where: Where) -> None:
-    """Inputs and outputs are a contract with the other graph and with autograd: same names, number and layout."""
+    """Check that inputs and outputs, a contract with autograd and the other graph, kept names, number and layout."""
     placeholders = tuple(node.name for node in graph.nodes if node.op == "placeholder")
     if placeholders != before.placeholders:
         raise where.error(f"the inputs changed from {before.placeholders} to {placeholders}; keep every placeholder.")
@@ -124,7 +124,7 @@ def check_interface(graph: fx.Graph, before: Snapshot, where: Where) -> None:
         raise where.error(f"the graph returned {len(before.outputs)} values and now returns {len(outputs)}; keep them.")
     for position, (out, expected) in enumerate(zip(outputs, before.outputs, strict=True)):
         found = meta.value(out) if isinstance(out, fx.Node) else out
-        moved = isinstance(out, fx.Node) and is_offloaded(meta.space(out))  # its reader knows, and copies it back
+        moved = isinstance(out, fx.Node) and is_offloaded(meta.space(out))  # its reader copies it back
         if isinstance(expected, torch.Tensor) and not moved and not _same_output(expected, found):
             raise where.error(
                 f"output {position} was {_shown(expected)} and is now {_shown(found)}; outputs keep shape and dtype.",
@@ -133,9 +133,9 @@ def check_interface(graph: fx.Graph, before: Snapshot, where: Where) -> None:
 
 
 def check_values(changed: Iterable[fx.Node], where: Where) -> None:
-    """Each node's recorded value is what its call yields on fake inputs."""
+    """Check that each node's recorded value equals the result of its call on fake inputs."""
     for node in changed:
-        if node.op != "call_function" or is_higher_order(node.target):  # whose inner graphs have no value to replay
+        if node.op != "call_function" or is_higher_order(node.target):  # inner graphs have no value to replay
             continue
         recorded = meta.value(node)
         try:
@@ -157,23 +157,23 @@ def check_values(changed: Iterable[fx.Node], where: Where) -> None:
 
 
 def check_collectives_waited(graph: fx.Graph, where: Where) -> None:
-    """The result of a started collective is read by its wait and by nobody else."""
+    """Check that the result of a started collective is read by its wait only."""
     for node in nodes.call_functions(graph, nodes.is_start):
         if not node.users:
             raise where.error(f"{node.name} is started and never waited for; erase it or add its wait.", node)
         for user in node.users:
             if not nodes.is_wait(user) and not (
                 user.users and all(map(nodes.is_wait, user.users))
-            ):  # of a coalesced one
+            ):  # of a coalesced collective
                 raise where.error(f"{node.name} has no wait before {user.name} reads it; read its wait instead.", user)
 
 
 def check_buffers_untouched(graph: fx.Graph, where: Where) -> None:
-    """Nobody writes to what a collective in flight still reads or fills."""
+    """Check that no node writes to a buffer that a collective in flight still reads or fills."""
     if not any(nodes.call_functions(graph, nodes.is_start)):
         return
     in_flight: dict[fx.Node, list[fx.Node]] = {}
-    regions: Regions | None = None  # found only where there is something to be told apart
+    regions: Regions | None = None  # computed only if needed to tell memory apart
     for node in graph.nodes:
         if node.op != "call_function":
             continue
@@ -190,20 +190,20 @@ def check_buffers_untouched(graph: fx.Graph, where: Where) -> None:
         if nodes.is_start(node):
             in_flight[node] = [node, *map(_buffer_of, node.all_input_nodes)]
         elif nodes.is_wait(node):
-            # Through the getitem of a coalesced one, whose members arrive together.
+            # Through the getitem of a coalesced collective, whose members arrive together.
             in_flight.pop(_buffer_of(cast(fx.Node, node.args[0])), None)
 
 
 def check_stores_landed(graph: fx.Graph, where: Where) -> None:
-    """Nobody reads a tensor that a copy under way, or an update beside compute, is writing to."""
+    """Check that no node reads a tensor that a copy in flight, or an update concurrent with compute, writes to."""
 
     def fills(node: fx.Node) -> bool:
         return nodes.is_copy_start(node) or meta.beside(node) is not None
 
     if not any(nodes.call_functions(graph, fills)):
         return
-    filled: dict[fx.Node, fx.Node] = {}  # by what is written to
-    regions: Regions | None = None  # found only where there is something to be told apart
+    filled: dict[fx.Node, fx.Node] = {}  # the copy or update that fills each buffer
+    regions: Regions | None = None  # computed only if needed to tell memory apart
     for node in graph.nodes:
         if nodes.is_copy_wait(node):
             filled = {buffer: start for buffer, start in filled.items() if start is not nodes.start_of(node)}
@@ -211,7 +211,7 @@ def check_stores_landed(graph: fx.Graph, where: Where) -> None:
             number = meta.beside(node)
             filled = {buffer: start for buffer, start in filled.items() if meta.beside(start) != number}
         elif node.op == "call_function":
-            for source in () if traits.is_view(node) else node.all_input_nodes:  # who reads the view is looked at
+            for source in () if traits.is_view(node) else node.all_input_nodes:  # a view's readers are checked
                 start = filled.get(_buffer_of(source))
                 if start is None or not (regions := regions or Regions(list(graph.nodes))).overlap(
                     source, overwritten(start)
@@ -227,9 +227,9 @@ def check_stores_landed(graph: fx.Graph, where: Where) -> None:
 
 
 def check_gathers_released(graph: fx.Graph, user_outputs: int, where: Where) -> None:
-    """No gathered parameter is saved for backward against its lifetime.
+    """Check that no gathered parameter is saved for backward against its lifetime.
 
-    What the user's own outputs keep alive anyway may be saved too.
+    A parameter that the user's own outputs keep alive anyway may be saved too.
     """
     outputs = nodes.returned_by(graph)
     kept = [_source_gather(out) for out in outputs[:user_outputs] if isinstance(out, fx.Node)]
@@ -246,7 +246,7 @@ def check_gathers_released(graph: fx.Graph, user_outputs: int, where: Where) -> 
 
 
 def check_parts_gather(graph: fx.Graph, where: Where) -> None:
-    """No backward of a whole step reads what its forward has gathered, against the parameter's lifetime."""
+    """Check that no backward of a whole step reads a parameter gathered in its forward, against its lifetime."""
     for node in nodes.call_functions(graph, lambda node: meta.part(node) is not None):
         for read in node.all_input_nodes:
             source = _source_gather(read) if meta.part(read) != meta.part(node) else None
@@ -261,14 +261,14 @@ def check_parts_gather(graph: fx.Graph, where: Where) -> None:
 
 
 def check_absent(graph: fx.Graph, fact: str, predicate: Any, where: Where) -> None:
-    """A marker that was said to be lowered is gone."""
+    """Check that no marker is left that a fact says was lowered."""
     left = next(nodes.call_functions(graph, predicate), None)
     if left is not None:
         raise where.error(f"{left.name} is still there although {fact} was promised.", left)
 
 
 def check_waits_sunk(graph: fx.Graph, where: Where) -> None:
-    """Between the wait of a gather and its first user there is nothing that could have hidden the gather."""
+    """Check that no compute that could hide a gather runs between the gather's wait and its first user."""
     order = nodes.order_of(graph)
     for wait in nodes.call_functions(graph, nodes.is_wait):
         start = nodes.start_of(wait)
@@ -284,7 +284,7 @@ def check_waits_sunk(graph: fx.Graph, where: Where) -> None:
 
 
 def _source_gather(node: fx.Node) -> fx.Node | None:
-    """The gather that a value is a view, cast or copy of."""
+    """The gather whose result a node views, casts or copies; None if there is none that must be released."""
     while True:
         if nodes.is_unshard(node):
             return (

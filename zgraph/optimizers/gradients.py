@@ -1,7 +1,7 @@
 """Drop-in replacements for `torch.amp.GradScaler` and `torch.nn.utils.clip_grad_norm_`.
 
-torch's own work on sharded gradients except in two cases, where they look at one rank's shards only: agreement on
-overflow, and the largest gradient entry.
+torch's own versions work on sharded gradients except in two cases, where they look at one rank's shards only: agreement
+on overflow, and the largest gradient entry.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ Found = list[tuple[torch.optim.Optimizer, list[Tensor]]]  # flags of dropped ste
 class GradScaler(AgreeingGradScaler):
     """A `torch.amp.GradScaler` that tells models when its scale changes, and which parameters' steps were dropped.
 
-    These are the models that were passed to `zgraph.set_loss_scale` with this scaler; compression rescales what it has
-    kept of their gradients. Arguments and methods are those of `torch.amp.GradScaler`, and like it, it skips a step on
-    all ranks when one has found an inf or a NaN. Every rank must call them alike.
+    It tells the models passed to `zgraph.set_loss_scale` with this scaler; compression rescales the errors it has kept
+    of their gradients. Arguments and methods are those of `torch.amp.GradScaler`. A step is skipped on all ranks if any
+    rank finds an inf or a NaN, so every rank must make the same calls.
 
     Attributes:
-        defer: takes the flags of an `update()` that has no values yet, of which models are told later.
+        defer: receives the flags of an `update()` whose values are not known yet; models are told later.
         found: flags of optimizers whose gradients were unscaled since the last `update()`.
     """
 
@@ -63,7 +63,7 @@ class GradScaler(AgreeingGradScaler):
         self._tell(dropped)
 
     def tell_models(self, found: Found) -> None:
-        """Tell models about an update whose flags `defer` was given."""
+        """Tell models about an update whose flags `defer` received."""
         self._tell(self._dropped(found))
 
     def _dropped(self, found: Found) -> set[int]:
@@ -121,15 +121,15 @@ def clip_grad_norm_(
     *,
     pipeline: DeviceMesh | dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Clip like `torch.nn.utils.clip_grad_norm_`, by norms of local shards and with one operation on DTensors in all.
+    """Clip like `torch.nn.utils.clip_grad_norm_`, from norms of local shards and with a single DTensor operation.
 
-    Both clip each stage of a pipeline by its own norm, unless `pipeline` says who is in it.
+    Both clip each stage of a pipeline by its own norm, unless `pipeline` names the ranks of the pipeline.
 
     Args:
         parameters: parameters of a sharded model; the same on every rank, or with `pipeline` on every rank of a stage.
         max_norm, norm_type, error_if_nonfinite, foreach: as for `torch.nn.utils.clip_grad_norm_`.
         pipeline: ranks whose stages make up the model, such as `mesh["pp"]`: all clip by the norm of the whole model.
-            Where stages have replicas, use `zgraph.Replicas.clip_grad_norm_`, which counts each once.
+            If stages have replicas, use `zgraph.Replicas.clip_grad_norm_`, which counts each once.
 
     Returns:
         The norm before clipping, replicated; NaN on every rank if a gradient of any rank has one. With `pipeline` a
@@ -162,11 +162,11 @@ def clip_grad_norm_(
     for parameter in everything[1:]:
         dtype = torch.promote_types(dtype, parameter.dtype)
     filled = [grad for grad in grads if grad.numel()]
-    # The mesh's device, which exchanges norms; gradients of parameters that rest on the host of a GPU are there.
+    # The mesh's device, which exchanges norms; gradients of parameters offloaded from a GPU are on the host.
     device = first.device_mesh.device_type if isinstance(first, DTensor) else first.device
     total = torch.nn.utils.get_total_norm(filled, norm_type, foreach=foreach).to(device, dtype)
     for group in _groups_of(everything):
-        # Gathered, not reduced by MAX, which gloo may answer with a number where a rank has sent a NaN.
+        # Gathered, not reduced by MAX, for which gloo may return a number although a rank has sent a NaN.
         norms = total.new_empty(dist.get_world_size(group))
         try:
             all_gather(norms, total.view(1), group)
@@ -197,8 +197,8 @@ def clip_by_stages(
     """Clip the gradients of all stages of a pipeline by the norm of the whole model.
 
     Args:
-        parameters: of all chunks of this rank.
-        counted: those of them that the norm counts on this rank.
+        parameters: parameters of all chunks of this rank.
+        counted: parameters that this rank contributes to the norm.
         pipeline: one rank of each stage.
         max_norm, norm_type, error_if_nonfinite, foreach: as for `clip_grad_norm_`.
 
@@ -210,7 +210,7 @@ def clip_by_stages(
         CollectiveError: an exchange failed.
     """
     group = pipeline.get_group() if isinstance(pipeline, DeviceMesh) else pipeline
-    own = _local(clip_grad_norm_(counted, math.inf, norm_type, foreach=foreach))  # nothing is longer than that
+    own = _local(clip_grad_norm_(counted, math.inf, norm_type, foreach=foreach))  # clips nothing
     # Stages may differ in dtypes, and one that counts nothing has a norm on the CPU.
     device = _local(parameters[0]).device if parameters else own.device
     norms = torch.empty(dist.get_world_size(group), dtype=torch.float64, device=device)
@@ -243,7 +243,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _groups_of(tensors: Iterable[Tensor]) -> list[dist.ProcessGroup]:
-    """Process groups of all mesh axes that the tensors lie on, in the order of first use."""
+    """Process groups of all mesh axes of the tensors, in the order of first use."""
     groups: dict[str, dist.ProcessGroup] = {}
     for tensor in tensors:
         if isinstance(tensor, DTensor):

@@ -1,4 +1,4 @@
-"""Norm and scaling of many gradients on local shards, with one DTensor operation in all instead of one each."""
+"""Norm and scaling of many gradients on local shards, with a single DTensor operation instead of one per gradient."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from zgraph.torch_compat.operators import foreach_norms, foreach_scale
 
 @dataclass(frozen=True)
 class ShardedGradients:
-    """This rank's shards of gradients that lie on one mesh, have one dtype, and are not partial sums.
+    """This rank's shards of gradients that share a mesh and a dtype, and are not partial sums.
 
     Attributes:
-        is_replicated: by axis of the mesh, for each gradient whether all ranks along it have the same.
+        is_replicated: for each mesh axis, whether each gradient is replicated along it.
     """
 
     shards: list[Tensor]
@@ -33,12 +33,12 @@ class ShardedGradients:
 
     @classmethod
     def of(cls, grads: Sequence[Tensor]) -> ShardedGradients | None:
-        """Take gradients apart into local shards; None if some are not of this kind."""
+        """Take gradients apart into local shards; None if they do not share a mesh and dtype, or some are partial."""
         if not grads or not set(map(type, grads)) <= DTENSORS:
             return None
         sharded: Sequence[Any] = grads
         layouts = list(map(id, layouts_of(sharded)))
-        by_layout: dict[int, DTensor] = dict(zip(layouts, sharded, strict=True))  # a few for all of a model
+        by_layout: dict[int, DTensor] = dict(zip(layouts, sharded, strict=True))  # a model has few layouts
         first, *others = by_layout.values()
         mesh, dtype = first.device_mesh, first.dtype
         if any(grad.dtype != dtype or grad.device_mesh != mesh for grad in others):
@@ -57,7 +57,7 @@ class ShardedGradients:
         torch stacks the norms of DTensors; this stacks local norms.
 
         Args:
-            norm_type: positive and finite.
+            norm_type: order of the norm, positive and finite.
             foreach: as for `torch.nn.utils.clip_grad_norm_`.
 
         Returns:
@@ -70,7 +70,7 @@ class ShardedGradients:
             each = [torch.linalg.vector_norm(shard, norm_type) for shard in self.shards]
         else:
             each = foreach_norms(self.shards, norm_type)
-        # Of parameters that rest on the host of a GPU they are there, and the mesh sends nothing from the host.
+        # Norms of offloaded parameters are on the host, from which a GPU mesh sends nothing.
         norms = torch.stack([_on(self.mesh.device_type, norm) for norm in each])
         split = [not all(axis) for axis in self.is_replicated]
         for axis, replicated in enumerate(self.is_replicated):
@@ -87,7 +87,7 @@ class ShardedGradients:
         return replicated_scalar(torch.linalg.vector_norm(reduced, norm_type), self.mesh)
 
     def _reduced(self, norms: Tensor, norm_type: float, axis: int) -> Tensor:
-        """Norms of the gradients, from the norms of the parts that ranks along an axis of the mesh have."""
+        """Norms of the gradients, from the norms of their parts on the ranks along a mesh axis."""
         if self.mesh.size(axis) == 1:
             return norms
         group = self.mesh.get_group(axis)

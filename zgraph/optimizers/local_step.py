@@ -1,7 +1,7 @@
 """Optimizer steps on local shards, without DTensor's overhead in every operator.
 
-An element-wise optimizer computes on each rank's rows alone. DTensor would dispatch to the same kernels on the same
-local tensors, but parameter by parameter, and work out the placements of every result.
+An element-wise optimizer needs only a rank's own rows. DTensor would dispatch to the same kernels on the same local
+tensors, but parameter by parameter, and infer the placements of every result.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from zgraph.torch_compat.dtensor import dtensor_like, local_of
 
 Optimizer = TypeVar("Optimizer", bound=optim.Optimizer)
 
-# Each element of a parameter is updated by its own gradient and state alone (unlike with Muon, LBFGS and Adafactor).
+# Each element of a parameter is updated from its own gradient and state only (unlike with Muon, LBFGS and Adafactor).
 _ELEMENT_WISE = frozenset(
     {
         optim.SGD,
@@ -35,7 +35,7 @@ _ELEMENT_WISE = frozenset(
         optim.Rprop,
     }
 )
-SCALARS = frozenset({"step", "mu_product", "eta", "mu"})  # entries of state that are plain tensors for DTensors too
+SCALARS = frozenset({"step", "mu_product", "eta", "mu"})  # state entries that are never DTensors
 
 
 def step_on_shards(optimizer: Optimizer) -> Optimizer:
@@ -43,24 +43,23 @@ def step_on_shards(optimizer: Optimizer) -> Optimizer:
 
     Nothing but hooks is added to the optimizer: its class, parameters, groups, state, state dicts, schedulers and
     scalers stay as they were, new state consists of DTensors as before, and a step that raises changes nothing. Steps
-    with a closure, of a differentiable optimizer, inside torch.compile, or with gradients that are placed unlike their
-    parameters run as usual, through DTensor. So do steps of a copied or unpickled optimizer, until this is called on
-    it.
+    with a closure, of a differentiable optimizer, inside torch.compile, or with gradients placed unlike their
+    parameters run as usual, through DTensor. So do steps of a copied or unpickled optimizer until it is passed here.
 
     Args:
-        optimizer: one of torch.optim's element-wise optimizers; its parameters are sharded by `zgraph.shard` or not.
+        optimizer: one of torch.optim's element-wise optimizers; its parameters may be sharded by `zgraph.shard` or not.
 
     Returns:
         The same optimizer.
 
     Raises:
-        ValueError: it is of another class, or of a subclass, whose step may do anything.
+        ValueError: the optimizer is of another class, or of a subclass, whose step is unknown.
     """
     if type(optimizer) not in _ELEMENT_WISE:
         known = ", ".join(sorted(kind.__name__ for kind in _ELEMENT_WISE))
         raise ValueError(
-            f"zgraph.step_on_shards: {type(optimizer).__name__} is not known to update each element by itself; leave "
-            f"it as it is, which works on DTensors, or take one of torch.optim's {known}."
+            f"zgraph.step_on_shards: {type(optimizer).__name__} is not known to update each element by itself; step it "
+            f"without this call, on DTensors, or use one of torch.optim's {known}."
         )
     stand_in = _StandIn()
     optimizer.register_step_pre_hook(stand_in.enter)
@@ -69,7 +68,7 @@ def step_on_shards(optimizer: Optimizer) -> Optimizer:
 
 
 class _StandIn:
-    """An optimizer of the same class that holds the local shards, and whose step replaces the user's optimizer's.
+    """Replaces each step of the user's optimizer by one of a same-class optimizer that holds the local shards.
 
     torch.optim's step hooks may replace the arguments, the first of which is the optimizer (2.11 - 2.15).
     """
@@ -118,7 +117,7 @@ def take_over(
 def shards_of(
     optimizer: optim.Optimizer,
 ) -> tuple[list[list[Tensor]], dict[Tensor, dict[str, Any]]] | None:
-    """Local shards by group, with their gradients, and their state; None if they cannot be stepped on their own."""
+    """Local shards by group, with their gradients, and their state; None if they must be stepped as DTensors."""
     state: dict[Tensor, dict[str, Any]] = defaultdict(dict)
     groups: list[list[Tensor]] = []
     for group in optimizer.param_groups:

@@ -1,4 +1,4 @@
-"""`zgraph.set_loss_scale` and `zgraph.reset_error_feedback`: what a training loop has to tell error feedback."""
+"""`zgraph.set_loss_scale` and `zgraph.reset_error_feedback`, by which a training loop informs error feedback."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zgraph.torch_compat.dynamo import without_compile
 
 
 def set_loss_scale(model: nn.Module, scale: float | torch.amp.GradScaler) -> None:
-    """Tell error feedback by what losses are multiplied, so that kept errors have the scale of the next gradients.
+    """Tell error feedback the factor of the losses, so that kept errors have the scale of the next gradients.
 
         scaler = zgraph.GradScaler("cuda")
         zgraph.set_loss_scale(model, scaler)        # once; the scaler tells the model from then on
@@ -23,13 +23,13 @@ def set_loss_scale(model: nn.Module, scale: float | torch.amp.GradScaler) -> Non
     the previous errors until the step is known to count, which doubles their memory during a step.
 
     A `zgraph.GradScaler` tells the model in each `update()`, parameter by parameter, which steps its optimizers have
-    dropped, and also tells a scale that it loads. Any other scale has to be passed to this function: call it before the
-    first forward and, with torch's own GradScaler, after every `scaler.update()`. A scale that is smaller than the last
-    one then means that the last step was dropped. A step that is dropped without a change of scale looks like one that
-    was taken, so its effect on the errors stays.
+    dropped; it also tells the model a scale that it loads. Any other scale has to be passed to this function: call it
+    before the first forward and, with torch's own GradScaler, after every `scaler.update()`. A scale smaller than the
+    last one then means that the last step was dropped. A step dropped without a change of scale looks like one that was
+    taken, so its effect on the errors stays.
 
     Args:
-        model: what `zgraph.shard` returned, compiled or not. Every rank calls it with the same scale.
+        model: module returned by `zgraph.shard`, compiled or not. Every rank calls this with the same scale.
         scale: factor of the losses to come, or a scaler that has one; a disabled scaler has none.
 
     Raises:
@@ -57,8 +57,8 @@ def reset_error_feedback(model: nn.Module) -> None:
     Needed before another method compresses the gradients. The loss scale stays as it was set.
 
     Args:
-        model: what `zgraph.shard` returned, compiled or not. Every rank calls it, or ranks would disagree on the random
-            numbers of a reduction.
+        model: module returned by `zgraph.shard`, compiled or not. Every rank must call this, or ranks would disagree on
+            the random numbers of a reduction.
 
     Raises:
         ValueError: nothing is sharded.

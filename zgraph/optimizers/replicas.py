@@ -33,8 +33,8 @@ class _Replicated:
     """A parameter and its replicas.
 
     Attributes:
-        name: what the user calls it, with the name of the parameter in its module.
-        copies: on this rank, chunk by chunk.
+        name: name given by the user, followed by the name of the parameter in its module.
+        copies: copies on this rank, chunk by chunk.
         holders: ranks of the group that have copies.
     """
 
@@ -45,18 +45,18 @@ class _Replicated:
 
 @dataclass(frozen=True, eq=False)
 class _Bucket:
-    """Parameters with the same holders, summed by one exchange among these."""
+    """Parameters with the same holders, summed by one exchange among those ranks."""
 
     group: ProcessGroup
     members: tuple[_Replicated, ...]
 
 
 class Replicas:
-    """Modules or parameters that exist on several stages of a pipeline, and several times on one with several chunks.
+    """Modules or parameters that exist on several stages of a pipeline, or in several chunks of one stage.
 
-    Embedders of timestep, frame rate and label, on which every block of a diffusion transformer depends, are an
-    example, and so are input and output embeddings that are tied and lie on the first and the last stage. Each replica
-    gets a part of the gradient. Every rank of the group makes this object, and calls its methods, alike:
+    Examples are embedders of timestep, frame rate and label, on which every block of a diffusion transformer depends,
+    and tied input and output embeddings on the first and the last stage. Each replica gets a part of the gradient.
+    Every rank of the group must make this object and call its methods alike:
 
         replicas = zgraph.Replicas(mesh["pp"], {"timestep": [chunk.timestep for chunk in chunks]})
         schedule.step(x, target=y)
@@ -66,10 +66,10 @@ class Replicas:
 
     Args:
         group: ranks of one pipeline: a mesh of one axis, or its process group.
-        replicas: by a name that is the same on all ranks, the modules, or parameters, of this rank's chunks in their
-            order; [] on a rank that has none. They may be sharded, over the same number of ranks everywhere.
-        copy_first: overwrite all replicas with the first one of the first rank that has one. False: unequal ones are
-            an error.
+        replicas: for each name, the modules or parameters of this rank's chunks in chunk order; [] on a rank that has
+            none. Names are the same on all ranks. Sharded replicas must have the same number of ranks everywhere.
+        copy_first: overwrite all replicas with the first one of the first rank that has one. False: unequal replicas
+            are an error.
 
     Raises:
         ValueError: the mesh has several axes, or a name has a module or parameter in place of a list.
@@ -116,11 +116,11 @@ class Replicas:
 
     @torch.no_grad()
     def all_reduce_grads(self) -> None:
-        """Give each replica the sum of all gradients; once per step, when the last backward of this rank has ended.
+        """Give each replica the sum of all gradients; call it once per step, after the last backward of this rank.
 
-        Gradients are summed in fp32, or fp64 where a parameter is of it, first over the chunks of a rank and then in
-        the order of ranks, so that all replicas get the same bits. One that has no gradient counts as zeros; where none
-        has one, `.grad` stays None.
+        Gradients are summed in fp32 (fp64 if a parameter is fp64), first over the chunks of a rank and then in rank
+        order, so that all replicas get the same bits. A replica without a gradient counts as zeros; if none has a
+        gradient, `.grad` stays None.
 
         Raises:
             CollectiveError: the exchange failed.
@@ -132,10 +132,10 @@ class Replicas:
     def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients of all stages by the norm of the whole model, in which each replica counts once.
 
-        Clipped by the norm of each stage alone, replicas would drift apart.
+        If each stage clipped by its own norm, replicas would drift apart.
 
         Args:
-            parameters: of all chunks of this rank, replicas included.
+            parameters: parameters of all chunks of this rank, including replicas.
             max_norm, norm_type: as for `torch.nn.utils.clip_grad_norm_`.
 
         Returns:
@@ -152,7 +152,7 @@ class Replicas:
         """Compare the bits of all replicas.
 
         Raises:
-            ZgraphError: on all ranks; names those that differ, and where.
+            ZgraphError: on all ranks; names a replicated parameter that differs, and its ranks.
         """
         own = [
             one.name for one, first in self._first_copies() if not all(_same_bits(copy, first) for copy in one.copies)
@@ -212,7 +212,7 @@ class Replicas:
                 yield one, first
 
     def _group_of(self, holders: tuple[int, ...]) -> ProcessGroup:
-        """The group of some ranks; made by these alone."""
+        """The process group of these ranks, created by them only."""
         if len(holders) == dist.get_world_size(self._group):
             return self._group
         members = dist.get_process_group_ranks(self._group)
@@ -231,11 +231,11 @@ class Replicas:
 def _check_arguments(group: DeviceMesh | ProcessGroup, replicas: Mapping[str, object]) -> None:
     if isinstance(group, DeviceMesh) and group.ndim != 1:
         raise ValueError(
-            f"zgraph.Replicas: the mesh has {group.ndim} axes {group.mesh_dim_names}; pass the one along which the "
-            'stages of a pipeline lie, such as mesh["pp"].'
+            f"zgraph.Replicas: the mesh has {group.ndim} axes {group.mesh_dim_names}; pass the axis of the "
+            'pipeline stages, such as mesh["pp"].'
         )
     for name, copies in replicas.items():
-        # A Sequential could be iterated: its layers would be taken for replicas of one another, and made equal.
+        # Iterating a Sequential would treat its layers as replicas of one another, and make them equal.
         if isinstance(copies, nn.Module | Tensor) and not isinstance(copies, nn.ModuleList | nn.ParameterList):
             raise ValueError(
                 f"zgraph.Replicas: {name!r} is a {type(copies).__name__}, and not a list of this rank's replicas; "
@@ -250,7 +250,7 @@ def _parameters_of(part: nn.Module | nn.Parameter) -> dict[str, nn.Parameter]:
 
 
 def _described(parts: Mapping[str, Sequence[Mapping[str, nn.Parameter]]]) -> dict[str, list[dict[str, str]]]:
-    """What has to be the same in all replicas, of each parameter."""
+    """The facts about each parameter that must be the same in all replicas."""
     return {
         name: [{inner: _layout(parameter) for inner, parameter in copy.items()} for copy in copies]
         for name, copies in parts.items()
@@ -268,10 +268,10 @@ def _layout(parameter: nn.Parameter) -> str:
 
 
 def _check(described: Sequence[Mapping[str, Sequence[Mapping[str, str]]]]) -> None:
-    """Refuse replicas that are none; the same on all ranks, for it sees what all of them have.
+    """Refuse replicas that differ; decides alike on all ranks, because it sees the descriptions of all.
 
     Raises:
-        ZgraphError: says which.
+        ZgraphError: names the replica that differs, is missing, or has no values.
     """
     for rank, parts in enumerate(described):
         if list(parts) != list(described[0]):
@@ -303,7 +303,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _set_gradient(parameter: nn.Parameter, summed: Tensor) -> None:
-    """Write a sum [numbers of the local part] into a gradient, in its dtype."""
+    """Write a flat sum [local numel] into a gradient, in its dtype."""
     if parameter.grad is not None:
         _local(parameter.grad).copy_(summed.view(_local(parameter.grad).shape))
         return

@@ -1,7 +1,7 @@
-"""Steps of Adam and AdamW with bf16 moments, as `zgraph.Offload(moments_dtype=torch.bfloat16)` asks for them.
+"""Steps of Adam and AdamW with bf16 moments, for `zgraph.Offload(moments_dtype=torch.bfloat16)`.
 
-The classes of torch.optim make moments in the parameter's dtype, and round to nearest. These steps read the same groups
-and state, and write the same entries: "step", "exp_avg" and "exp_avg_sq".
+The classes of torch.optim create moments in the parameter's dtype, and round to nearest. These steps read the same
+groups and state, and write the same entries: "step", "exp_avg" and "exp_avg_sq".
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ Call = Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]
 
 @dataclass(frozen=True)
 class Drawn:
-    """What the random numbers of one parameter's moments depend on, beside the number of the update.
+    """Determines the random numbers of one parameter's moments, together with the number of the update.
 
     Attributes:
-        salt: 32 bits of its name.
-        first: place of this rank's first element in the unsharded parameter.
+        salt: CRC-32 of the parameter's name.
+        first: index of this rank's first element in the unsharded parameter.
     """
 
     salt: int
@@ -48,12 +48,12 @@ def check_rounded(optimizer: optim.Optimizer) -> None:
     """Refuse optimizers whose moments cannot be rounded.
 
     Raises:
-        ValueError: says why.
+        ValueError: moments cannot be rounded; gives the reason.
     """
     kind, groups = type(optimizer), optimizer.param_groups
     what, instead = "", ""
     if kind not in KINDS:
-        what, instead = f"the optimizer is {kind.__name__}", "take torch.optim.AdamW(..., fused=True), or Adam"
+        what, instead = f"the optimizer is {kind.__name__}", "use torch.optim.AdamW(..., fused=True), or Adam"
     elif not all(group.get("fused") for group in groups):
         what, instead = f"{kind.__name__} is not fused", f"write {kind.__name__}(..., fused=True)"
     elif any(group.get("amsgrad") for group in groups):
@@ -75,13 +75,13 @@ def check_rounded(optimizer: optim.Optimizer) -> None:
 def rounded_step(
     optimizer: Any, groups: Sequence[Mapping[str, Any]], state: State, drawn: Mapping[Tensor, Drawn], call: Call
 ) -> None:
-    """Take a step on local shards, by their `.grad`.
+    """Take a step on local shards, from their `.grad`.
 
     Args:
-        optimizer: with the `grad_scale` and `found_inf` that a GradScaler may have set.
-        groups: its groups, with shards in the places of parameters.
-        state: of the shards; new entries are made as the optimizer itself makes them, but that moments are bf16.
-        drawn: of the shards.
+        optimizer: the optimizer, with `grad_scale` and `found_inf` if a GradScaler has set them.
+        groups: its groups, with shards in place of parameters.
+        state: state of the shards. New entries are those of the optimizer itself, except that moments are bf16.
+        drawn: keys of the random numbers, by shard.
         call: calls an operator with these arguments and options.
     """
     grad_scale, found_inf = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
@@ -120,7 +120,7 @@ def rounded_step(
 
 
 def _begin(state: State, shard: Tensor) -> None:
-    """Make the entries of a shard that has none."""
+    """Make the state entries of a shard that has none."""
     entries = state[shard]
     if "step" not in entries:
         entries["step"] = torch.zeros((), dtype=torch.float32, device=shard.device)
@@ -130,10 +130,10 @@ def _begin(state: State, shard: Tensor) -> None:
 
 @dataclass(frozen=True, eq=False)
 class _PlainSteps:
-    """Takes the steps of an optimizer, instead of its own.
+    """Takes the steps of an optimizer in place of its own `step`.
 
     Attributes:
-        drawn: of the present parameters, by their ids.
+        drawn: returns the keys of the random numbers of the current parameters, by parameter id.
     """
 
     drawn: Callable[[], Mapping[int, Drawn]]
@@ -142,8 +142,8 @@ class _PlainSteps:
         """A hook before `step()`, which then has nothing left to do.
 
         Raises:
-            ZgraphError: the step has a closure, or gradients lie unlike their parameters.
-            ValueError: the optimizer's moments cannot be rounded any more.
+            ZgraphError: the step has a closure, or gradients or state are placed unlike their parameters.
+            ValueError: the optimizer's moments can no longer be rounded.
         """
         return cast(Any, torch.compiler.disable)(self._take)(optimizer, args, kwargs)
 
@@ -152,7 +152,7 @@ class _PlainSteps:
         check_rounded(optimizer)
         found = shards_of(optimizer)
         if len(args) > 1 or kwargs or found is None:
-            what = "gradients or state that lie unlike their parameters" if found is None else "a closure"
+            what = "gradients or state placed unlike their parameters" if found is None else "a closure"
             raise ZgraphError(
                 f"zgraph.Offload: a step of {type(optimizer).__name__} with {what}, and moments_dtype; compute the "
                 "loss before the step and leave gradients as backward makes them, or leave moments_dtype out."
@@ -173,10 +173,10 @@ class _PlainSteps:
 
 
 def round_plain_steps(optimizer: optim.Optimizer, drawn: Callable[[], Mapping[int, Drawn]]) -> None:
-    """Let `optimizer.step()` round moments, too, outside of a captured step.
+    """Make `optimizer.step()` round moments outside of a captured step too.
 
     Args:
-        drawn: yields what the moments of each parameter are rounded by, by the parameter's id.
+        drawn: returns the keys of the random numbers of each parameter's moments, by parameter id.
     """
     if not any(isinstance(hook, _PlainSteps) for hook in step_hooks(optimizer)):
         optimizer.register_step_pre_hook(_PlainSteps(drawn))

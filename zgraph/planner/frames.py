@@ -1,4 +1,4 @@
-"""Compiles the frames of a planned step for ranks that do not exist, and keeps what becomes of their graphs."""
+"""Compiles the frames of a planned step for ranks that do not exist, and keeps facts about their final graphs."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class PlannedHalves:
     """A backward in two halves: gradients of inputs, then those of weights.
 
     Attributes:
-        inputs_us, weights_us: time of each.
-        left_bytes: what is alive between them, without gathered parameters that the window keeps and what was returned.
-        kept_bytes: those of these parameters that the second half reads.
-        inputs_peak_bytes: most that is alive while the first half runs, without these parameters.
-        first_peak_bytes, later_peak_bytes, closing_peak_bytes: of the second half, as those of a `PlannedFrame`, and
-            without what the first one has returned.
+        inputs_us, weights_us: time of each half.
+        left_bytes: bytes alive between the halves, without returned values and gathered parameters kept by the window.
+        kept_bytes: bytes of gathered parameters that the window keeps and the second half reads.
+        inputs_peak_bytes: most bytes alive while the first half runs, without parameters kept by the window.
+        first_peak_bytes, later_peak_bytes, closing_peak_bytes: peaks of the second half, defined as in `PlannedFrame`,
+            without values returned by the first half.
     """
 
     inputs_us: float
@@ -57,21 +57,21 @@ class PlannedHalves:
 
 @dataclass(frozen=True)
 class PlannedFrame:
-    """What became of one frame.
+    """Facts about the final graphs of one frame.
 
     Attributes:
-        graphs: by direction.
-        later: the same where the window of a pipeline's step has gathered already what it keeps.
+        graphs: graphs by direction.
+        later: graphs of later micro-batches, whose window has already gathered the parameters that it keeps.
         curve: memory over the frame, forward and backward together.
-        kept_bytes: gathered parameters that the window keeps.
-        saved_bytes: what is alive between forward and backward, without these.
-        kept_for_backward_bytes: those of them that backward reads.
-        forward_peak_bytes: most that is alive while forward runs, without gathered parameters that the window keeps.
-        first_peak_bytes, later_peak_bytes: the same of backward, where it makes the sums of gradients that wait, and
-            where it finds them and adds to them; without what it finds.
-        closing_peak_bytes: the same of the backward that closes the window, with the parameters and the sums that it
+        kept_bytes: bytes of gathered parameters that the window keeps.
+        saved_bytes: bytes alive between forward and backward, without kept parameters.
+        kept_for_backward_bytes: the part of `kept_bytes` that backward reads.
+        forward_peak_bytes: most bytes alive while forward runs, without kept parameters.
+        first_peak_bytes: the same for the first backward, which creates the waiting sums of gradients.
+        later_peak_bytes: the same for a later backward, which adds to these sums; without the sums themselves.
+        closing_peak_bytes: peak of the backward that closes the window, including the parameters and sums that it
             finds and frees.
-        halves: of its backward; None: it is not split.
+        halves: halves of its backward; None: it is not split.
     """
 
     graphs: Graphs
@@ -89,18 +89,18 @@ class PlannedFrame:
 
 @dataclass
 class FramePlanner:
-    """Compiles what it is given, and keeps the plans of its frames.
+    """Compiles models, and keeps the plans of their frames.
 
     Attributes:
-        machine: of each rank.
-        pipeline: with a target.
+        machine: hardware of each rank.
+        pipeline: pipeline of passes, with a target.
         allocator: how sizes are rounded.
-        axes: of the cluster; None: data parallelism alone.
-        host_budget_bytes: what a rank may keep on the host; None: any number.
-        update: where state on the host is updated; None: as the passes say.
-        prefix: of the frames' names.
-        report: of everything that was compiled.
-        frames: in the order in which they were compiled.
+        axes: axes of the cluster; None: only data parallelism.
+        host_budget_bytes: most bytes that a rank may keep on the host; None: no limit.
+        update: where state on the host is updated; None: the passes decide.
+        prefix: prefix of the frames' names.
+        report: report of everything compiled.
+        frames: planned frames, in the order of compilation.
     """
 
     machine: Hardware
@@ -117,7 +117,7 @@ class FramePlanner:
         self._costs = CostModel(self.machine)
 
     def compiler_of(self, frame: Frame) -> FrameCompiler:
-        """The compiler of a frame, whose plan is kept. No lowering is needed; fx costs nothing, without values."""
+        """The compiler of a frame; keeps the frame's plan. Lowering to fx costs nothing without values."""
         options = CompileOptions(lowering="fx", report=self.report, pipeline=self.pipeline)
         known = PassContext(
             machine=self.machine,
@@ -133,7 +133,7 @@ class FramePlanner:
         return compiler
 
     def compile(self, model: nn.Module, inputs: Sequence[Any]) -> Any:
-        """Compile a model's forward, and with it the backward; returns what forward does, without values."""
+        """Compile a model's forward and backward; return the result of forward, without values."""
 
         def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
             frame = Frame.of_dynamo(gm)
@@ -143,7 +143,7 @@ class FramePlanner:
         try:
             return compiled(*inputs)
         finally:
-            torch.compiler.reset()  # or the next plans of the same classes would meet the limit of recompiles
+            torch.compiler.reset()  # else later plans of the same classes would reach the recompile limit
 
     @property
     def graphs(self) -> list[PlannedGraph]:
@@ -156,11 +156,11 @@ class FramePlanner:
         return [frame.curve for frame in self.frames]
 
     def _keep(self, plan: FramePlan, late: Sequence[int]) -> None:
-        """Look at the final graphs of a frame before they are lowered, which changes them.
+        """Evaluate the final graphs of a frame before lowering changes them.
 
         Args:
-            plan: of the frame.
-            late: places of the gradients of weights among the outputs of a backward that may be split.
+            plan: plan of the frame.
+            late: positions of weight gradients among the outputs of a backward that may be split.
         """
         curve = self._curve(plan)
         forward = next(iter(plan.graphs.values())).graph
@@ -245,7 +245,7 @@ class FramePlanner:
 
 
 def peak_of(frames: Sequence[PlannedFrame], of_frame: Callable[[PlannedFrame], int], *, with_kept: bool = False) -> int:
-    """Most that is alive while a micro-batch runs; a frame runs beside what the frames before it have saved."""
+    """Most bytes alive while a micro-batch runs, including values that earlier frames have saved."""
     peak, beside = 0, 0
     for frame in frames:
         peak = max(peak, beside + of_frame(frame))
@@ -264,10 +264,10 @@ def _kept_by_window(curve: MemoryCurve) -> list[int]:
 
 
 def _sums_that_wait(order: Sequence[fx.Node]) -> tuple[list[int], list[int]]:
-    """Bytes of the unsharded sums of gradients that wait, at each position of a frame.
+    """Bytes of the waiting unsharded gradient sums, at each position of a frame.
 
     Returns:
-        Those that the graph has made up to there, and those that it has found and not read yet.
+        Bytes of sums that the graph has created so far; bytes of sums that it has found and not read yet.
     """
     made, found = [0] * len(order), [0] * len(order)
     for place, node in enumerate(order):

@@ -1,4 +1,4 @@
-"""Memory of a planned cluster's ranks: where parameters and state rest, and what would make fit what does not."""
+"""Memory of a planned cluster's ranks: where parameters and state are stored, and advice if they do not fit."""
 
 from __future__ import annotations
 
@@ -18,20 +18,18 @@ from zgraph.tiers.placement import Resting
 from zgraph.tiers.tier import DEVICE, HOST, listed
 from zgraph.torch_compat.dtensor import local_of
 
-ADAM_MOMENTS = 2  # of each trained element
+ADAM_MOMENTS = 2  # moments of each trained element
 
 
-def rest_on_paper(model: nn.Module, offload: Offload | None, machine: Hardware) -> Resting | None:
-    """Let a sharded model's parameters, which have no values, rest where they are to.
+def rest_on_paper(model: nn.Module, offload: Offload | None) -> Resting | None:
+    """Assign memory spaces to a sharded model's parameters, which have no values.
 
     Args:
-        model: may have been sharded with an offload of its own.
-        offload: None: the model's own, if it has one.
-        machine: of each rank.
+        model: sharded model, possibly with an offload of its own.
+        offload: offload to plan; None: the model's own, if it has one.
 
     Raises:
-        ValueError: nothing is sharded, the model has another offload, or it is not available on such a machine yet; or
-            the offload is one that no such step has.
+        ValueError: nothing is sharded, the model has another offload, or the offload is not available for training.
     """
     states = (state_of(part) for part in model.modules())
     scopes = list(dict.fromkeys(state.scope for state in states if state is not None))
@@ -69,14 +67,14 @@ def plan_ledger(
     *,
     pinned: bool = False,
 ) -> tuple[SpaceUse, ...]:
-    """What this rank keeps in each memory space.
+    """Bytes of this rank in each memory space.
 
     Args:
-        model: sharded.
-        optimizer: with its state; None: two moments of each trained element stand for it.
-        resting: where these rest; None: on the device.
-        curves: of the step's frames.
-        pinned: whether memory of the host is pinned, as where the device is a GPU.
+        model: sharded model.
+        optimizer: optimizer with its state; None: two moments of each trained element are counted instead.
+        resting: where parameters and state are stored; None: on the device.
+        curves: memory curves of the step's frames.
+        pinned: whether host memory is pinned, as with GPUs.
     """
     found: dict[tuple[str, bool], int] = {}  # by space, and whether it is state
     tier = DEVICE if resting is None else resting.options.optimizer_tier or DEVICE
@@ -100,12 +98,12 @@ def plan_ledger(
 
 
 def what_would_fit(ledger: Sequence[SpaceUse], libraries_bytes: int, machine: Hardware) -> str:
-    """What to do where a rank's memory does not hold all that it is to; "" where it does.
+    """Advice if a rank's memory is too small; "" if it is large enough.
 
     Args:
-        ledger: of the rank.
-        libraries_bytes: what libraries hold on the device besides.
-        machine: of the rank. Where the device is a CPU, what rests on the host takes its memory, too.
+        ledger: ledger of the rank.
+        libraries_bytes: additional device memory of libraries.
+        machine: hardware of the rank. If the device is a CPU, tensors stored on the host use its memory too.
     """
     device, host = (next(line for line in ledger if line.space == tier.name) for tier in (DEVICE, HOST))
     in_memory = [device] if machine.is_gpu else [device, host]
@@ -116,8 +114,8 @@ def what_would_fit(ledger: Sequence[SpaceUse], libraries_bytes: int, machine: Ha
     ways: list[str] = []
     if device.step > too_much:
         ways.append(
-            f"a target with budget_bytes={device.step - too_much}, by which the step is planned, or refused if nothing "
-            "is found"
+            f"a target with budget_bytes={device.step - too_much}, for which the step is planned, or refused if no "
+            "plan is found"
         )
     tier = "host" if machine.is_gpu else "disk"
     parameters = sum(line.parameters for line in in_memory)
@@ -135,10 +133,10 @@ def _alive(curve: MemoryCurve, space: str) -> Sequence[int]:
 def _state_of(
     model: nn.Module, optimizer: optim.Optimizer | None, dtype: torch.dtype | None
 ) -> Iterator[tuple[Tensor, int]]:
-    """Tensors of this rank, and how many such there are in the optimizer's state.
+    """Tensors of this rank, each with the number of such tensors in the optimizer's state.
 
     Args:
-        dtype: of moments; None: that of their parameters.
+        dtype: dtype of moments; None: that of their parameters.
     """
     if optimizer is None:
         trained = [_local(value) for value in model.parameters() if value.requires_grad]

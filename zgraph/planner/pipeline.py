@@ -1,4 +1,4 @@
-"""Plans the stages of a pipeline one by one, as each rank compiles those that it holds."""
+"""Plans the stages of a pipeline one by one, each as compiled by the rank that holds it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from zgraph.torch_compat.groups import stages_hold_messages
 
 @dataclass(frozen=True, kw_only=True)
 class _Compiled:
-    """A stage as it was compiled for its micro-batches: frames of all but the last, and of the last."""
+    """A stage compiled for its micro-batches: frames of all but the last one, and of the last one."""
 
     module: nn.Module
     frames: Sequence[PlannedFrame]
@@ -56,7 +56,7 @@ class PlannedPipeline:
 
     @property
     def ledger(self) -> tuple[SpaceUse, ...]:
-        """Memory of the rank that holds most."""
+        """Memory of the rank with the highest peak."""
         peaks = self.plan.run.peak_bytes
         rank = peaks.index(max(peaks))
         parameters = sum(stage.parameter_bytes for stage in self.plan.stages_of(rank))
@@ -82,23 +82,22 @@ def plan_pipeline(
 
     Args:
         model: an `nn.Sequential` to cut, or the stages.
-        inputs: of the first stage, of one micro-batch.
-        planner: whose machine, passes and report count for all stages.
-        axes: of the cluster, whose default group is there.
-        mode: that made model and inputs.
+        inputs: inputs of the first stage for one micro-batch.
+        planner: planner with the machine, passes and report for all stages.
+        axes: axes of the cluster, whose default group exists.
+        mode: fake mode that made model and inputs.
         shard_stage: shards a stage.
         micro_batches, schedule, chunks: as for `zgraph.plan`.
 
     Raises:
-        ValueError: the model does not make such stages, a stage hands on something else than tensors or rests
-            elsewhere than on the device, or torch has no such schedule for them; or the step does not fit into the
-            target's budget.
+        ValueError: the model cannot be made into the stages, a stage returns anything but tensors or is offloaded,
+            torch has no such schedule for the stages, or the step does not fit into the target's budget.
         ZgraphError: nothing of a stage is compiled.
     """
     stages = _stages(model, axes.stages, chunks, inputs, planner.machine)
     chosen = check_schedule(schedule, axes.stages, len(stages), micro_batches)
     known: dict[Any, _Stage] = {}
-    like: list[_Stage] = []  # of each stage, the one that was made alike
+    like: list[_Stage] = []  # for each stage, the compiled stage that equals it
     entering: list[Sequence[Any]] = []
     for number, stage in enumerate(stages):
         key = likeness(stage, inputs)
@@ -140,7 +139,7 @@ def plan_pipeline(
 
 
 class _Stage:
-    """A stage that is compiled for as many kept bytes as are asked for; first for none, which needs no window."""
+    """A stage that is compiled for each requested number of kept bytes; first for 0, which needs no window."""
 
     def __init__(
         self,
@@ -154,7 +153,7 @@ class _Stage:
         self._compile = partial(_compiled, module, number, inputs, template, micro_batches, mode)
         self._params = sharded_parameters(module).values()
         self._known: dict[int, _Compiled] = {}
-        # One micro-batch keeps nothing for the next.
+        # A single micro-batch keeps nothing for a next one.
         self.sizes = [gathered_bytes(param) for param in may_be_kept(self._params)] if micro_batches > 1 else []
         self.keeping(0)
 
@@ -184,8 +183,8 @@ def _stages(
     wanted = "a multiple of" if chunks is None else f"chunks={chunks} for each of"
     if not stages or len(stages) % ranks or (chunks is not None and len(stages) != chunks * ranks):
         raise ValueError(
-            f"zgraph.plan: model_fn returned {len(stages)} stages, and a pipeline takes {wanted} its {ranks} ranks; "
-            "zgraph.split_stages makes them of a list of layers."
+            f"zgraph.plan: model_fn returned {len(stages)} stages, and a pipeline needs {wanted} its {ranks} ranks; "
+            "zgraph.split_stages makes stages from a list of layers."
         )
     return stages
 
@@ -200,17 +199,17 @@ def _compiled(
     *,
     name: str,
 ) -> _Compiled:
-    """Compile a stage for the positions that a micro-batch has in the window of a step, see `zgraph.PipelineStage`."""
-    if rest_on_paper(stage, None, template.machine) is not None:
+    """Compile a stage for each position of a micro-batch in the window of a step; see `zgraph.PipelineStage`."""
+    if rest_on_paper(stage, None) is not None:
         raise ValueError(
-            "zgraph.plan: shard_fn offloads, and only whole steps bring to the device what rests elsewhere, which a "
-            "pipeline's are not; leave the offload out."
+            "zgraph.plan: shard_fn offloads, which is not supported with pipeline parallelism: only whole steps can "
+            "stream offloaded tensors; leave the offload out."
         )
     scopes = dict.fromkeys(state.scope for part in stage.modules() if (state := state_of(part)) is not None)
     for scope in scopes:
         scope.is_staged = True
     windows = [scope for scope in scopes if scope.has_windows]
-    report = Report(keep_passes=True)  # not everything that is tried is planned in the end
+    report = Report(keep_passes=True)  # not every compiled variant becomes part of the plan
 
     def at(position: str | None, prefix: str) -> tuple[list[PlannedFrame], Any]:
         planner = replace(template, prefix=f"stage{number}.{name}{prefix}", report=report, frames=[])
@@ -284,7 +283,7 @@ def _planned(
         waiting_bytes=_waiting_bytes(compiled.module, 1) if micro_batches > 1 else 0,
         kept_bytes=sum(frame.kept_bytes for frame in compiled.frames),
         closing_kept_bytes=sum(frame.kept_for_backward_bytes for frame in compiled.closing),
-        # What the last stage returns stays until the step ends, so it does not count as in flight.
+        # Outputs of the last stage stay until the step ends, so they do not count as in flight.
         saved_bytes=saved - leaving if is_last else saved,
         forward_peak_bytes=max(
             peak_of(frames, lambda frame: frame.forward_peak_bytes) for frames in (compiled.frames, compiled.closing)
@@ -294,7 +293,7 @@ def _planned(
         closing_peak_bytes=peak_of(compiled.closing, lambda frame: frame.closing_peak_bytes, with_kept=True),
         left_bytes=returned if is_last else returned + leaving,
         left_activation_bytes=0 if is_last else leaving,
-        # torch's stage has a buffer for each micro-batch's activations, and for the gradients of each, or of all.
+        # torch's stage has a buffer for each micro-batch's activations; for gradients it has one for each, or for all.
         buffer_bytes=micro_batches * entering + (micro_batches if is_last or stages_hold_messages() else 1) * leaving,
     )
     split = _split_cost(compiled, cost, micro_batches, placeholders, None if number else leaving)
@@ -313,15 +312,15 @@ def _planned(
 def _split_cost(
     compiled: _Compiled, whole: StageCost, micro_batches: int, placeholders: int, sent_by_first: int | None
 ) -> SplitCost | None:
-    """The backwards in two halves.
+    """Cost of backwards in two halves; None if they cannot be split.
 
     Args:
         compiled: the stage.
-        whole: with backwards in one piece.
-        micro_batches: of a step.
-        placeholders: bytes of gradients that are made in the first backward.
-        sent_by_first: of the first stage, what it sends to the next one; it has no gradients of inputs, and all of its
-            backward comes later. None: it is another one.
+        whole: cost with backwards in one piece.
+        micro_batches: number of micro-batches in a step.
+        placeholders: bytes of gradients that the first backward creates.
+        sent_by_first: bytes that the first stage sends to the next one. It has no gradients of inputs, so its whole
+            backward runs as the second half. None for other stages.
     """
     if sent_by_first is not None:
         return SplitCost(
@@ -351,7 +350,7 @@ def _split_cost(
 
 
 def _parts(compiled: _Compiled, micro_batches: int) -> list[tuple[list[PlannedGraph], int]]:
-    """Graphs of the first micro-batch, of those between, and of the last one; and how many these are."""
+    """Graphs of the first micro-batch, of the middle ones, and of the last, each with its number of micro-batches."""
     first = [
         (frame.later if direction == "backward" else frame.graphs)[direction]
         for frame in compiled.frames
@@ -372,7 +371,7 @@ def _times(parts: Sequence[tuple[list[PlannedGraph], int]], directions: tuple[Di
 
 
 def _gradient_bytes(stage: nn.Module) -> int:
-    """What a rank has in `.grad`."""
+    """Bytes of a rank's `.grad` tensors."""
     return sum(
         (local_of(value) if isinstance(value, DTensor) else value).nbytes
         for value in stage.parameters()
@@ -381,7 +380,7 @@ def _gradient_bytes(stage: nn.Module) -> int:
 
 
 def _waiting_bytes(stage: nn.Module, zero_stage: int) -> int:
-    """Unsharded sums of gradients that wait for the last backward: at stage 0 in `.grad`, at stage 1 beside it."""
+    """Bytes of unsharded gradient sums that wait for the last backward: in `.grad` at stage 0, elsewhere at stage 1."""
     layouts = [(param.spec.layout, param.spec.dtype) for param in sharded_parameters(stage).values()]
     return sum(
         math.prod(layout.shape) * dtype.itemsize
@@ -391,14 +390,14 @@ def _waiting_bytes(stage: nn.Module, zero_stage: int) -> int:
 
 
 def _placeholder_bytes(stage: nn.Module) -> int:
-    """At stage 1, `.grad` while sums wait beside it: made before autograd gets zeros of its shape to add to it."""
+    """Bytes of `.grad` at stage 1 while sums wait elsewhere: made before autograd gets zeros of its shape to add."""
     params = sharded_parameters(stage).values()
     waiting = [param.sharded for param in params if param.spec.layout.zero_stage == 1 and param.spec.layout.is_reduced]
     return sum(local_of(one).nbytes for one in waiting if one.requires_grad)
 
 
 def _graphs(compiled: _Compiled, number: int, micro_batches: int) -> list[PlannedGraph]:
-    """Graphs of a stage, each with how often it runs in a step."""
+    """Graphs of a stage, each with its number of runs in a step."""
     return [
         replace(graph, stage=number, runs=runs)
         for graphs, runs in _parts(compiled, micro_batches)

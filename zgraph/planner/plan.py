@@ -1,4 +1,4 @@
-"""`zgraph.plan`: compiles a training step for a cluster on one machine, and says what it will take there."""
+"""`zgraph.plan`: compiles a training step for a cluster on one machine, and predicts its memory and time there."""
 
 from __future__ import annotations
 
@@ -52,50 +52,48 @@ def plan(
 ) -> Plan:
     """Compile a training step as rank 0 of a cluster would, without a cluster, a GPU or the model's memory.
 
-    Parameters and activations have shapes but no values, collectives move nothing. The step is the model's forward and
-    the backward of what it returns, as `torch.compile` runs them; with an optimizer it is the whole step, one graph, as
-    `zgraph.training_step` runs it. What this process has compiled before is compiled anew afterwards.
+    Parameters and activations have shapes but no values, and collectives move nothing. The step is the model's forward
+    and the backward of its result, as `torch.compile` runs them; with an optimizer it is the whole step, one graph, as
+    `zgraph.training_step` runs it. Models that this process has compiled before are compiled anew afterwards.
 
     With a "pp" axis it is the step of a pipeline: forwards and backwards of all micro-batches through stages that are
-    `zgraph.PipelineStage`, in the order of torch's schedules. Stages that are made alike are planned once. An update of
-    the optimizer is not part of it, nor is a loss that no stage computes. Where the pipeline has a target with
-    budget_bytes, `plan.pipeline.stages[i].keep_bytes` is the most for which no rank exceeds it.
+    `zgraph.PipelineStage`, in the order of torch's schedules. Equal stages are planned once. Neither the optimizer's
+    update nor a loss computed outside of the stages is included. If the pipeline has a target with budget_bytes,
+    `plan.pipeline.stages[i].keep_bytes` is the most for which no rank exceeds it.
 
     Args:
-        model_fn: makes the model; its dtype comes from its options or torch.set_default_dtype, for torch cannot convert
-            modules without values. With a "pp" axis it returns an `nn.Sequential`, which `zgraph.split_stages` cuts
-            into stages, or a list of the stages; rank r has the stages r, r + ranks, ..., and those of a V under
+        model_fn: returns the model. Its dtype comes from its options or torch.set_default_dtype, because torch cannot
+            convert modules without values. With a "pp" axis it returns an `nn.Sequential`, which `zgraph.split_stages`
+            cuts into stages, or a list of the stages; rank r has the stages r, r + ranks, ..., and those of a V under
             "ZBVZeroBubble".
-        world_size: ranks of the cluster, where there is only data parallelism.
-        world: or its axes and their sizes, the outermost first, such as {"pp": 4, "dp": 8, "tp": 2}. Axes are these
-            three, and "replicate" and "ep" for hybrid sharding and experts.
-        batch: makes the arguments of one rank's forward; with a "pp" axis, of one micro-batch.
-        shard_fn: shards the model as `zgraph.shard(model)` does; called in a process group of the cluster's size. With
-            `world` it is called with the model, or with a stage, and the mesh of all axes but "pp", as
-            `zgraph.shard(model, mesh)`; on a "tp" axis it parallelizes the model over `mesh["tp"]`, then shards it over
-            `mesh["dp"]`.
-        hardware: of each rank, or the name of a preset.
-        pipeline: as given to torch.compile; None: `presets.default()`. A target of its own counts instead of hardware.
+        world_size: number of ranks of a cluster with only data parallelism.
+        world: alternatively, sizes of the cluster's axes, the outermost first, such as {"pp": 4, "dp": 8, "tp": 2}.
+            Further axes are "replicate" and "ep", for hybrid sharding and experts.
+        batch: returns the arguments of one rank's forward; with a "pp" axis, of one micro-batch.
+        shard_fn: shards the model like `zgraph.shard(model)`; called in a process group of the cluster's size. With
+            `world` it is called like `zgraph.shard(model, mesh)`, with the model or a stage and the mesh of all axes
+            but "pp"; on a "tp" axis it parallelizes the model over `mesh["tp"]`, then shards it over `mesh["dp"]`.
+        hardware: hardware of each rank, or the name of a preset.
+        pipeline: pipeline of passes as for torch.compile; None: `presets.default()`. Its target replaces `hardware`.
         allocator: how sizes are rounded.
-        offload: where parameters and the optimizer's state rest between uses, as for `zgraph.shard`, for a shard_fn
-            that does not say so itself. No file is made. None: on the device, or where shard_fn says.
-        optimizer_fn: makes the optimizer of the sharded model, such as
-            `lambda model: torch.optim.AdamW(model.parameters())`. None: forward and backward are planned alone.
-        step_fn: makes the function that `zgraph.training_step` would decorate, of model and optimizer; it takes what
-            batch makes. None: forward, backward, `optimizer.step()` and `optimizer.zero_grad()`.
-        micro_batches: of a pipeline's step.
-        schedule: of a pipeline: "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble" or "ZBVZeroBubble", as
-            torch calls them. None: "Interleaved1F1B" with several chunks, else "1F1B". The plan compares all that can
-            be run.
-        chunks: stages on each rank of a pipeline, where an `nn.Sequential` is cut. None: 1.
+        offload: where parameters and the optimizer's state are stored between uses, as for `zgraph.shard`, if shard_fn
+            does not set it. No file is made. None: on the device, or as set by shard_fn.
+        optimizer_fn: returns the optimizer of the sharded model, such as
+            `lambda model: torch.optim.AdamW(model.parameters())`. None: only forward and backward are planned.
+        step_fn: returns the function that `zgraph.training_step` would decorate, given model and optimizer; the
+            function's arguments come from batch. None: forward, backward, `optimizer.step()`, `optimizer.zero_grad()`.
+        micro_batches: number of micro-batches in a pipeline's step.
+        schedule: schedule of a pipeline: "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble" or
+            "ZBVZeroBubble", as named by torch. None: "Interleaved1F1B" with several chunks, else "1F1B". The plan
+            compares all possible schedules.
+        chunks: stages on each rank of a pipeline, if an `nn.Sequential` is cut. None: 1.
 
     Raises:
-        ValueError: world_size is not a number of ranks, or world not that of axes; there is no such preset, model_fn or
-            batch is not a function, batch returns something else than a tuple, shard_fn does not use the axes as they
-            are, there is a step_fn and no optimizer_fn, the model cannot be made into the pipeline's stages or torch
-            has no such schedule for them, or the offload cannot be honoured; or the step does not fit into the target's
-            budget_bytes, or the offload's host_budget_bytes: says what would.
-        ZgraphError: this process is in a process group already, or the model or the step cannot be compiled.
+        ValueError: an argument is invalid: world_size or world, the preset, model_fn or batch, the result of batch, the
+            use of the axes by shard_fn, step_fn without optimizer_fn, a model that cannot be cut into the stages, a
+            schedule that torch does not have for them, or the offload. Or the step does not fit into the target's
+            budget_bytes, or the offload's host_budget_bytes; the message names what would fit.
+        ZgraphError: this process is already in a process group, or the model or the step cannot be compiled.
     """
     _check_functions(model_fn, batch)
     if step_fn is not None and optimizer_fn is None:
@@ -124,7 +122,7 @@ def plan(
         if not isinstance(inputs, tuple | list):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(
                 f"zgraph.plan: batch returned a {type(inputs).__name__}; return the tuple of forward's arguments, such "
-                "as (tokens,) where there is one."
+                "as (tokens,) if there is one."
             )
         if axes is not None and mesh is not None and axes.stages > 1:
             assert micro_batches is not None
@@ -160,7 +158,7 @@ def plan(
                 "for a list of stages."
             )
         _shard(shard_fn, model, axes, mesh)
-        resting = rest_on_paper(model, offload, machine)
+        resting = rest_on_paper(model, offload)
         update = None if resting is None else resting.options.update
         host_budget_bytes = None if resting is None else resting.options.host_budget_bytes
         planner = FramePlanner(machine, presets.with_streams(pipeline), allocator, axes, host_budget_bytes, update)
@@ -170,7 +168,7 @@ def plan(
                 resting.options.check_updates(optimizer)
             plan_whole_step((step_fn or loop_body)(model, optimizer), model, optimizer, inputs, planner.compiler_of)
         else:
-            planner.compile(model, inputs)  # forward and backward are planned at once
+            planner.compile(model, inputs)  # plans forward and backward together
         cublas, communicators = resting_bytes(machine.backend, machine.flops_per_us, groups_of_ranks())
         ledger = plan_ledger(model, optimizer, resting, planner.curves, pinned=machine.is_gpu)
     if not planner.graphs:
@@ -196,7 +194,7 @@ def plan(
 
 
 def _axes_of(world_size: object, world: Mapping[str, int] | None) -> Axes | None:
-    """The axes of the cluster; None where its ranks are only counted."""
+    """The axes of the cluster; None if only the number of ranks is given."""
     if world is not None and world_size is not None:
         raise ValueError(f"zgraph.plan: world_size={world_size!r} and world={world!r}; write one of them.")
     if world is not None:
@@ -210,7 +208,7 @@ def _axes_of(world_size: object, world: Mapping[str, int] | None) -> Axes | None
 
 
 def _check_no_pipeline(**options: object) -> None:
-    """Refuse what only a pipeline has."""
+    """Refuse options that only a pipeline has."""
     given = ", ".join(f"{name}={value!r}" for name, value in options.items() if value is not None)
     if given:
         raise ValueError(
@@ -220,7 +218,7 @@ def _check_no_pipeline(**options: object) -> None:
 
 
 def _check_pipeline(micro_batches: object, chunks: object, **left_out: object) -> None:
-    """Check the options of a pipeline, and refuse what its plan does not know."""
+    """Check the options of a pipeline, and refuse those that its plan does not support."""
     for name, value in (("micro_batches", micro_batches), ("chunks", 1 if chunks is None else chunks)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"zgraph.plan: {name}={value!r} with a pipeline; write how many, such as {name}=8.")
@@ -239,7 +237,7 @@ SHARD_ON_AXES = (
 
 
 def _shard(shard_fn: Sharder, model: nn.Module, axes: Axes | None, mesh: DeviceMesh | None) -> None:
-    """Let the user's function shard a model, over the axes that a stage of the pipeline has."""
+    """Call the user's function to shard a model over all axes but that of the pipeline."""
     if axes is None or mesh is None:
         shard_fn(model)
         return
@@ -250,7 +248,7 @@ def _shard(shard_fn: Sharder, model: nn.Module, axes: Axes | None, mesh: DeviceM
         shard_fn(model)
     else:
         raise ValueError(
-            f"zgraph.plan: shard_fn takes the model alone, and a cluster of {axes} has several axes; {SHARD_ON_AXES}"
+            f"zgraph.plan: shard_fn accepts only the model, and a cluster of {axes} has several axes; {SHARD_ON_AXES}"
         )
     for name, param in sharded_parameters(model).items():
         layout = param.spec.layout
@@ -271,7 +269,7 @@ def _takes_a_mesh(shard_fn: Sharder) -> bool:
 
 
 def _check_tensor_parallel(axes: Axes, graphs: Sequence[PlannedGraph]) -> None:
-    """Refuse a tensor-parallel axis on which nothing travels: every rank would compute the same."""
+    """Refuse a tensor-parallel axis along which nothing is sent: all its ranks would compute the same."""
     if axes.sizes.get("tp", 1) > 1 and not any("tp" in graph.traffic for graph in graphs):
         raise ValueError(
             f"zgraph.plan: nothing travels over the axis tp of {axes}, whose ranks all compute the same; "
@@ -280,7 +278,7 @@ def _check_tensor_parallel(axes: Axes, graphs: Sequence[PlannedGraph]) -> None:
 
 
 def _check_functions(model_fn: object, batch: object) -> None:
-    """Refuse a model and a batch that were made already; theirs would be real tensors."""
+    """Refuse a model or a batch in place of a function, because its tensors would be real."""
     if isinstance(model_fn, nn.Module) or not callable(model_fn):
         raise ValueError(
             f"zgraph.plan: model_fn is a {type(model_fn).__name__}; pass a function that makes the model, such as "

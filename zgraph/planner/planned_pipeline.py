@@ -1,4 +1,4 @@
-"""The plan of a pipeline as text, as tables, and as what the page of a report shows of it."""
+"""The plan of a pipeline as text, as tables, and as data for the page of a report."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zgraph.reporting.tables import Table, duration, size
 
 
 def pipeline_lines(plan: PipelinePlan) -> list[str]:
-    """One line for the step, one for each schedule, one for each rank; with a budget, one for each stage that keeps."""
+    """One line for the step, for each other schedule and for each rank; with a budget, also for each stage."""
     run = plan.run
     return [
         f"{len(plan.stages)} stages, {plan.micro_batches} micro-batches, {plan.schedule}: bubble {run.bubble:.1%}",
@@ -26,7 +26,7 @@ def pipeline_lines(plan: PipelinePlan) -> list[str]:
 
 
 def _kept(plan: PipelinePlan) -> list[str]:
-    """What the budget lets stages keep."""
+    """Lines about the gathered parameters that the budget lets stages keep."""
     if plan.unkept is None:
         return []
     if not any(stage.stage_3_bytes for stage in plan.stages):
@@ -64,7 +64,7 @@ def _figures(run: PipelineRun) -> tuple[str, str, str]:
 
 
 def pipeline_tables(plan: PipelinePlan) -> list[Table]:
-    """Schedules, ranks and stages."""
+    """Tables of schedules, ranks and stages."""
     micro_batches = plan.micro_batches
     budget = () if plan.budget_bytes is None else (f"within {size(int(plan.budget_bytes))}",)
     return [
@@ -116,11 +116,11 @@ def pipeline_tables(plan: PipelinePlan) -> list[Table]:
 
 
 def pipeline_document(plan: PipelinePlan) -> dict[str, Any]:
-    """What `pipeline.json` says beside its format: `PipelinePlan.as_json`, and when each rank does what.
+    """The content of `pipeline.json` without its format: `PipelinePlan.as_json`, and the timed actions of each rank.
 
     Returns:
-        With `unkept`, the step with nothing kept, as the others; and columns of `actions`, with a row for each forward
-        and backward that takes time.
+        The document. `unkept` is the step with nothing kept, described like the schedules. `actions` has columns, with
+        a row for each forward and backward that takes time.
     """
     timed = [one for one in plan.run.actions if one.end_us > one.start_us]
     return {

@@ -1,4 +1,4 @@
-"""The plan of a training step for a cluster: what it takes on each rank, to print and to read."""
+"""The plan of a training step for a cluster: its memory, traffic and time on each rank, to print and to read."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class PlannedGraph:
 
     Attributes:
         direction: "forward", "backward", "inference" or "step".
-        nodes: of the final graph.
-        sent_bytes: by one rank, when it runs once.
-        timeline: on the simulator.
-        traffic: what is sent along each axis of the cluster, where it has named ones.
-        stage: of a pipeline; None: there is none.
-        runs: how often it runs in a step.
+        nodes: number of nodes of the final graph.
+        sent_bytes: bytes sent by one rank in one run.
+        timeline: simulated timeline.
+        traffic: traffic along each axis of the cluster, if its axes are named.
+        stage: stage of a pipeline; None: there is no pipeline.
+        runs: number of runs in a step.
     """
 
     direction: Direction
@@ -59,23 +59,22 @@ class PlannedGraph:
 
 @dataclass(frozen=True)
 class Plan:
-    """What one training step will take on each rank of a cluster; `print` it.
+    """Predicted memory, traffic and time of one training step on each rank of a cluster; `print` it.
 
     Attributes:
-        world_size, hardware: of the cluster.
-        ledger: memory of the rank that holds most: at rest on the device, on the host and on disk, and the step's peak
-            beside that: activations, gathered parameters, gradients, copies of what rests elsewhere. Frames that a
-            graph break separates are counted one by one. State is what the planned optimizer keeps, else AdamW's two
-            moments.
-        cublas_bytes, communicator_bytes: beside tensors, on GPUs: workspaces in the allocator, buffers of NCCL outside.
-        graphs: in the order in which they were compiled.
+        world_size, hardware: number of ranks in the cluster, and the hardware of each.
+        ledger: memory of the rank that holds most: at rest on the device, on the host and on disk, and the step's
+            additional peak: activations, gathered parameters, gradients, copies of offloaded tensors. Frames separated
+            by a graph break are counted one by one. State is that of the planned optimizer, else AdamW's two moments.
+        cublas_bytes, communicator_bytes: GPU memory besides tensors: workspaces in the allocator, NCCL buffers outside.
+        graphs: graphs in the order of compilation.
         curves: memory over each frame, forward and backward together.
-        compiled: what `report` writes.
-        optimizer: name of the optimizer whose step is planned with the rest; "" if none is.
-        host_budget_bytes: what a rank may keep on the host; None: any number.
-        axes: of the cluster; None: its ranks were only counted.
-        pipeline: its stages and schedules; None: there is none. Memory and bytes are then those of the rank that has
-            most, and times those of the schedule.
+        compiled: report of the compile, which `report` writes.
+        optimizer: name of the optimizer whose step is planned too; "" if there is none.
+        host_budget_bytes: most bytes that a rank may keep on the host; None: no limit.
+        axes: axes of the cluster; None: only the number of ranks was given.
+        pipeline: stages and schedules of a pipeline; None: there is none. With a pipeline, memory and bytes are those
+            of the rank that has most, and times those of the schedule.
     """
 
     world_size: int
@@ -93,22 +92,22 @@ class Plan:
 
     @property
     def parameter_bytes(self) -> int:
-        """At rest, buffers included, wherever that is."""
+        """Bytes of parameters and buffers in all memory spaces."""
         return sum(line.parameters for line in self.ledger)
 
     @property
     def moment_bytes(self) -> int:
-        """State of the optimizer, wherever it rests."""
+        """Bytes of optimizer state in all memory spaces."""
         return sum(line.state for line in self.ledger)
 
     @property
     def step_bytes(self) -> int:
-        """Peak of the step on the device, beside what rests there."""
+        """Peak of the step on the device, in addition to parameters and state."""
         return self._device.step
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes of one rank's device: at rest, the step's peak, and what libraries hold; without the driver's context.
+        """Bytes of one rank's device: parameters, state, the step's peak, libraries; without the driver's context.
 
         See `host_bytes` and `disk_bytes` for the rest of its memory.
         """
@@ -124,7 +123,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether the rank's memory holds all this; a CPU's holds what rests on the host, too."""
+        """Whether everything fits into the rank's memory; on a CPU, tensors stored on the host count too."""
         return not self._advice
 
     @property
@@ -144,7 +143,7 @@ class Plan:
 
     @property
     def sent_bytes(self) -> int:
-        """On the wire, by one rank in one step."""
+        """Bytes that one rank sends on the wire in one step."""
         if self.pipeline is not None:
             of_ranks = map(self.pipeline.traffic_of, range(self.pipeline.ranks))
             return max(sum(sent.sent_bytes for sent in found.values()) for found in of_ranks)
@@ -152,14 +151,14 @@ class Plan:
 
     @property
     def step_us(self) -> float:
-        """The whole step; without the optimizer if none was planned."""
+        """Time of the whole step; without the optimizer if none was planned."""
         if self.pipeline is not None:
             return self.pipeline.run.step_us
         return sum(graph.timeline.step_us for graph in self.graphs)
 
     @property
     def traffic(self) -> dict[str, AxisTraffic]:
-        """What one rank sends along each axis in one step, and how much of that compute waits for, by axis."""
+        """Traffic of one rank in one step by axis: bytes sent, and time exposed and hidden."""
         if self.pipeline is not None:
             return self.pipeline.traffic()
         found: dict[str, AxisTraffic] = {}
@@ -169,13 +168,13 @@ class Plan:
         return found
 
     def report(self, directory: str | Path) -> Path:
-        """Write the plan to a folder, as `zgraph.report` does for a compiled model; the folder of rank 0.
+        """Write the plan to a folder, as `zgraph.report` does for a compiled model; return the folder of rank 0.
 
-        That of a pipeline has a page of its own, `index.html`: when each rank runs which micro-batch, what ranks,
-        stages and schedules take, and below it the graphs of each stage.
+        The folder of a pipeline has a page of its own, `index.html`: the timeline of micro-batches on each rank, the
+        costs of ranks, stages and schedules, and below them the graphs of each stage.
 
         Args:
-            directory: where the folder of rank 0 goes.
+            directory: parent of the folder of rank 0.
         """
         folder = write_report(Path(directory), self.compiled, self.moment_bytes, self.world_size)
         if self.pipeline is not None:
@@ -215,7 +214,7 @@ class Plan:
         return "\n".join(lines)
 
     def tables(self) -> list[Table]:
-        """The same, for a terminal or a notebook."""
+        """The same plan as tables for a terminal or a notebook."""
         memory = {
             "parameters": self._device.parameters,
             self._state: self._device.state,
@@ -299,7 +298,7 @@ class Plan:
         return f"step with {self.optimizer}" if self.optimizer else "step without optimizer"
 
     def as_json(self) -> dict[str, Any]:
-        """The same as plain values."""
+        """The same plan as plain values."""
         names = ("world_size", "parameter_bytes", "moment_bytes", "cublas_bytes", "communicator_bytes", "step_bytes")
         return {
             **{

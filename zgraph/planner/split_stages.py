@@ -1,4 +1,4 @@
-"""`zgraph.split_stages`: cuts a sequence of layers into stages of a pipeline that take equally long."""
+"""`zgraph.split_stages`: cuts a sequence of layers into pipeline stages of about equal time."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ def split_stages(
 ) -> list[nn.Sequential]:
     """Cut a sequence of layers into stages, so that the slowest one takes as little time as possible.
 
-    Each layer's forward and backward is traced without values and costed; layers that are made alike are traced once.
-    Among the cuts that are as fast, the most even one is chosen, and then the one whose early stages are shortest,
-    since these keep the activations of most micro-batches.
+    Each layer's forward and backward is traced without values and costed; equal layers are traced once. Among equally
+    fast cuts, the most even one is chosen, and then the one whose early stages are shortest, because these keep the
+    activations of most micro-batches.
 
         chunks = zgraph.split_stages(nn.Sequential(embed, *blocks, head), 4, batch=lambda: (tokens,))
         stage = zgraph.PipelineStage(chunks[rank], rank, 4, device)
 
     Args:
-        model: an `nn.Sequential`, or a list of modules of which each takes what the one before returns: one tensor.
-            On any device, also "meta"; before it is parallelized or sharded.
-        stages: how many.
-        batch: makes the arguments of the first layer, for one micro-batch: one tensor in a tuple.
-        hardware: of each rank, or the name of a preset.
+        model: an `nn.Sequential`, or a list of modules, each called with the single tensor that the previous one
+            returns. On any device, also "meta"; not yet parallelized or sharded.
+        stages: number of stages.
+        batch: returns the arguments of the first layer for one micro-batch: one tensor in a tuple.
+        hardware: hardware of each rank, or the name of a preset.
 
     Returns:
-        The stages. In those of an `nn.Sequential` layers keep their names.
+        The stages. Layers of an `nn.Sequential` keep their names.
 
     Raises:
         ValueError: the model is not such a sequence, there are fewer layers than stages, or batch is not a function
@@ -56,20 +56,20 @@ def split_stages(
         )
     machine = Hardware.preset(hardware) if isinstance(hardware, str) else hardware
     times_us = _times_us(layers, batch, machine)
-    # Whole nanoseconds: sums of equal layers are equal, in whatever order they are added.
+    # Whole nanoseconds: sums of equal layers are equal in any order of addition.
     cuts = even_cuts([round(1000 * us) for us in times_us], stages)
     return [nn.Sequential(OrderedDict(layers[begin:end])) for begin, end in itertools.pairwise(cuts)]
 
 
 def even_cuts(times: Sequence[int], stages: int) -> list[int]:
-    """Where a sequence is cut: the first item of each stage, and the number of items behind them.
+    """The cuts of a sequence: the first item of each stage, then the number of items.
 
-    No stage is empty. The slowest stage is as fast as can be; then the sum of the squares of all is as small as can be;
-    then early stages are.
+    No stage is empty. Minimizes the time of the slowest stage, then the sum of the squares of all times, then the
+    times of early stages.
 
     Args:
-        times: of the items.
-        stages: at most as many.
+        times: time of each item.
+        stages: number of stages, at most that of items.
     """
     until = [0, *itertools.accumulate(times)]
     count = len(times)
@@ -117,7 +117,7 @@ def _layers(model: nn.Module | Sequence[nn.Module]) -> list[tuple[str, nn.Module
         if not (is_sequence or isinstance(model, nn.ModuleList)):
             raise ValueError(
                 f"zgraph.split_stages: a {type(model).__name__} cannot be cut, since its forward can be anything; pass "
-                "an nn.Sequential, or a list of modules of which each takes what the one before returns."
+                "an nn.Sequential, or a list of modules, each called with the result of the previous one."
             )
         named = [name for name, _ in model.named_modules(remove_duplicate=False) if name and "." not in name]
         layers = [(name, model.get_submodule(name)) for name in named]

@@ -1,4 +1,4 @@
-"""The plan of a whole training step, captured again where a call makes state that later ones have."""
+"""The plan of a whole training step, captured twice if the first call creates state that later calls find."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def plan_whole_step(
     inputs: Sequence[Any],
     compiler_of: Callable[[Frame], FrameCompiler],
 ) -> None:
-    """Capture and plan the step that later calls are, with the optimizer's state.
+    """Capture and plan the step as later calls run it, with the optimizer's state.
 
     Args:
-        function: the lines of the loop.
-        model, optimizer: that it trains, without values; the optimizer gets its state.
-        inputs: of the function.
+        function: function with the lines of the training loop.
+        model, optimizer: the trained model, without values, and its optimizer, which gets its state.
+        inputs: inputs of the function.
         compiler_of: makes the compiler of a frame.
     """
     check_optimizer(optimizer)
@@ -72,7 +72,7 @@ def plan_whole_step(
 
 
 def _put_state(captured: Captured, lifted: Lifted) -> None:
-    """Give the optimizers the state that a step has made, without values."""
+    """Give the optimizers the state that a step has created, without values."""
     returned = nodes.returned_by(captured.gm.graph)[len(captured.likes) :]
     states = [one.optimizer.state for one in lifted.optimizers]
     entries = zip(captured.state, captured.layouts, strict=True)

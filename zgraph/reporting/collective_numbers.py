@@ -66,7 +66,7 @@ def with_numbers(
         directory: directory for the file; None: that of the flight recorder's dump.
 
     Returns:
-        `run` itself where no group is NCCL's.
+        `run` itself if no group uses NCCL.
     """
     groups = numbered(graph)
     if not groups:
@@ -86,7 +86,7 @@ def with_numbers(
 
 
 def _write(groups: Sequence[Numbered], title: str, path: Path) -> tuple[int, list[int]] | None:
-    """Append the lists to the file: its descriptor, open as long as the process, and where each number stands."""
+    """Append the lists to the file; return its descriptor, which stays open, and the offset of each number."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_CREAT | os.O_RDWR)

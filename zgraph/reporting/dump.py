@@ -35,17 +35,17 @@ class Dumper:
     failed: bool = False
 
     def captured(self, direction: Direction, graph: fx.Graph) -> None:
-        """A graph as it was before any pass."""
+        """Dump a graph before any pass."""
         self._write(direction, "captured", "as captured", graph, ())
 
     def after(self, graph_pass: GraphPass, direction: Direction, graph: fx.Graph, notes: tuple[str, ...]) -> None:
-        """A graph as a pass left it."""
+        """Dump a graph after a pass."""
         # An option's repr may hold an address, which would differ from run to run.
         title = safely(lambda: re.sub(r" at 0x[0-9a-f]+", "", repr(graph_pass)), graph_pass.name)
         self._write(direction, re.sub(r"\W", "_", graph_pass.name), f"after {title}", graph, notes)
 
     def kernels(self, sources: Mapping[str, str]) -> None:
-        """The source of kernels that were emitted for the frame, by file name."""
+        """Dump the source of the kernels emitted for the frame, by file name."""
         self._save({name: source.splitlines() for name, source in sources.items()})
 
     def _write(self, direction: Direction, label: str, title: str, graph: fx.Graph, notes: tuple[str, ...]) -> None:
@@ -58,12 +58,12 @@ class Dumper:
         head = [f"# {' '.join(shown(lambda text=text: str(text), text).split())}" for text in comments]
         files = {f"{stem}.py": [*head, *lines]}
         if before is not None:
-            # Unmoved context is of no use here: a pass that moves nodes shows as lines taken out and put in.
+            # Little context is needed: a pass that moves nodes shows as lines removed and inserted.
             files[f"{stem}.diff"] = list(difflib.unified_diff(before, lines, "before", label, lineterm="", n=2))
         self._save(files)
 
     def _peak(self, direction: Direction, graph: fx.Graph) -> str:
-        """The predicted peak, without memory held outside; saved values, which backward frees, count."""
+        """The predicted peak, without memory held outside, but with saved values, because backward frees them."""
 
         def show() -> str:
             owned = mortal_inputs(graph.nodes) if direction == "backward" else ()

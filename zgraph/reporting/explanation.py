@@ -1,4 +1,4 @@
-"""Lifetimes, buckets, time and memory of every compiled graph: what `zgraph.explain` returns, to print and to read."""
+"""Lifetimes, buckets, time and memory of every compiled graph: the result of `zgraph.explain`, to print and to read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zgraph.reporting.tables import Table, as_html, counted, duration, size
 from zgraph.runtime.profiler import Measured
 from zgraph.tiers.lanes import HOST_UPDATES
 
-NAMES = 4  # of parameters that one line spells out
+NAMES = 4  # parameter names in one line
 NO_COSTS = (
     "times are not predicted, because the pipeline has no target; compile with "
     'options={"pipeline": zgraph.Pipeline(..., target=zgraph.Target(hardware=zgraph.calibrate()))}.'
@@ -54,10 +54,10 @@ class Explanation:
     """The compiled graphs of a model; `print` it.
 
     Attributes:
-        graphs: in the order in which they were compiled.
-        measured: by frame and direction; of those that have run under `zgraph.measure`.
-        feedback_bytes: what error feedback keeps on this rank from step to step. A graph's peak counts what the graph
-            is given and allocates, so this comes on top.
+        graphs: reports of the graphs, in the order of compilation.
+        measured: measurements by frame and direction, of graphs that have run under `zgraph.measure`.
+        feedback_bytes: bytes of error feedback that this rank keeps from step to step. A graph's peak does not include
+            them: it counts only the graph's inputs and allocations.
     """
 
     graphs: tuple[GraphReport, ...]
@@ -76,7 +76,7 @@ class Explanation:
         return "\n".join(lines)
 
     def tables(self) -> list[Table]:
-        """The same, for a notebook; parameters are all named."""
+        """The same facts as tables for a notebook; names all parameters."""
         lifetimes: list[tuple[str, ...]] = []
         for frame in dict.fromkeys(graph.frame for graph in self.graphs):
             found = next(graph.lifetimes for graph in self.graphs if graph.frame == frame)

@@ -14,7 +14,7 @@ from zgraph.graph.traffic import transfers_of
 
 
 class Lifetime(StrEnum):
-    """How often a frame gathers a parameter, and how long it keeps what it has gathered."""
+    """How often a frame gathers a parameter, and how long it keeps the gathered one."""
 
     REPLICATED = "never gathered"
     WINDOW = "gathered once per window"
@@ -31,10 +31,10 @@ def lifetimes_of(
     """The lifetime of every parameter of a frame, in the given order.
 
     Args:
-        graphs: forward and backward, or the one of inference or of a whole step; markers that were not lowered count
-            as what they gather.
-        parameters: all that the frame reads.
-        user_outputs: of the forward graph; it saves the others for backward.
+        graphs: forward and backward, or the single graph of inference or of a whole step. A marker that was not lowered
+            counts as its gather.
+        parameters: all parameters that the frame reads.
+        user_outputs: number of the user's outputs of the forward graph; its other outputs are saved for backward.
     """
     gathered = {direction: dict(_gathered_in(graph)) for direction, graph in graphs.items()}
     forward = graphs.get("forward")
@@ -68,7 +68,7 @@ def _gathered_in(graph: fx.Graph) -> Iterator[tuple[str, bool]]:
         if nodes.is_unshard(node):
             for transfer in transfers_of(node):
                 yield from ((name, transfer.kind == "all_gather_kept") for name in transfer.parameters)
-        # What is gathered out of a computed value is the mean of a replicated gradient.
+        # A gather of a computed value is that of a replicated gradient's mean.
         elif nodes.is_gather(node) and dataflow.copy_in(node) is not None:
             yield from ((name, nodes.is_kept_gather(node)) for name in meta.parameters(node))
 

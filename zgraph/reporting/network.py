@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 
 
 def graph_of(gm: fx.GraphModule, ctx: PassContext | None = None) -> networkx.DiGraph[str]:
-    """A graph of a pass, or any other, as a `networkx.DiGraph`; nothing of it leads back to the original.
+    """Convert an fx graph, such as that of a pass, to an independent `networkx.DiGraph`.
 
     Nodes are named and ordered as in the program. Attributes are strings, integers, floats and bools, which every file
     format supports; unknown ones are left out:
 
-        op, target, value   as torch.fx says, as dumps show: "call_function", "aten.mm", "f32[4, 8]"
-        shape, dtype, bytes of what the node yields, of several tensors together; symbolic sizes by their hints
-        position            in the program
-        parameters          that the node works for
-        module, source      path of the user's module, and line of the code, that it comes from
-        lane, us            that it occupies, and for how long, where ctx has costs
-        begin_us, end_us, exposed_us, critical   when it runs on the simulator, how long compute waits for it, and
-                            whether the predicted time of the graph would change with its own
+        op, target, value   as shown in dumps: "call_function", "aten.mm", "f32[4, 8]"
+        shape, dtype, bytes of the result (bytes of all its tensors together); symbolic sizes by their hints
+        position            index in the program
+        parameters          names of the parameters that the node works for
+        module, source      path of the user's module and line of code that it comes from
+        lane, us            lane that it occupies, and for how long, if ctx has costs
+        begin_us, end_us, exposed_us, critical   simulated begin and end, how long compute waits for it, and whether the
+                            predicted time of the graph depends on its own
 
     An edge has a `kind`: "data"; "wait", from a collective's start to its wait; or "order", between nodes without a
     data dependency whose order matters: reads and overwrites of a value, and consecutive collectives of a group.
@@ -53,7 +53,7 @@ def network_of(
     graph: fx.Graph, costs: Mapping[fx.Node, NodeCost] | None, timeline: Timeline | None
 ) -> networkx.DiGraph[str]:
     """The same as `graph_of`, from costs and a timeline that are known already."""
-    import networkx  # takes 0.2 s, and few ask for it
+    import networkx  # costs 0.2 s, and is rarely needed
 
     network: Any = networkx.DiGraph()
     critical = dict.fromkeys(() if timeline is None else timeline.critical_path())
@@ -126,7 +126,7 @@ def plain_text(text: str) -> str:
     """A text that XML can hold: unprintable characters, which users' names may contain, are escaped."""
 
     def show() -> str:
-        if text.isprintable():  # nearly every one, at once
+        if text.isprintable():  # fast path for nearly every text
             return text
         return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
 

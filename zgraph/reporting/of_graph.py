@@ -1,4 +1,4 @@
-"""The report of one compiled graph: what it communicates, holds and takes; the graph itself is not kept."""
+"""The report of one compiled graph: its communication, memory and time; the graph itself is not kept."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import networkx
 
 _log = logging.getLogger(__name__)
-LARGEST = 3  # storages that are named at the peak
+LARGEST = 3  # storages named at the peak
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,12 +70,11 @@ class Peak:
     """The predicted peak of a graph, without memory that is held outside of it.
 
     Attributes:
-        bytes: bytes at the peak; of the inputs only those that the graph frees count: in backward saved values and
-            tangents.
+        bytes: bytes at the peak. Only inputs that the graph frees count: saved values and tangents in backward.
         node: node that runs at the peak.
         largest: names and bytes of the largest storages alive there.
         unknown: nodes whose size depends on data, counted as 0.
-        elsewhere: most bytes in each other tier, by name, with those kept there between calls.
+        elsewhere: most bytes in each other tier, by name, including tensors stored there between calls.
     """
 
     bytes: int
@@ -103,9 +102,9 @@ class LaneCopies:
     """The copies of a graph between memory spaces that share a lane, or its updates on the host.
 
     Attributes:
-        lane: such as "device_to_host", or "host_updates".
+        lane: name of the lane, such as "device_to_host" or "host_updates".
         count: number of copies, or updates.
-        bytes: that they copy, or write.
+        bytes: bytes that they copy, or write.
         us: predicted time of the lane; None without costs.
         exposed_us: predicted time for which compute waits for them; None without costs.
     """
@@ -133,7 +132,7 @@ class GraphReport:
         decisions: what passes have chosen by costs, such as where updates run.
         us: predicted time of one call; None if the pipeline has no target.
         peak: predicted peak; None if it could not be predicted.
-        ledger: of a whole step: what a rank keeps in each memory space; () for other graphs, which know no optimizer.
+        ledger: bytes of a rank in each memory space, for a whole step; () for other graphs, which have no optimizer.
         owned: positions of the inputs that the graph frees.
         network: the graph as `zgraph.graph_of` converts it, if the report keeps graphs.
     """
@@ -177,13 +176,13 @@ class GraphReport:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What is predicted of a graph, by node; None where it could not be, or nothing has a cost.
+    """Predictions for a graph; each is None if it failed, or if costs are unknown.
 
     Attributes:
-        owned: inputs that die inside.
-        curve: of its memory.
-        costs: of its calls.
-        timeline: on the simulator.
+        owned: inputs that the graph frees.
+        curve: memory curve.
+        costs: costs of its calls.
+        timeline: simulated timeline.
     """
 
     owned: tuple[fx.Node, ...] = ()
@@ -195,7 +194,7 @@ class Prediction:
 def predict(graphs: Mapping[Direction, fx.Graph], ctx: PassContext, frame: str) -> dict[Direction, Prediction]:
     """The predictions of a frame's final graphs.
 
-    Curves, and the simulation if there are costs, are computed immediately, which takes 60 to 100 us per node, or 2 to
+    Curves, and the simulation if there are costs, are computed immediately, which costs 60 to 100 us per node, or 2 to
     4 % of a compile without Inductor. Computing them on demand would require keeping the graphs.
     """
     return {direction: _predict(direction, graphs, ctx, frame) for direction in graphs}
@@ -212,7 +211,7 @@ def _predict(direction: Direction, graphs: Mapping[Direction, fx.Graph], ctx: Pa
         if ctx.cost_of is not None:
             costs = {node: ctx.cost_of(node) for node in nodes.call_functions(graph, lambda _: True)}
             timeline = simulate(list(graph.nodes), costs, ctx.sharing)
-    except Exception:  # a report must not be what fails a compile
+    except Exception:  # a report must not fail a compile
         _log.warning("zgraph: no prediction for the %s graph of frame %s", direction, frame, exc_info=True)
     return Prediction(owned, curve, costs, timeline)
 
@@ -228,7 +227,7 @@ def describe(
     reason: str,
     keep_graphs: bool = False,
 ) -> list[GraphReport]:
-    """The reports of a frame's final graphs, which were ordered by costs within limits, or by rules."""
+    """The reports of a frame's final graphs; `limits` are those of ordering by costs, None if ordered by rules."""
     lifetimes = lifetimes_of(graphs, parameters, ctx.user_outputs)
     found: list[GraphReport] = []
     for direction, graph in graphs.items():
@@ -283,7 +282,7 @@ def _copies(graph: fx.Graph, timeline: Timeline | None) -> Iterator[LaneCopies]:
 
 
 def _carried_bytes(start: fx.Node) -> int:
-    """Bytes that a copy carries, or that an update beside compute steps."""
+    """Bytes that a copy carries, or that an update concurrent with compute writes."""
     if meta.beside(start) is None:
         return nodes.unsharded_bytes(start)
     return sum(tensor_bytes(meta.tensor_value(node)) for node in dict.fromkeys(written_arguments(start)))

@@ -1,4 +1,4 @@
-"""`zgraph.summary`, `explain` and `measure`: what was compiled for a sharded model, in whichever frames."""
+"""`zgraph.summary`, `explain` and `measure`: reports on all frames compiled for a sharded model."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def summary(model: nn.Module) -> Report:
     error-feedback state.
 
     Args:
-        model: what `zgraph.shard` or `torch.compile` returned.
+        model: module returned by `zgraph.shard` or `torch.compile`.
 
     Raises:
-        ZgraphError: it was not sharded, or nothing has been compiled.
+        ZgraphError: the model was not sharded, or nothing has been compiled.
     """
     report = report_of(model, "summary")
     report.feedback_bytes = _feedback_bytes(model)
@@ -40,10 +40,10 @@ def explain(model: nn.Module) -> Explanation:
     pipeline has a target, the predicted time and why collectives are exposed.
 
     Args:
-        model: what `zgraph.shard` or `torch.compile` returned.
+        model: module returned by `zgraph.shard` or `torch.compile`.
 
     Raises:
-        ZgraphError: it was not sharded, or nothing has been compiled.
+        ZgraphError: the model was not sharded, or nothing has been compiled.
     """
     report = report_of(model, "explain")
     return Explanation(
@@ -59,12 +59,12 @@ def measure(model: nn.Module) -> Generator[None]:
             for batch in batches: train_step(batch)
         print(zgraph.explain(model))
 
-    Run at least two whole steps: on a CPU, torch.profiler slows the first one down to record allocations, and it counts
-    for memory alone; `explain` shows medians of the others. On CUDA, memory is the allocator's peak, whose statistics
-    are reset. Graphs run as they do otherwise, and other ranks need not measure. Without `measure` nothing is slower.
+    Run at least two whole steps: on a CPU, torch.profiler slows the first one down to record allocations, so it only
+    counts for memory; `explain` shows medians of the others. On CUDA, memory is the allocator's peak, whose statistics
+    are reset. Graphs run as usual, and other ranks need not measure. Without `measure` there is no overhead.
 
     Args:
-        model: sharded, compiled, and run at least once.
+        model: sharded and compiled model that has run at least once.
 
     Raises:
         ZgraphError: the model was not sharded, nothing has been compiled, it is being measured already, or none of its
@@ -100,11 +100,11 @@ def _feedback_bytes(model: nn.Module) -> int:
 
 
 def report_of(model: nn.Module, caller: str) -> Report:
-    """The report of a model; raises an error that names the function that the user has called."""
+    """The report of a model; errors name `caller`, the function that the user has called."""
     states = [state for part in without_compile(model).modules() if (state := state_of(part)) is not None]
     if not states:
         raise ZgraphError(
-            f"zgraph.{caller}: the model was not sharded, so nothing leads from it to what was compiled; call "
+            f"zgraph.{caller}: the model was not sharded, so its compiled graphs cannot be found; call "
             'zgraph.shard(model) before torch.compile, or pass options={"report": report} with a zgraph.Report() to '
             "torch.compile, and print that."
         )

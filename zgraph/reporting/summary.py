@@ -1,4 +1,4 @@
-"""The report: what zgraph compiled, pass by pass and collective by collective."""
+"""The report on a compile: graphs, passes and collectives."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ class Report:
         graphs: every compiled graph, in order.
         passes: every pass that ran.
         notes: notes of the passes, such as why one did nothing; not printed here, but shown in dumps.
-        seconds: spent compiling, by phase: "tracing" is torch's, "passes" includes their verification, "predicting" is
-            what `zgraph.explain` takes, "agreement" is mostly waiting for other ranks, "lowering" is mostly Inductor's.
+        seconds: time spent compiling, by phase: "tracing" is torch's, "passes" includes verification, "predicting" is
+            for `zgraph.explain`, "agreement" is mostly waiting for other ranks, "lowering" is mostly Inductor's.
         islands: number of runs of compute that Inductor compiles.
-        distinct_islands: number that it has compiled; equal islands share code.
+        distinct_islands: number of islands with different code; equal islands share it.
         measured: latest measurements of `zgraph.measure`, by frame and direction.
-        profiler: profiler that measures the graphs at present; None: they are not measured.
-        uncompiled: modules that gather outside of the model's graphs, and why, when `zgraph.summary` was last called;
-            "": none does.
+        profiler: profiler that currently measures the graphs; None: they are not measured.
+        uncompiled: modules that gather outside of the model's graphs, with reasons, when `zgraph.summary` was last
+            called; "" if there are none.
         feedback_bytes: size of this rank's error-feedback state when `zgraph.summary` was last called.
         keep_graphs: whether each of `graphs` keeps a `network`, to inspect after the compile.
         keep_passes: whether `frames` record what each pass did; costs time at each pass, like a dump.
-        dump_failed: whether a dump could not be written; the user has been warned, and no other is tried.
-        frames: what `zgraph.report` writes, one for each compiled frame.
+        dump_failed: whether a dump could not be written; the user has been warned, and no other dump is tried.
+        frames: data for `zgraph.report`, one entry for each compiled frame.
     """
 
     graphs: list[GraphReport] = field(default_factory=list[GraphReport])
@@ -57,7 +57,7 @@ class Report:
     _running: str | None = None
 
     def add(self, other: Report) -> None:
-        """Take up what another report has of compiled graphs."""
+        """Add the compiled graphs, passes, notes, frames and times of another report."""
         self.graphs += other.graphs
         self.passes += other.passes
         self.notes += other.notes
@@ -96,7 +96,7 @@ class Report:
     def step_bytes(self) -> int:
         """Bytes this rank sends in one training step: the newest forward and backward of every frame, each run once.
 
-        Equal blocks that are compiled one by one share a graph, which this counts once.
+        Equal blocks that are compiled one by one share a graph, which counts once.
         """
         newest = {
             (graph.frame.split("/")[0], graph.direction): graph.sent_bytes
@@ -136,7 +136,7 @@ class Report:
         return "\n".join(lines)
 
     def tables(self) -> list[Table]:
-        """The same, for a notebook."""
+        """The same facts as tables for a notebook."""
         sent = size(self.step_bytes) if self.step_bytes else "nothing"
         frames = {graph.frame.split("/")[0] for graph in self.graphs}
         facts = {
@@ -174,7 +174,7 @@ class Report:
         return as_html(self.tables())
 
     def _pass_facts(self) -> list[tuple[str, list[str], float]]:
-        """For each pass its name, the directions that it has changed, and seconds."""
+        """For each pass, its name, the directions of the graphs that it has changed, and its seconds."""
         found: list[tuple[str, list[str], float]] = []
         for name in dict.fromkeys(run.name for run in self.passes):
             runs = [run for run in self.passes if run.name == name]
@@ -192,7 +192,7 @@ def _transfer_lines(transfers: tuple[Transfer, ...]) -> list[str]:
 
 
 def _transfer_cells(transfers: tuple[Transfer, ...]) -> list[tuple[str, str, str, str, str]]:
-    """Kind, dtype, count, parameters and bytes of those that are alike."""
+    """Kind, dtype, count, parameters and bytes of transfers, grouped by kind and dtype."""
     found: list[tuple[str, str, str, str, str]] = []
     for kind, dtype in dict.fromkeys((transfer.kind, transfer.dtype) for transfer in transfers):
         same = [transfer for transfer in transfers if (transfer.kind, transfer.dtype) == (kind, dtype)]

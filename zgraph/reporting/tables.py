@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Table:
-    """Texts in rows.
+    """A table of texts.
 
     Attributes:
-        title: above the table.
-        columns: their names; empty where the first cell of a row says what the row is.
-        rows: as many cells each as there are columns.
+        title: text above the table.
+        columns: names of the columns; empty if the first cell of each row is its label.
+        rows: cells of each row, one per column.
     """
 
     title: str
@@ -38,7 +38,7 @@ def _row(cells: Iterable[str], tag: str) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes in the largest unit that they fill: "1.50 MiB"."""
+    """Bytes in the largest unit with a value of at least 1: "1.50 MiB"."""
     for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if abs(count) >= 1 << power:
             return f"{count / (1 << power):.2f} {unit}"
@@ -51,7 +51,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def duration(us: float) -> str:
-    """Microseconds in the unit that suits them: "1.50 ms"."""
+    """Microseconds in the largest unit with a value of at least 1: "1.50 ms"."""
     for unit, factor in (("s", 1e6), ("ms", 1e3)):
         if abs(us) >= factor:
             return f"{us / factor:.2f} {unit}"

@@ -1,4 +1,4 @@
-"""Beam search for a schedule: extends many partial schedules at once, ranked by a bound on their final score."""
+"""Beam search for a schedule: extends many partial schedules together, ranked by a bound on their final score."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Promise(NamedTuple):
     """Lower bound on the score of a partial schedule; less is better.
 
     Attributes:
-        excess_bytes: above the limits so far.
-        end_us: least time that the step takes, from the remaining compute, the remaining work of each link, and the
+        excess_bytes: bytes above the limits so far.
+        end_us: least time of the step, from the remaining compute, the remaining work of each link, and the
             compute that must follow each collective that has not started.
         left_us: total time of collectives that have not started.
         alive_bytes: bytes that are alive now.
@@ -34,12 +34,12 @@ class Promise(NamedTuple):
 
 
 class Bounds:
-    """Promises of the partial schedules of one problem; what they share is computed once.
+    """Computes promises of one problem's partial schedules; their common parts are computed once.
 
     Attributes:
-        ahead: for each queue, and number of its starts that are issued, the next ones: their time on the link, and the
-            compute before their use.
-        todo: for each of these, the time that all starts to come take on the link.
+        ahead: for each queue and number of issued starts, the next starts: time on the link, and compute before their
+            use.
+        todo: for each queue and number of issued starts, time of all remaining starts on the link.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -79,7 +79,7 @@ class Bounds:
 class Beam:
     """Fills one slot after another in many ways, and keeps the most promising partial schedules.
 
-    Half of those kept have the least left to communicate, the other half use the least memory.
+    Half of the kept schedules have the least left to communicate; the other half use the least memory.
     """
 
     STEPS = 5  # most options taken in one slot
@@ -105,7 +105,7 @@ class Beam:
         return choose(states)
 
     def _fill(self, states: list[Builder], slot: int, steps: int) -> list[Builder]:
-        """Every state that results from up to `STEPS` options in the slot, followed by the node after the slot."""
+        """The best states after up to `steps` options in the slot, followed by the node after the slot."""
         behind = self.problem.dependencies.compute_order[slot]
         filled = [_with(state, [behind]) for state in states]
         for _ in range(steps):
@@ -116,7 +116,7 @@ class Beam:
         return self._best(filled)
 
     def _options(self, state: Builder, slot: int) -> Iterator[list[int]]:
-        """What can come next: the start of a collective, its wait, a copy out, the end of a reduction."""
+        """Options for the next step: the start of a collective, its wait, a copy out, or the end of a reduction."""
         problem, dependencies, wait_of = self.problem, self.problem.dependencies, self.problem.queues.wait_of
         last = slot == len(dependencies.compute_order) - 1
         for start in state.next_starts():

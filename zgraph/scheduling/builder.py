@@ -38,9 +38,9 @@ def problem_of(
     storages: Iterable[Storage],
     limits: Limits,
 ) -> Problem:
-    """The scheduling problem of a graph; its numbers do not depend on where communication stands now.
+    """The scheduling problem of a graph, independent of where its communication is placed now.
 
-    Scheduling a graph that is scheduled already therefore yields the same plan.
+    Scheduling a graph that is already scheduled therefore yields the same plan.
     """
     storages = list(storages)
     builder = Builder(Problem.of(Work.of(order, costs, sharing), storages, limits))
@@ -54,14 +54,14 @@ class Builder:
 
     Attributes:
         order: nodes issued so far.
-        peaks: bytes alive while each of these runs.
-        in_flight: bytes that count against the limit, for each start that is not yet waited for, the oldest first.
+        peaks: bytes alive while each node of `order` runs.
+        in_flight: for each start not yet waited for, its bytes that count against the limit; oldest first.
         heads: number of starts issued, for each queue.
-        unfinished: results that only leave the graph, whose collectives have started but which are not computed yet;
-            keyed by those starts, the oldest first. Waits that free memory are among them.
+        unfinished: keys of `output_chains` whose collectives have started but whose nodes are not all issued, oldest
+            first.
         pending_copies: copies out of buffers that have arrived; not issued yet.
         compute_us: compute issued so far.
-        most_in_flight: most bytes that counted against the limit at once, if more than two collectives did.
+        most_in_flight: most bytes that counted against the limit while more than two collectives did.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -138,7 +138,7 @@ class Builder:
             self.pull(number)
 
     def issue(self, number: int, *, views_along: bool = True) -> None:
-        """Issue a node, and views that come along with it; everything it needs must be issued."""
+        """Issue a node and the views that come along with it; everything it needs must already be issued."""
         problem, dependencies, start_of = self.problem, self.problem.dependencies, self.problem.queues.start_of
         self.clock.issue(number)
         self.peaks.append(self.ledger.issue(number))
@@ -196,7 +196,7 @@ class Builder:
 
 
 def scheduled(problem: Problem, order: Iterable[fx.Node]) -> Builder:
-    """The schedule that is exactly an order of all nodes."""
+    """The schedule that issues all nodes in exactly the given order."""
     builder = Builder(problem)
     for node in order:
         number = problem.work.numbers[node]
@@ -206,12 +206,12 @@ def scheduled(problem: Problem, order: Iterable[fx.Node]) -> Builder:
 
 
 def choose(found: Sequence[Builder], known: Builder | None = None, limits: Limits | None = None) -> Builder:
-    """The best of several schedules: within the limits, then fast, then that with the lowest peak.
+    """The best schedule: least excess over the limits, then shortest time, then lowest peak.
 
     Args:
-        found: of equal ones the first is taken.
-        known: one of these, than which the choice must not be worse, unless it exceeds the limits by more.
-        limits: to score by; None: those of each schedule's problem.
+        found: candidates; the first one wins a tie.
+        known: candidate that the choice must not be worse than, unless it exceeds the limits by more.
+        limits: limits for the scores; None: those of each schedule's problem.
     """
     scores = [builder.score(limits) for builder in found]
     excess = min(score.excess_bytes for score in scores)
@@ -225,12 +225,12 @@ def choose(found: Sequence[Builder], known: Builder | None = None, limits: Limit
 
 
 def is_worse(score: Score, known: Score) -> bool:
-    """Whether a schedule within the same limits is slower than a known one, or as fast and holds more."""
+    """Whether a schedule within the same limits is slower than a known one, or as fast with a higher peak."""
     if score.step_us > known.step_us and not math.isclose(score.step_us, known.step_us, rel_tol=1e-9):
         return True
     return score.peak_bytes > known.peak_bytes and _is_as_fast(known.step_us, score.step_us)
 
 
 def _is_as_fast(us: float, fastest_us: float) -> bool:
-    """Whether a time is within the error of predictions of a shorter one."""
+    """Whether a time equals a shorter one within the error of predictions."""
     return us <= fastest_us * (1 + SAME)

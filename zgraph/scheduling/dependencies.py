@@ -1,4 +1,4 @@
-"""The dependency graph of a program: which nodes precede which, which may move, and the range in which they may."""
+"""The dependency graph of a program: which nodes precede which, which may move, and how far."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ class Dependencies:
     """The dependency graph of a program; nodes are identified by number (see `Work`).
 
     Attributes:
-        needs: nodes that must be issued before each node: its inputs, what reads or writes what it overwrites and, if
-            starts are queued, the previous start.
+        needs: nodes that must be issued before each node: its inputs, readers and writers of memory that it overwrites
+            and, if starts are queued, the previous start.
         users: nodes that need each node, queues aside.
         given: whether each node is an input of the graph, and so has no place in the order.
         movable: whether the scheduler chooses the node's place.
-        is_start: whether the node starts a collective, or a copy between memory spaces, that is movable.
+        is_start: whether the node starts a movable collective, or a movable copy between memory spaces.
         is_reload: whether it starts a copy to the device.
-        feeds: gathers of what each such copy brings.
-        is_release: whether the node waits for what frees memory when it ends: a copy from the device, or an update
-            beside compute. The output needs them all.
-        comes_along: whether each node is a view of what a collective sends or receives, and is issued together with
-            it. The scheduler does not place views, because ranks may differ in which views there are.
-        compute_order: nodes that are neither inputs nor movable, in the order that they keep, the output last. Slot p
-            lies before the p-th of them.
+        feeds: for each copy to the device, the gathers of its result.
+        is_release: whether the node is a wait that frees memory: for a copy from the device, or for an update
+            concurrent with compute. The output needs all of these waits.
+        comes_along: whether the node is a view of a collective's input or result, issued together with the collective.
+            The scheduler does not place views, because ranks may have different ones.
+        compute_order: nodes that are neither inputs nor movable, in program order, the output last. Slot p is the place
+            before the p-th of them.
         rank: position of each node in the compute order.
-        after: for each movable node, the nearest starts that it depends on through movable nodes alone.
+        after: for each movable node, the nearest starts that it depends on through movable nodes only.
         release: for each movable node, the first slot in which everything that it needs has been computed.
         use: for each movable node, the slot of the first node in the compute order that needs it.
     """
@@ -55,7 +55,7 @@ class Dependencies:
 
     @classmethod
     def of(cls, work: Work) -> Dependencies:
-        """Dependencies by data alone; starts are not queued yet."""
+        """Data dependencies only; starts are not queued yet."""
         ahead = hazards(work.nodes)
         given = [node.op in ("placeholder", "get_attr") for node in work.nodes]
         movable = [traits.is_movable(node) for node in work.nodes]
@@ -114,18 +114,18 @@ class Dependencies:
         return not self.release[start] and not self.after[start]
 
     def is_fetch(self, start: int) -> bool:
-        """Whether a start brings what a later node needs, so that it is early enough if nobody waits for it."""
+        """Whether a start only fetches data for a later node, and is early enough if that node need not wait for it."""
         return self.is_reload[start] or self.reads_inputs_alone(start) or self.is_fed(start)
 
     def is_fed(self, start: int) -> bool:
-        """Whether a collective gathers what copies to the device bring, and nothing that is computed."""
+        """Whether a collective gathers only results of copies to the device, and nothing that is computed."""
         after = self.after[start]
         return bool(after) and not self.release[start] and all(self.is_reload[one] for one in after)
 
     def output_chains(self) -> dict[tuple[int, ...], list[int]]:
-        """Nodes that only produce outputs of the graph, keyed by the starts whose results they are.
+        """Nodes that only produce outputs of the graph, keyed by the starts whose results they return.
 
-        Waits that free memory are among them: nothing needs them before the output, or before backward.
+        Includes waits that free memory: nothing needs them before the output, or before backward.
         """
         output = self.compute_order[-1]
         chains: dict[tuple[int, ...], list[int]] = {}

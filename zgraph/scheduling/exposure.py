@@ -19,12 +19,12 @@ def why_exposed(start: fx.Node, order: Sequence[fx.Node], timeline: Timeline, li
         start: start of a collective that the compute lane waits for.
         order: nodes of the graph in the order in which they run.
         timeline: simulation of that order.
-        limits: limits that the order was planned for; None if it was made by rules, which know no costs.
+        limits: limits that the order was planned for; None if it was made by rules, which ignore costs.
     """
     if nodes.is_marker(start):
         return "a marker gathers or reduces on the spot; lower_gathers and lower_reductions let it overlap"
     if nodes.is_copy_start(start):
-        return "too little compute beside copies between host and device; offload less, or give the step more memory"
+        return "too little compute to hide copies between host and device; offload less, or give the step more memory"
     if not meta.parameters(start):
         return "a collective of the model's own, which no pass moves"
     if meta.is_tagged_at_use(start):
@@ -46,7 +46,7 @@ def why_exposed(start: fx.Node, order: Sequence[fx.Node], timeline: Timeline, li
     if ahead is None:
         return "too little compute before its result is needed"
     if limits is None:
-        return f"started behind {ahead.name} by a rule; schedule_overlap goes by costs"
+        return f"started after {ahead.name} by a rule; schedule_overlap goes by costs"
     needed_bytes = nodes.unsharded_bytes(start)
     if (
         limits.budget_bytes is not None

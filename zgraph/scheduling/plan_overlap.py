@@ -1,4 +1,4 @@
-"""The order of a graph that takes least time within limits, never worse than the one by rules."""
+"""Finds the fastest order of a graph within memory limits, never worse than the one made by rules."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zgraph.scheduling.timeline import Sharing
 
 @dataclass(frozen=True)
 class Plan:
-    """The order to run a graph in, and how it, the one before and the one by rules score."""
+    """The order to run a graph in, with the scores of the order before, of this one, and of the one made by rules."""
 
     order: list[fx.Node]
     before: Score
@@ -34,13 +34,13 @@ def plan_overlap(
     by_rules: Sequence[fx.Node] | None = None,
     search: Search | None = None,
 ) -> Plan:
-    """The best order found, or the one given where none is better.
+    """The best order found, or the given one if none is better.
 
     Args:
-        order, costs, sharing, storages: of the graph as it is.
-        limits: of what the order may hold. It may have in flight what `by_rules` has there.
-        by_rules: an order that the plan must not be worse than; None: the one given.
-        search: that knows the schedules of problems it has met; None: a new one.
+        order, costs, sharing, storages: present state of the graph.
+        limits: memory limits of the order; it may have as many bytes in flight as `by_rules`.
+        by_rules: an order that the plan must not be worse than; None: `order`.
+        search: search with cached schedules of earlier problems; None: a new one.
     """
     base = order if by_rules is None else by_rules  # which may sink waits of the model's own collectives
     problem = problem_of(base, costs, sharing, storages, limits)
@@ -50,7 +50,7 @@ def plan_overlap(
     found = search.schedules(problem)
     least = min(schedule.peak_bytes for schedule in (*found, known))
     if limits.budget_bytes is not None and least > limits.budget_bytes:
-        # Some moment needs more than the budget; all others may use as much.
+        # Some moment needs more than the budget; all others may use that much too.
         found += search.schedules(replace(problem, limits=replace(limits, budget_bytes=least)))
     allowed = replace(limits, in_flight_bytes=max(limits.in_flight_bytes, known.most_in_flight))
     best = choose([present, *found, known], known, allowed)

@@ -1,4 +1,4 @@
-"""Finds good schedules: a greedy look-ahead in several styles, and a beam search where the graph is small enough."""
+"""Finds good schedules: a greedy look-ahead in several styles, and a beam search if the graph is small enough."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from zgraph.scheduling.beam_search import Beam, Bounds
 from zgraph.scheduling.builder import Builder, choose, scheduled
 from zgraph.scheduling.problem import Problem
 
-WIDTH = 24  # schedules that the beam search goes on with, 4 at the least
-SLOTS = 600  # that it may fill, in all of them together: a second or two
+WIDTH = 24  # most schedules that the beam search keeps; it does not run with fewer than 4
+SLOTS = 600  # slots that it may fill over all kept schedules: a second or two
 
 
 def find_schedules(problem: Problem) -> list[Builder]:
-    """Several schedules, within the limits where some are found, to choose from.
+    """Candidate schedules, within the limits if any such are found.
 
-    Deterministic: decides by the problem alone, and not by how many copies of its own rows a rank makes. Takes time
-    nearly linear in nodes.
+    Deterministic: depends on the problem only, and not on how many copies of its own rows a rank makes. The time is
+    nearly linear in the number of nodes.
     """
     frugal = Greedy(problem, FRUGAL)
     found = [frugal.run()]
@@ -32,16 +32,16 @@ def find_schedules(problem: Problem) -> list[Builder]:
 
 
 class Search:
-    """Finds schedules, and those of equal problems once: a graph may be tried on copies before it is ordered itself.
+    """Finds schedules, once for equal problems: a graph may be tried on copies before it is ordered itself.
 
-    What is kept refers to no graph: whatever tells two problems apart is in their numbers.
+    The cache refers to no graph: its keys are problems by numbers, which tell two problems apart.
     """
 
     def __init__(self) -> None:
         self._known: list[tuple[Problem, list[list[int]]]] = []
 
     def schedules(self, problem: Problem) -> list[Builder]:
-        """What `find_schedules` returns."""
+        """Return the result of `find_schedules`, from the cache if an equal problem is known."""
         numbers = problem.by_numbers()
         orders = next((orders for known, orders in self._known if known == numbers), None)
         if orders is not None:
@@ -53,7 +53,7 @@ class Search:
 
 
 def _is_perfect(found: Builder) -> bool:
-    """Whether nothing can be faster."""
+    """Whether a schedule is within the limits and as fast as its lower bound."""
     score = found.score()
     least = Bounds(found.problem).of(Builder(found.problem)).end_us
     return not score.excess_bytes and math.isclose(score.step_us, least, rel_tol=1e-9)
@@ -64,11 +64,11 @@ class Style:
     """One way to fill the slots.
 
     Attributes:
-        gathers: start each where its result is needed ("at_use"), early enough to be hidden ("ahead"), before its link
-            would have nothing to do ("in_time"), or as soon as the limits allow ("at_once"). Started earlier than its
-            link comes to it, a gather holds memory for nothing. Copies from the host start ahead, unless at their use.
-        finish: when to compute what only leaves the graph: "at_once", as soon as its collective is "done", or "late":
-            when others need the room, or the time for which they would wait.
+        gathers: when to start each: where its result is needed ("at_use"), early enough to be hidden ("ahead"), before
+            its link would become idle ("in_time"), or as soon as the limits allow ("at_once"). A gather started before
+            its link is free holds memory for nothing. Copies from the host start "at_use" if gathers do, else "ahead".
+        finish: when to compute nodes that only produce outputs: immediately ("at_once"), when their collective has
+            finished ("done"), or when other nodes need their memory or would have to wait anyway ("late").
     """
 
     gathers: Literal["at_use", "ahead", "in_time", "at_once"]
@@ -91,7 +91,7 @@ class Greedy:
     """Fills slot after slot in one style.
 
     Attributes:
-        slot_peaks: the bytes alive in each slot at worst.
+        slot_peaks: most bytes alive in each slot.
     """
 
     def __init__(self, problem: Problem, style: Style, frugal_peaks: Sequence[int] | None = None) -> None:
@@ -100,7 +100,7 @@ class Greedy:
         self.builder = Builder(problem)
         self.slot_peaks: list[int] = []
         self._latest = {} if style.gathers == "at_use" else latest_starts(problem)
-        # What each slot will hold at least, gathers that are ahead of their use included.
+        # Least bytes that each slot will hold, including gathers started before their use.
         self._expected = None
         if frugal_peaks is not None and problem.limits.budget_bytes is not None:
             self._expected = Skyline(frugal_peaks)
@@ -121,7 +121,7 @@ class Greedy:
         return builder
 
     def _fill(self, slot: int) -> None:
-        """Start what should start in this slot, gathers first: a gradient can wait, and compute cannot."""
+        """Start the collectives that are due in this slot, gathers first: a gradient can wait, and compute cannot."""
         again = True
         while again:
             again = False
@@ -138,7 +138,7 @@ class Greedy:
         if dependencies.release[start] > slot:
             return False
         if (dependencies.is_reload[start] or dependencies.is_fed(start)) and not self._is_ready(start):
-            return False  # compute would wait for what it reads
+            return False  # compute would wait for its inputs
         gathers = dependencies.is_fetch(start) and not dependencies.is_reload[start]
         if gathers and self.style.gathers == "in_time":
             return self._runs_dry(start, slot)
@@ -150,7 +150,7 @@ class Greedy:
         return self.builder.is_there(self.problem.dependencies.after[start])
 
     def _runs_dry(self, start: int, slot: int) -> bool:
-        """Whether a link, when the program next comes to start something, has less to do than fills it and one more."""
+        """Whether, at the program's next chance to start work, a link has less queued than fills it plus one start."""
         queues, clock, work = self.problem.queues, self.builder.clock, self.problem.work
         link = queues.link_of[start]
         capacity = queues.capacity_of[start]
@@ -167,7 +167,7 @@ class Greedy:
         return (queued_us - turn_us) / capacity < until_next_us
 
     def _fits(self, start: int, slot: int) -> bool:
-        """Whether the limits let it start here, where need be after what is done has been finished."""
+        """Whether the limits allow the start here; finishes reductions whose collectives are done to make room."""
         while not (self._fits_in_flight(start) and self._fits_in_memory(start, slot)):
             if not self._finish_oldest(wait=False):
                 return False
@@ -185,7 +185,7 @@ class Greedy:
             return True
         needed = builder.new_bytes([start])
         if builder.ledger.alive_bytes + needed > budget:
-            # Where others will make room a reduction can wait for it; where nobody will, that only keeps its gradient.
+            # A reduction can wait for collectives in flight to free memory; with none, waiting only keeps its gradient.
             return not dependencies.is_fetch(start) and not builder.in_flight
         if self._expected is None or not dependencies.is_fetch(start):
             return True
@@ -198,7 +198,7 @@ class Greedy:
         self.builder.pull(start)
 
     def _make_room(self, number: int) -> None:
-        """Finish reductions where what comes next needs their memory, or the time until it can run."""
+        """Finish reductions if the next node needs their memory, or while it would have to wait anyway."""
         builder, start_of = self.builder, self.problem.queues.start_of
         missing = builder.missing([number])
         waited_for = dict.fromkeys(start_of[one] for one in missing if one in start_of)
@@ -214,7 +214,7 @@ class Greedy:
                 pass
 
     def _finish_oldest(self, *, wait: bool) -> bool:
-        """Finish the oldest reduction; False where there is none, or where that would mean to wait and must not."""
+        """Finish the oldest reduction; return False if there is none, or if it would block and `wait` is False."""
         after = next(iter(self.builder.unfinished), None)
         if after is None or not (wait or self.builder.is_there(after)):
             return False
@@ -222,7 +222,7 @@ class Greedy:
         return True
 
     def _wind_up(self, slot: int) -> None:
-        """Issue all that is left: what can start, then what fills the time, then whatever is there first."""
+        """Issue all remaining nodes: due starts, then finished reductions, then the start that is ready first."""
         while True:
             self._fill(slot)
             if self._finish_oldest(wait=False):
@@ -234,16 +234,16 @@ class Greedy:
                 return
 
     def _ready(self, start: int) -> float:
-        """When the last of the collectives began that the start waits for."""
+        """When the last collective that the start depends on began."""
         return max((self.builder.clock.begin[before] for before in self.problem.dependencies.after[start]), default=0.0)
 
 
 class Skyline:
-    """Heights in a row, of which ranges can be raised and asked for their highest, each in logarithmic time."""
+    """A row of heights; raising a range, or finding its maximum, needs logarithmic time."""
 
     def __init__(self, heights: Sequence[int]) -> None:
         self.size = len(heights)
-        # A binary tree, its leaves behind its inner nodes: each is the higher of two, plus what it was raised itself.
+        # A binary tree, leaves stored after inner nodes: each node is the higher of its children, plus its own raise.
         self._highest = [0] * self.size + list(heights)
         self._raised = [0] * self.size
         for node in reversed(range(1, self.size)):
@@ -263,7 +263,7 @@ class Skyline:
                 self._highest[node] = below + self._raised[node]
 
     def highest(self, begin: int, end: int) -> int:
-        """The highest of begin ... end - 1, which are not none."""
+        """The highest of begin ... end - 1; the range must not be empty."""
         found = [self._raised_above(node) + self._highest[node] for node in self._cover(begin, end)]
         return max(found)
 
@@ -285,17 +285,17 @@ class Skyline:
 
 
 def latest_starts(problem: Problem) -> dict[int, float]:
-    """When each gather, and each copy from the host, must start at the latest to be hidden, as compute time gone by.
+    """Latest start of each gather and copy from the host that still hides it, in microseconds of compute done.
 
-    From the last to the first: before its result is needed, before the next gather of its link starts, and around the
-    reductions, which are taken to run as soon as they can.
+    Goes from the last to the first: each ends before its result is needed and before the next gather of its link
+    starts, and makes room for the reductions, which are assumed to run as soon as they can.
     """
     dependencies = problem.dependencies
     starts: dict[str, list[int]] = {}
     for start, link in problem.queues.link_of.items():
         starts.setdefault(link, []).append(start)
     latest: dict[int, float] = {}
-    # First gathers, and then the copies that bring what they send, on other links.
+    # First gathers, then the copies that bring their inputs, on other links.
     for reloads in (False, True):
         for on_link in starts.values():
             fetches = [start for start in on_link if dependencies.is_fetch(start)]
@@ -307,7 +307,7 @@ def latest_starts(problem: Problem) -> dict[int, float]:
 def _latest_on(
     problem: Problem, on_link: Sequence[int], fetches: Sequence[int], known: Mapping[int, float]
 ) -> dict[int, float]:
-    """The latest starts of one link, behind those of gathers that are known."""
+    """The latest starts on one link; a copy must end before the known start of a gather that it feeds."""
     dependencies = problem.dependencies
     busy = _reserved(problem, [start for start in on_link if not dependencies.is_fetch(start)])
     until = math.inf
@@ -320,13 +320,13 @@ def _latest_on(
 
 
 def _hides(problem: Problem, start: int) -> float:
-    """How much compute fits beside a collective, in a stream of them."""
+    """Compute that can run during one collective of a continuous stream, in microseconds."""
     work = problem.work
     return work.us[start] * max(0.0, 1 / problem.queues.capacity_of[start] - work.sharing.compute_share)
 
 
 def _reserved(problem: Problem, reductions: Sequence[int]) -> list[tuple[float, float]]:
-    """When a link carries reductions, as compute time gone by."""
+    """Intervals in which a link carries reductions, in microseconds of compute done."""
     release = problem.dependencies.release
     busy: list[tuple[float, float]] = []
     free = 0.0
@@ -338,7 +338,7 @@ def _reserved(problem: Problem, reductions: Sequence[int]) -> list[tuple[float, 
 
 
 def _back(until: float, us: float, busy: list[tuple[float, float]]) -> float:
-    """The latest time from which `us` are free up to `until`; drops from busy what lies behind it."""
+    """The latest time from which `us` are free up to `until`; drops later intervals from `busy`."""
     while busy:
         begin, end = busy[-1]
         if begin < until:

@@ -1,4 +1,4 @@
-"""The scheduling problem: what depends on what, how collectives are queued, and what a schedule may hold."""
+"""The scheduling problem: dependencies between nodes, queues of collectives, and memory limits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Limits:
     Attributes:
         budget_bytes: most bytes alive at any moment, as the memory curve counts; None: no limit.
         in_flight_bytes: most bytes of unsharded parameters and gradients whose collectives are in flight, as
-            `limited_bytes` counts them. Two may always be in flight: the one that is waited for, and the next.
+            `limited_bytes` counts them. Two collectives may always be in flight: the awaited one and the next.
     """
 
     budget_bytes: int | None = None
@@ -35,15 +35,15 @@ class Problem:
 
     Attributes:
         work: the nodes with their lanes and times.
-        ledger: their storages, before anything is issued.
-        dependencies: between the nodes, including the order of the queues.
+        ledger: storages of the nodes, before anything is issued.
+        dependencies: dependencies between the nodes, including the order of the queues.
         queues: queues of the movable collectives.
         limits: memory limits.
         output_chains: see `Dependencies.output_chains`.
         output_chains_of: for each start, the keys of `output_chains` that contain it.
         compute_at: microseconds of compute before each slot if every copy runs where its result is needed; the last
             entry is the total.
-        compute_order_at: the same without copies, which may run elsewhere.
+        compute_order_at: like `compute_at`, without copies, which may run in another slot.
     """
 
     work: Work
@@ -81,7 +81,7 @@ class Problem:
         )
 
     def by_numbers(self) -> Problem:
-        """The same without the nodes themselves; equal problems have equal schedules."""
+        """The same problem without the nodes themselves; equal problems have equal schedules."""
         return replace(self, work=replace(self.work, nodes=(), numbers={}))
 
 

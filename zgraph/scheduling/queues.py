@@ -1,4 +1,4 @@
-"""The collectives that a scheduler places: their order on each link, and how much of the link each takes."""
+"""The collectives that a scheduler places: their order on each link, and how much of the link each uses."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Queues:
     """Starts of collectives, by number (see `Work`), in queues.
 
     Attributes:
-        queues: lists of starts that keep their order. The starts of a queue share their lane, whether they read only
-            inputs of the graph, and how many collectives they depend on. Queues of parameter gathers come first.
+        queues: lists of starts that keep their order. Starts of a queue agree in their lane, in whether they read only
+            graph inputs, and in the length of the chain of collectives before them. Parameter gathers come first.
         queue_of: index in `queues` of each start's queue, in program order.
         start_of: start that each wait waits for.
         wait_of: wait of each start, the first one if there are several.
@@ -66,11 +66,11 @@ class Queues:
 
 
 def limited_bytes(start: fx.Node) -> int:
-    """Bytes that a collective counts against `Limits.in_flight_bytes`: the unsharded tensor, if its end frees memory.
+    """Bytes of a collective that count against `Limits.in_flight_bytes`: the unsharded tensor, if its end frees memory.
 
-    Waiting for a reduction whose result is as large as its input frees nothing, so such reductions count 0: those of
-    replicated gradients, of which each rank keeps the whole mean, and of codes. Copies between memory spaces count 0:
-    each holds what the activation takes anyway.
+    Waiting for a reduction whose result is as large as its input frees nothing, so it counts 0. Such are reductions of
+    replicated gradients, where each rank keeps the whole mean, and of codes. Copies between memory spaces count 0: the
+    activation needs the same bytes anyway.
     """
     if nodes.is_copy_start(start):
         return 0
@@ -79,7 +79,7 @@ def limited_bytes(start: fx.Node) -> int:
 
 
 def _returned_bytes(start: fx.Node) -> int:
-    """Bytes of those graph outputs that are made from the result of a collective by communication nodes alone."""
+    """Bytes of the graph outputs that communication nodes alone make from a collective's result."""
     pending, seen = [start], {start}
     returned = 0
     while pending:

@@ -8,7 +8,7 @@ lane until its collective is done:
     group:0    [-----gather----]
 
 Copies to and from host and disk have lanes of their own, with queues like those of groups; a reader of their result
-waits for them. So has the host, which updates what rests there beside compute: their waits name these updates.
+waits for them. Host updates also run on a lane of their own, concurrently with compute; a wait names its update.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def simulate(
         storages: storages for the memory curve; None: `storages_of(order)`.
 
     Raises:
-        ValueError: a call has no cost, or a node stands before what it reads.
+        ValueError: a call has no cost, or a node comes before one of its inputs.
     """
     work = Work.of(order, costs, sharing or Sharing())
     clock = Clock(work)
@@ -66,7 +66,7 @@ class Work:
         capacities: capacity of each link.
         lane: lane of each node: an index into `lanes`, or one of the constants below.
         pending: for each node, the collectives and copies whose results it reads, directly or through views.
-        update_of: for waits for updates that run beside compute, these.
+        update_of: for each wait for an update that runs concurrently with compute, that update.
         sharing: how lanes slow each other down.
     """
 
@@ -113,7 +113,7 @@ class Work:
             for source in node.all_input_nodes:
                 position = numbers.get(source, number)
                 if position >= number:
-                    raise ValueError(f"simulate: {node.name} stands before {source.name}, which it reads.")
+                    raise ValueError(f"simulate: {node.name} comes before {source.name}, which it reads.")
                 if lane[position] >= 0:
                     behind[position] = None
                 elif lane[position] == cls.IN_NO_TIME:
@@ -168,15 +168,15 @@ class Clock:
         self.last = _NOTHING  # node that delayed the program last
         self._link = [work.links.index(link) for link in work.links]
         self._gain = [work.sharing.gains.get(link, 1.0) for link in work.links]
-        self._speed = [1.0] * len(work.links)  # of each running one on a link, relative to one alone
+        self._speed = [1.0] * len(work.links)  # of each running node on a link, relative to running alone
         self._takes = [work.sharing.compute_share if lane.is_group else 0.0 for lane in work.lanes]
         self._issues = [work.sharing.issue_us if lane.is_group else 0.0 for lane in work.lanes]
         self._free = [work.sharing.at_once_on(lane) for lane in work.lanes]  # how many more may run on each lane
         self._on_link = [0] * len(work.links)  # how many are running on each link
         self._queues: list[deque[int]] = [deque() for _ in work.lanes]  # issued, not begun
-        self._left: dict[int, float] = {}  # time left at `_stamp` of each running one, at the speed it has alone
+        self._left: dict[int, float] = {}  # time left at `_stamp` of each running node, at the speed it has alone
         self._stamp = 0.0
-        self._next = math.inf  # when the first of the running ones ends, at present speeds
+        self._next = math.inf  # when the first running node ends, at present speeds
         self._rate = 1.0  # speed of compute while they run
         self._idle = 0.0  # how long the compute lane has waited so far
 
@@ -306,11 +306,11 @@ class Clock:
             self._finish_first()
 
     def _finish_first(self) -> None:
-        """Finish what ends now, and begin what was waiting for it."""
+        """Finish the node that ends now, and begin the nodes that waited for it."""
         left, speed, link, lane_of = self._left, self._speed, self._link, self.work.lane
         node = min(left, key=lambda node: left[node] / speed[link[lane_of[node]]])
         lane = lane_of[node]
-        left[node] = speed[link[lane]] * (self._next - self._stamp)  # exactly, whatever was rounded
+        left[node] = speed[link[lane]] * (self._next - self._stamp)  # exact despite rounding
         self._catch_up()
         del self._left[node]
         self._count(lane, -1)
@@ -336,7 +336,7 @@ class Clock:
         self._stamp = self.now
 
     def _look_ahead(self) -> None:
-        """Compute when the first of the running ones ends, and how fast compute is until then."""
+        """Compute when the first running node ends, and how fast compute is until then."""
         self._next, taken = math.inf, 0.0
         for node, left in self._left.items():
             lane = self.work.lane[node]

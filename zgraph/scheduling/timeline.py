@@ -19,9 +19,9 @@ class Sharing:
     Attributes:
         links: link that each lane uses. A lane that is not listed has its own link, of the same name.
         at_once: how many collectives of one group run concurrently; they begin in order.
-        gains: for each link, throughput of several concurrent transfers relative to one alone, which with some
-            transports does not fill the link. n transfers run at gain/n of their speed alone, at most at full speed.
-            1 for links that are not listed.
+        gains: for each link, throughput of concurrent transfers relative to a single one, which on some transports
+            does not fill the link. n transfers run at gain/n of their speed alone, at most at full speed. 1 for links
+            that are not listed.
         issue_us: time that the program spends on the compute lane to issue each collective.
         compute_share: share of a collective's time that it takes from concurrent compute: 0 if copies have engines of
             their own, up to 1 if one core does both (gloo).
@@ -39,8 +39,8 @@ class Sharing:
         for link, gain in self.gains.items():
             if not (math.isfinite(gain) and gain >= 1):
                 raise ValueError(
-                    f"simulate: transfers at once get {gain} times as much through {link} as one alone does; write 1 "
-                    "or more."
+                    f"simulate: gain={gain} of {link} is the throughput of concurrent transfers relative to one alone; "
+                    "write 1 or more."
                 )
         if not (math.isfinite(self.issue_us) and self.issue_us >= 0):
             raise ValueError(f"simulate: issue_us={self.issue_us}; write a finite time that is not negative.")
@@ -57,7 +57,7 @@ class Sharing:
         return self.at_once if lane.is_group else 1
 
     def capacities(self, lanes: Iterable[Lane]) -> dict[str, float]:
-        """Throughput of each link, in transfers at the speed that one has alone."""
+        """Throughput of each link, as a multiple of a single transfer's speed."""
         at_once = dict[str, int]()
         for lane in lanes:
             link = self.link_of(lane)
@@ -88,7 +88,7 @@ class Timeline:
         exposed_us: how long the compute lane waited for each collective or copy.
         hidden_us: how long each ran while the compute lane did not wait.
         busy_us: busy time of each lane.
-        memory: memory curve over the order, of storages alone.
+        memory: memory curve over the order; counts storages only.
         causes: for each node that took time or blocked, the node that had to end before it could begin.
         last: node that ended last; None if nothing takes time.
     """

@@ -1,4 +1,4 @@
-"""The axes of a planned cluster, such as pp x dp x tp, and what a graph sends along each."""
+"""The axes of a planned cluster, such as pp x dp x tp, and the traffic of a graph along each."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ PIPELINE = "pp"
 
 @dataclass(frozen=True)
 class AxisTraffic:
-    """What one rank sends along an axis in one run of a graph.
+    """Traffic of one rank along an axis in one run of a graph.
 
     Attributes:
-        sent_bytes: on the wire.
+        sent_bytes: bytes on the wire.
         exposed_us: time for which compute waits for it.
         hidden_us: time for which it runs while compute does not wait.
     """
@@ -48,10 +48,10 @@ class AxisTraffic:
 
 @dataclass(frozen=True)
 class Axes:
-    """Sizes of a cluster's axes, the outermost first, as in `init_device_mesh`: neighbours on the last are next ranks.
+    """Sizes of a cluster's axes, outermost first, as in `init_device_mesh`: ranks on the last axis are consecutive.
 
     Attributes:
-        sizes: by name, of `AXES`; a missing dp has one rank.
+        sizes: size of each axis by name (one of `AXES`); a missing dp has size 1.
 
     Raises:
         ValueError: no axis is given, a name is unknown, or a size is not a positive whole number.
@@ -63,7 +63,7 @@ class Axes:
         if not isinstance(self.sizes, Mapping) or not self.sizes:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(
                 f"zgraph.plan: world={self.sizes!r}; write the size of each axis, the outermost first, such as "
-                '{"pp": 4, "dp": 8, "tp": 2}, or world_size=8 where there is only data parallelism.'
+                '{"pp": 4, "dp": 8, "tp": 2}, or world_size=8 for data parallelism only.'
             )
         for name, size in self.sizes.items():
             if name not in AXES:
@@ -82,17 +82,17 @@ class Axes:
 
     @property
     def world_size(self) -> int:
-        """Ranks of the whole cluster."""
+        """Number of ranks of the whole cluster."""
         return math.prod(self.sizes.values())
 
     @property
     def stages(self) -> int:
-        """Ranks of a pipeline; 1 where there is none."""
+        """Number of ranks of a pipeline; 1 without a pipeline."""
         return self.sizes.get(PIPELINE, 1)
 
     @property
     def inner(self) -> tuple[str, ...]:
-        """The axes that a stage of the pipeline has."""
+        """All axes but that of the pipeline."""
         return tuple(name for name in self.sizes if name != PIPELINE)
 
     def stride(self, axis: str) -> int:
@@ -105,7 +105,7 @@ class Axes:
         return init_device_mesh("cpu", tuple(self.sizes.values()), mesh_dim_names=tuple(self.sizes))
 
     def along(self, group_name: str) -> str:
-        """The axis along which a group's ranks lie; several are joined by " x "."""
+        """The axis along which a group's ranks differ; several are joined by " x "; "alone" if it has one rank."""
         members = dist.get_process_group_ranks(resolve_group(group_name))
         differ = [
             name for name, size in self.sizes.items() if len({rank // self.stride(name) % size for rank in members}) > 1
@@ -117,12 +117,12 @@ class Axes:
 
 
 def traffic_of(order: Iterable[fx.Node], timeline: Timeline, axes: Axes) -> dict[str, AxisTraffic]:
-    """What a graph sends along each axis.
+    """Traffic of a graph along each axis.
 
     Args:
         order: nodes of the graph.
-        timeline: of the same nodes.
-        axes: of the default group's ranks.
+        timeline: timeline of the same nodes.
+        axes: axes of the default group's ranks.
     """
     found: dict[str, AxisTraffic] = {}
     for node in order:

@@ -11,7 +11,7 @@ from zgraph.sharding.pipeline.kept_parameters import first_fit
 
 
 def kept_bytes(sizes: Sequence[int], room_bytes: float) -> int:
-    """Bytes that `first_fit` keeps; as much room keeps the same."""
+    """Bytes that `first_fit` keeps; with exactly this many bytes of room it keeps the same."""
     return sum(sizes[place] for place in first_fit(sizes, room_bytes))
 
 
@@ -28,19 +28,19 @@ def next_room(sizes: Sequence[int], room_bytes: int) -> int | None:
 
 
 def most_kept(sizes: Sequence[int], left_with: Callable[[int], float], kept: int = 0) -> int:
-    """The most bytes that can be kept of things that come one after the other.
+    """The most bytes that can be kept of parameters in a given order.
 
-    To keep a little may hold less than to keep nothing, as where the buffer of a bucket gets smaller. So the least
-    choice that fits is looked for as long as each next one exceeds the budget by less; above it, more is assumed to
-    hold more. What is found has been asked for, and so has the next larger choice, which does not fit.
+    Keeping a little may need less memory than keeping nothing, for example if the buffer of a bucket becomes smaller.
+    So larger choices are tried until one fits, as long as each exceeds the budget by less than the last. Above it,
+    memory is assumed to grow with the kept bytes. The result and the next larger choice have both been evaluated.
 
     Args:
-        sizes: of each.
-        left_with: what is left of the budget where `first_fit` keeps so many bytes; negative: it is exceeded.
-        kept: to begin with.
+        sizes: bytes of each parameter.
+        left_with: returns the rest of the budget if `first_fit` keeps the given bytes; negative: it is exceeded.
+        kept: kept bytes to begin with.
 
     Returns:
-        The most that fits; or, if nothing was found that does, what exceeds the budget by least.
+        The most bytes that fit; if none were found, those that exceed the budget by least.
     """
     left = left_with(kept)
     while left < 0:
@@ -51,7 +51,7 @@ def most_kept(sizes: Sequence[int], left_with: Callable[[int], float], kept: int
         kept, left = kept_bytes(sizes, room), left_then
     too_much = None
     while True:
-        room = int(kept + left)  # to keep n bytes takes n at most, as a rule
+        room = int(kept + left)  # keeping n bytes usually needs at most n
         if too_much is not None and room >= too_much:
             room = (kept + too_much) // 2
         if kept_bytes(sizes, room) <= kept:
@@ -70,7 +70,7 @@ def most_kept(sizes: Sequence[int], left_with: Callable[[int], float], kept: int
 
 
 def beside_rest(schedule: str, rank: int, ranks: int, costs: Sequence[StageCost]) -> int:
-    """Most that a rank holds in a step beside parameters, buffers and the optimizer's state.
+    """Most bytes that a rank holds in a step in addition to parameters, buffers and the optimizer's state.
 
     Args:
         schedule, rank, ranks, costs: as in `rank_memory`.
@@ -87,17 +87,17 @@ def keep_within(
     sizes: Sequence[Sequence[int]],
     cost_of: Callable[[int, int], StageCost | None],
 ) -> list[int]:
-    """Bytes that each stage may keep, so that no rank holds more than the budget beside what rests there.
+    """Bytes that each stage may keep, so that no rank exceeds the budget in addition to parameters and state.
 
-    The stages of one rank are filled in their order, each with the most that the others leave room for, until none of
-    them can keep more. Where nothing is found that fits, the rank exceeds the budget by as little as was found.
+    The stages of one rank are filled in order, each with the most that the others leave room for, until none of them
+    can keep more. If no choice fits, the rank exceeds the budget by the least amount found.
 
     Args:
-        budget_bytes: of a rank.
+        budget_bytes: budget of a rank.
         schedule: one of `schedules_for` these numbers.
-        ranks: of the pipeline.
-        sizes: of each stage's parameters that may be kept, gathered, in the order in which they are.
-        cost_of: of a stage that keeps so many bytes; None: its graphs do not fit into the budget alone.
+        ranks: number of ranks in the pipeline.
+        sizes: for each stage, gathered bytes of the parameters that may be kept, in order.
+        cost_of: returns the cost of a stage that keeps the given bytes; None: its graphs alone exceed the budget.
     """
     kept = [0] * len(sizes)
     before: list[int] | None = None

@@ -15,16 +15,16 @@ from zgraph.torch_compat.fake_values import fake_on_cpu
 
 
 def layer_time(layer: nn.Module, inputs: Sequence[Any], mode: Any, costs: CostModel) -> tuple[float, Tensor | None]:
-    """Microseconds of a module's forward and backward on one rank, and what its forward returns.
+    """Microseconds of a module's forward and backward on one rank, and the result of its forward.
 
     Args:
-        layer: with or without values.
-        inputs: of its forward, made by the mode.
-        mode: of fake tensors.
-        costs: of the machine.
+        layer: module, with or without values.
+        inputs: inputs of its forward, made by the mode.
+        mode: mode of fake tensors.
+        costs: cost model of the machine.
 
     Returns:
-        The time, and a tensor of the mode; None in its place if forward returns anything else than one tensor.
+        The time, and the result as a tensor of the mode; None in place of anything but a single tensor.
     """
     named = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
     fakes = [fake_on_cpu(mode, value) for value in named.values()]
@@ -54,9 +54,9 @@ def layer_time(layer: nn.Module, inputs: Sequence[Any], mode: Any, costs: CostMo
 
 
 def likeness(module: nn.Module, inputs: Iterable[Any]) -> tuple[Any, ...]:
-    """What two modules, with their inputs, have in common only if they compute alike: the same layer made twice.
+    """A key that two modules with their inputs share only if they compute alike, such as one layer made twice.
 
-    Sizes, numbers and names count by value, and any other attribute only if it is the same object.
+    Sizes, numbers and names are compared by value, all other attributes by identity.
     """
     parts = tuple(
         (

@@ -1,4 +1,4 @@
-"""What each rank of a pipeline does in turn, under the schedules of torch.distributed.pipelining."""
+"""The order of actions on each rank of a pipeline, under the schedules of torch.distributed.pipelining."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ class Action:
     """A forward or a backward of one micro-batch through one stage.
 
     Attributes:
-        kind: under a schedule that splits backwards, "backward" is that of the inputs, "weights" the rest.
+        kind: kind of action. If the schedule splits backwards, "backward" is for gradients of inputs, "weights" for
+            the rest.
     """
 
     kind: Literal["forward", "backward", "weights"]
@@ -26,47 +27,43 @@ class Action:
 
 
 def schedules_for(ranks: int, stages: int, micro_batches: int) -> tuple[str, ...]:
-    """The schedules that torch can run on so many stages and micro-batches."""
+    """The schedules that torch can run with these numbers."""
     return tuple(name for name in SCHEDULES if not why_not(name, ranks, stages, micro_batches))
 
 
 def why_not(schedule: str, ranks: int, stages: int, micro_batches: int) -> str:
-    """Why torch cannot run a schedule on so many stages and micro-batches; "" if it can."""
+    """Why torch cannot run a schedule with these numbers; "" if it can."""
     if schedule not in SCHEDULES:
         near = difflib.get_close_matches(schedule.removeprefix("Schedule"), SCHEDULES, 1)
         guess = f"; did you mean {near[0]!r}?" if near else ""
         return f"a plan knows the schedules {', '.join(SCHEDULES)}{guess}"
     rounds = max(1, micro_batches // ranks)
     if schedule == V_SHAPED:
-        return "" if stages == 2 * ranks else f"it takes two stages on each rank, and there are {stages} on {ranks}"
+        return "" if stages == 2 * ranks else f"it needs two stages on each rank, and there are {stages} on {ranks}"
     if schedule.startswith("Interleaved"):
-        return (
-            f"it needs a multiple of {rounds} micro-batches, as many as it makes rounds"
-            if micro_batches % rounds
-            else ""
-        )
+        return f"it needs a multiple of {rounds} micro-batches, its number of rounds" if micro_batches % rounds else ""
     if stages != ranks:
-        return f"it takes one stage on each rank, and there are {stages} on {ranks}; Interleaved1F1B takes several"
+        return f"it needs one stage on each rank, and there are {stages} on {ranks}; Interleaved1F1B accepts several"
     if schedule == "1F1B" and micro_batches < ranks:
         return f"it needs at least as many micro-batches as there are ranks, {ranks}"
     return ""
 
 
 def ranks_of(schedule: str, ranks: int, stages: int) -> tuple[int, ...]:
-    """The rank of each stage: r, r + ranks, ... are on rank r; in a V, r and, as seen from the end, r again."""
+    """The rank of each stage: rank r has stages r, r + ranks, ...; in a V, the r-th from the start and from the end."""
     if schedule == V_SHAPED:
         return tuple(min(stage, stages - 1 - stage) for stage in range(stages))
     return tuple(stage % ranks for stage in range(stages))
 
 
 def order_of(schedule: str, ranks: int, stages: int, micro_batches: int) -> list[list[Action]]:
-    """The actions of each rank, in their order. It has the stages of `ranks_of`.
+    """The actions of each rank in order; `ranks_of` assigns stages to ranks.
 
     Args:
         schedule: one of `schedules_for` these numbers.
-        ranks: of the pipeline.
-        stages: a multiple of them.
-        micro_batches: of a step.
+        ranks: number of ranks in the pipeline.
+        stages: number of stages, a multiple of `ranks`.
+        micro_batches: number of micro-batches in a step.
 
     Source: GPipe: Huang et al. 2019, arXiv 1811.06965. 1F1B and interleaved 1F1B: Narayanan et al. 2021, arXiv
     2104.04473, section 2.2. Zero bubble: Qi et al. 2023, arXiv 2401.10241, ZB1P, and section 6, ZB-V. The length of
@@ -109,7 +106,7 @@ def _of_rank(schedule: str, rank: int, ranks: int, chunks: int, micro_batches: i
 
 
 def _of_v(rank: int, ranks: int, micro_batches: int) -> list[Action]:
-    """What a rank does that has one stage on the way down the V, and one on the way up."""
+    """The actions of a rank that has one stage on the way down the V, and one on the way up."""
     down, up = rank, 2 * ranks - 1 - rank
     order: list[Action] = []
     done: dict[tuple[str, int], int] = {}
@@ -123,7 +120,7 @@ def _of_v(rank: int, ranks: int, micro_batches: int) -> list[Action]:
     def whole(stage: int) -> None:
         add(("backward", stage), ("weights", stage))
 
-    # The order is made for as many micro-batches as fill the pipeline, and those that there are not are left out.
+    # The order is made for enough micro-batches to fill the pipeline; those that do not exist are left out.
     total = max(2 * ranks - 1, micro_batches)
     for _ in range(2 * (ranks - rank) - 1):
         add(("forward", down))

@@ -1,4 +1,4 @@
-"""The plan of a pipeline: its stages, what its ranks hold and send, and its schedules beside each other."""
+"""The plan of a pipeline: its stages, memory and traffic of its ranks, and a comparison of schedules."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class PlannedStage:
     """One stage in a step.
 
     Attributes:
-        cost: of its micro-batches.
-        parameter_bytes, state_bytes: at rest on one rank: parameters with buffers, and the optimizer's state.
-        traffic: what one rank sends along the axes within the stage, in all micro-batches of a step.
-        activation_bytes: of one micro-batch, which it sends to the next stage.
-        input_gradient_bytes: of one micro-batch, which it sends to the stage before; 0 of the first one.
-        stage_3_bytes: its parameters at stage 3, gathered: what `zgraph.PipelineStage` may keep over a step.
-        keep_bytes: how many of them are planned to be kept, as `zgraph.PipelineStage` takes it: the most that the
-            budget has room for. None: the plan has no budget, and nothing is kept.
+        cost: cost of its micro-batches.
+        parameter_bytes, state_bytes: bytes of one rank's parameters with buffers, and of the optimizer's state.
+        traffic: traffic of one rank along the axes within the stage, in all micro-batches of a step.
+        activation_bytes: bytes of one micro-batch's activation, sent to the next stage.
+        input_gradient_bytes: bytes of one micro-batch's input gradient, sent to the previous stage; 0 for the first.
+        stage_3_bytes: gathered bytes of its ZeRO stage 3 parameters, which `zgraph.PipelineStage` may keep over a step.
+        keep_bytes: the part of `stage_3_bytes` to keep, as for `zgraph.PipelineStage`: the most that the budget has
+            room for. None: the plan has no budget, and nothing is kept.
     """
 
     cost: StageCost
@@ -44,14 +44,14 @@ class PipelinePlan:
 
     Attributes:
         stages: in the order in which a micro-batch passes them.
-        micro_batches: of a step.
-        runs: the step under each schedule that can be run on so many stages and micro-batches.
-        schedule: the one that is planned.
-        unsent: the step under it, if sending took no time.
-        budget_bytes: what each rank may hold in it beside parameters, buffers and the optimizer's state; None: no
-            limit.
-        unkept: the step under it with every parameter of stage 3 gathered anew by each micro-batch; None without a
-            budget.
+        micro_batches: number of micro-batches in a step.
+        runs: the step under each schedule that torch can run with these stages and micro-batches.
+        schedule: the planned schedule.
+        unsent: the step under the planned schedule if sending took no time.
+        budget_bytes: most bytes that each rank may hold in addition to parameters, buffers and the optimizer's state;
+            None: no limit.
+        unkept: the step under the planned schedule if each micro-batch gathered all stage 3 parameters anew; None
+            without a budget.
     """
 
     stages: tuple[PlannedStage, ...]
@@ -69,11 +69,11 @@ class PipelinePlan:
         """Simulate every schedule.
 
         Args:
-            stages: as many on each rank.
-            ranks: of the pipeline.
-            micro_batches: of a step.
-            chosen: by `check_schedule`.
-            budget: the attributes of that name.
+            stages: stages, the same number on each rank.
+            ranks: number of ranks in the pipeline.
+            micro_batches: number of micro-batches in a step.
+            chosen: schedule returned by `check_schedule`.
+            budget: the attributes `budget_bytes` and `unkept`.
         """
         costs = [stage.cost for stage in stages]
         return cls(
@@ -89,12 +89,12 @@ class PipelinePlan:
 
     @property
     def run(self) -> PipelineRun:
-        """The step under the schedule that is planned."""
+        """The step under the planned schedule."""
         return next(run for run in self.runs if run.schedule == self.schedule)
 
     @property
     def ranks(self) -> int:
-        """Ranks of the pipeline."""
+        """Number of ranks in the pipeline."""
         return len(self.run.busy_us)
 
     @property
@@ -103,21 +103,21 @@ class PipelinePlan:
         return ranks_of(self.schedule, self.ranks, len(self.stages))
 
     def fits(self, run: PipelineRun) -> bool:
-        """Whether every rank keeps the budget in a step."""
+        """Whether every rank stays within the budget in a step."""
         return self.budget_bytes is None or self._most_beside_rest(run) <= self.budget_bytes
 
     def _most_beside_rest(self, run: PipelineRun) -> int:
-        """Most that a rank holds beside parameters, buffers and the optimizer's state."""
+        """Most bytes that a rank holds in addition to parameters, buffers and the optimizer's state."""
         resting = [0] * self.ranks
         for stage, rank in zip(self.stages, ranks_of(run.schedule, self.ranks, len(self.stages)), strict=True):
             resting[rank] += stage.cost.resting_bytes
         return max(map(operator.sub, run.peak_bytes, resting))
 
     def check_budget(self) -> None:
-        """Refuse a step that holds more than the budget.
+        """Refuse a step that exceeds the budget.
 
         Raises:
-            BudgetError: says what would fit.
+            BudgetError: the budget is exceeded; names a budget, or another schedule, that fits.
         """
         if self.fits(self.run):
             return
@@ -125,8 +125,8 @@ class PipelinePlan:
         raise BudgetError(
             f"zgraph.plan: the step of the pipeline does not fit into budget_bytes={self.budget_bytes}: under "
             f"{self.schedule}, with up to {max(self.run.in_flight)} micro-batches in flight, a rank holds at least "
-            f"{self._most_beside_rest(self.run)} bytes beside parameters and the optimizer's state, whatever gathered "
-            f"parameters it keeps. Raise budget_bytes to it{', plan for ' + others[0] if others else ''}; or take "
+            f"{self._most_beside_rest(self.run)} bytes in addition to parameters and the optimizer's state, for any "
+            f"choice of kept parameters. Raise budget_bytes to it{', plan for ' + others[0] if others else ''}; or use "
             "smaller micro-batches, activation checkpointing, zero_stage=3 or more ranks."
         )
 
@@ -135,7 +135,7 @@ class PipelinePlan:
         return tuple(stage for stage, place in zip(self.stages, self.places, strict=True) if place == rank)
 
     def traffic_of(self, rank: int) -> dict[str, AxisTraffic]:
-        """What a rank sends along each axis in a step; on that of the pipeline, exposed is what sending adds to it."""
+        """Traffic of a rank by axis in a step; exposed time on the pipeline axis is what sending adds to the step."""
         sent, messages_us = 0, 0.0
         places = self.places
         for number, stage in enumerate(self.stages):
@@ -154,7 +154,7 @@ class PipelinePlan:
         return found
 
     def traffic(self) -> dict[str, AxisTraffic]:
-        """By axis, that of the rank which sends most along it."""
+        """Traffic by axis, of the rank that sends most along it."""
         of_ranks = [self.traffic_of(rank) for rank in range(self.ranks)]
         axes = dict.fromkeys(axis for found in of_ranks for axis in found)
         return {
@@ -163,7 +163,7 @@ class PipelinePlan:
         }
 
     def run_as_json(self, run: PipelineRun) -> dict[str, Any]:
-        """What a step under one schedule takes, as plain values."""
+        """Time and memory of a step under one schedule, as plain values."""
         return {
             "step_us": run.step_us,
             "bubble": run.bubble,
@@ -173,7 +173,7 @@ class PipelinePlan:
         }
 
     def as_json(self) -> dict[str, Any]:
-        """The same as plain values."""
+        """The plan as plain values."""
         return {
             "micro_batches": self.micro_batches,
             "schedule": self.schedule,
@@ -202,10 +202,10 @@ def check_schedule(schedule: str | None, ranks: int, stages: int, micro_batches:
     Args:
         schedule: its name; None: Interleaved1F1B with several stages on a rank, else 1F1B, or GPipe if there are too
             few micro-batches for that.
-        ranks, stages, micro_batches: of the pipeline.
+        ranks, stages, micro_batches: numbers of the pipeline.
 
     Raises:
-        ValueError: torch cannot run it on so many stages and micro-batches.
+        ValueError: torch cannot run it with these numbers.
     """
     usual = ["Interleaved1F1B"] if stages > ranks else ["1F1B", "GPipe"]
     possible = [name for name in usual if not why_not(name, ranks, stages, micro_batches)]
@@ -217,6 +217,6 @@ def check_schedule(schedule: str | None, ranks: int, stages: int, micro_batches:
 
 
 def added(one: dict[str, AxisTraffic], other: dict[str, AxisTraffic], times: int = 1) -> dict[str, AxisTraffic]:
-    """Traffic by axis of one and, so many times, of another."""
+    """Traffic by axis: one plus `times` times the other."""
     axes: Iterable[str] = dict.fromkeys((*one, *other))
     return {axis: one.get(axis, AxisTraffic()) + other.get(axis, AxisTraffic()).times(times) for axis in axes}

@@ -1,4 +1,4 @@
-"""A step of a pipeline on the simulator: its time, its bubble, and what each rank holds at its peak."""
+"""A simulated step of a pipeline: its time, its bubble, and the peak memory of each rank."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from zgraph.torch_compat.groups import stages_hold_messages
 
 @dataclass(frozen=True, kw_only=True)
 class SplitCost:
-    """What the backwards of one stage take where they come in two halves: of inputs, and of weights.
+    """Costs of one stage's backwards in two halves: gradients of inputs, then of weights.
 
     Attributes:
-        inputs_us, weights_us: [micro_batches] time of each.
-        left_bytes: what one micro-batch keeps from its first half to its second.
-        closing_kept_bytes: those of a `StageCost` that stay behind the last first half, for the last second half.
-        inputs_peak_bytes: most that one holds while its first half runs, with what it has saved.
-        first_peak_bytes, weights_peak_bytes, closing_peak_bytes: of the second half, as those of the whole backward of
-            a `StageCost`, with what the first one has left.
+        inputs_us, weights_us: [micro_batches] time of each half.
+        left_bytes: bytes that one micro-batch keeps from its first half to its second.
+        closing_kept_bytes: the part of `StageCost.closing_kept_bytes` that stays until the last second half.
+        inputs_peak_bytes: most bytes of a micro-batch while its first half runs, including its saved values.
+        first_peak_bytes, weights_peak_bytes, closing_peak_bytes: peaks of the second half, defined like those of the
+            whole backward in `StageCost`, including `left_bytes`.
     """
 
     inputs_us: tuple[float, ...]
@@ -34,27 +34,27 @@ class SplitCost:
 
 @dataclass(frozen=True, kw_only=True)
 class StageCost:
-    """What the micro-batches of one stage take, in the order in which they run.
+    """Costs of one stage's micro-batches, in the order in which they run.
 
     Attributes:
-        forward_us, backward_us: [micro_batches] time of each.
-        send_us: time in which an activation reaches the next stage, and its gradient comes back.
-        resting_bytes: parameters, buffers and the optimizer's state.
-        gradient_bytes: `.grad`, from the first backward on.
-        own_gradient_bytes: those of them that are this rank's own until the last backward takes them, to reduce them.
-        waiting_bytes: sums of gradients that wait to be reduced, from the first backward to the last.
-        kept_bytes: gathered parameters that stay from the first forward on.
-        closing_kept_bytes: those of them that stay behind the last forward, until the last backward.
-        saved_bytes: what one micro-batch keeps from its forward to its backward.
-        forward_peak_bytes, backward_peak_bytes: most that one holds while it runs, with what it saves.
-        first_peak_bytes, closing_peak_bytes: the same of the first backward, with the sums that it leaves, and of the
-            last one, with the parameters and the sums that it finds; a single backward is the last one.
-        left_bytes: what one micro-batch has sent, activations and gradients. torch's schedules hold it until they wait
-            for the messages: at the end of the step, 1F1B before the next ones, but for the last activation that a
-            rank has sent before its first backward.
-        left_activation_bytes: the activation among that.
-        buffer_bytes: in which torch's stage receives activations and gradients, and the outputs that it returns.
-        split: of backwards in two halves; None: they run whole where the gradients of inputs are wanted.
+        forward_us, backward_us: [micro_batches] time of each forward and backward.
+        send_us: time to send an activation to the next stage; the same for its gradient on the way back.
+        resting_bytes: bytes of parameters, buffers and the optimizer's state.
+        gradient_bytes: bytes of `.grad`, from the first backward on.
+        own_gradient_bytes: the part of `gradient_bytes` that holds this rank's own sums until the last backward.
+        waiting_bytes: bytes of gradient sums that wait to be reduced, from the first backward to the last.
+        kept_bytes: bytes of gathered parameters that are kept from the first forward on.
+        closing_kept_bytes: the part of `kept_bytes` that stays after the last forward, until the last backward.
+        saved_bytes: bytes that one micro-batch keeps from its forward to its backward.
+        forward_peak_bytes, backward_peak_bytes: most bytes of a micro-batch while it runs, including saved values.
+        first_peak_bytes: the same for the first backward, including the sums that it leaves.
+        closing_peak_bytes: the same for the last backward, including the parameters and sums that it finds. A single
+            backward is the last one.
+        left_bytes: send buffers of one micro-batch, for activation and gradient. torch's schedules hold them until the
+            end of the step; 1F1B until its next sends, except the last activation sent before the first backward.
+        left_activation_bytes: the activation's part of `left_bytes`.
+        buffer_bytes: torch's receive buffers for activations and gradients, and the outputs that the stage returns.
+        split: costs of backwards in two halves; None: the whole backward runs in place of the first half.
     """
 
     forward_us: tuple[float, ...]
@@ -77,7 +77,7 @@ class StageCost:
     split: SplitCost | None = None
 
     def us(self, action: Action, *, splits: bool) -> float:
-        """Time of an action under a schedule that splits backwards, or does not."""
+        """Time of an action; `splits` tells whether the schedule splits backwards."""
         if action.kind == "forward":
             return self.forward_us[action.micro_batch]
         if not splits or self.split is None:
@@ -88,7 +88,7 @@ class StageCost:
 
 @dataclass(frozen=True, slots=True)
 class TimedAction:
-    """When a rank does what is next in its order, in microseconds from the beginning of the step."""
+    """Begin and end of an action on a rank, in microseconds from the beginning of the step."""
 
     rank: int
     action: Action
@@ -101,11 +101,11 @@ class PipelineRun:
     """A step under one schedule.
 
     Attributes:
-        schedule: its name.
-        actions: of all ranks; those of one rank in its order.
-        step_us: until the last rank is done.
+        schedule: name of the schedule.
+        actions: actions of all ranks; those of one rank are in order.
+        step_us: time until the last rank is done.
         busy_us: [ranks] time in which each runs forwards and backwards.
-        peak_bytes: [ranks] most that each holds, with what rests there.
+        peak_bytes: [ranks] most bytes that each holds, including parameters and state.
         in_flight: [ranks] most micro-batches whose forward has run and whose backward has not, over all its stages.
     """
 
@@ -123,20 +123,20 @@ class PipelineRun:
 
 
 def simulate_pipeline(schedule: str, ranks: int, costs: Sequence[StageCost]) -> PipelineRun:
-    """Run the order of a schedule.
+    """Simulate a step under a schedule.
 
-    Ranks start what is next in their order as soon as its input has arrived; sending takes time on the link alone, one
-    message after the other in each direction.
+    Each rank starts its next action as soon as the input has arrived. Sending occupies only the link, one message after
+    the other in each direction.
 
     Args:
         schedule: one of `schedules_for` these numbers.
-        ranks: of the pipeline.
-        costs: of each stage.
+        ranks: number of ranks in the pipeline.
+        costs: cost of each stage.
     """
     order = order_of(schedule, ranks, len(costs), len(costs[0].forward_us))
     places = ranks_of(schedule, ranks, len(costs))
-    free = [0.0] * ranks  # when each rank has done what it has begun
-    links: dict[tuple[int, int], float] = {}  # when each has sent what it was given, by sender and receiver
+    free = [0.0] * ranks  # when each rank becomes free
+    links: dict[tuple[int, int], float] = {}  # when each becomes free, by sender and receiver
     arrived: dict[Action, float] = {}
     done: list[TimedAction] = []
     busy, position = [0.0] * ranks, [0] * ranks
@@ -169,13 +169,13 @@ def simulate_pipeline(schedule: str, ranks: int, costs: Sequence[StageCost]) -> 
 
 
 def rank_memory(schedule: str, rank: int, ranks: int, costs: Sequence[StageCost]) -> tuple[int, int]:
-    """Most that a rank holds, with what rests there, and most micro-batches in flight over all its stages.
+    """Most bytes that a rank holds, including parameters and state, and most micro-batches in flight on it.
 
     Args:
         schedule: one of `schedules_for` these numbers.
-        rank: of the pipeline.
-        ranks: how many it has.
-        costs: of each stage.
+        rank: rank in the pipeline.
+        ranks: number of ranks in the pipeline.
+        costs: cost of each stage.
     """
     order = order_of(schedule, ranks, len(costs), len(costs[0].forward_us))[rank]
     places = ranks_of(schedule, ranks, len(costs))
@@ -183,7 +183,7 @@ def rank_memory(schedule: str, rank: int, ranks: int, costs: Sequence[StageCost]
 
 
 def _needs(action: Action, stages: int) -> Action | None:
-    """The action of another stage whose result this one takes."""
+    """The action of another stage whose result this one needs."""
     if action.kind == "weights":
         return None
     if action.kind == "forward":
@@ -198,7 +198,7 @@ def _arrival(
     costs: Sequence[StageCost],
     links: dict[tuple[int, int], float],
 ) -> float:
-    """When the result of an action is where it is needed next."""
+    """When the result of an action arrives where it is needed next."""
     other = action.stage + {"forward": 1, "backward": -1, "weights": len(costs)}[action.kind]
     if not 0 <= other < len(costs) or places[other] == places[action.stage]:
         return ended
@@ -208,7 +208,7 @@ def _arrival(
 
 
 def _beside(cost: StageCost, number: int, places: Sequence[int]) -> StageCost:
-    """Cost of a stage whose neighbours may lie on the same rank: what they get takes the place of a buffer's."""
+    """Cost of a stage whose neighbours may be on the same rank, so that its results replace their receive buffers."""
     has_next = number + 1 < len(places) and places[number + 1] == places[number]
     has_previous = number > 0 and places[number - 1] == places[number]
     activation = cost.left_activation_bytes if has_next else 0
@@ -220,12 +220,12 @@ def _beside(cost: StageCost, number: int, places: Sequence[int]) -> StageCost:
         return beside
     if number + 1 < len(places) and not has_next:
         beside = _without_sent(beside)
-    # Of neighbours nothing is received.
+    # Nothing is received from a neighbour on the same rank.
     return replace(beside, buffer_bytes=cost.buffer_bytes - activation - gradient * len(cost.forward_us))
 
 
 def _without_sent(cost: StageCost) -> StageCost:
-    """Cost of a stage that holds an output no longer than until it is sent."""
+    """Cost of a stage that frees each output as soon as it is sent."""
     sent, split = cost.left_activation_bytes, cost.split
     return replace(
         cost,
@@ -272,7 +272,7 @@ def _memory(
                 held -= cost.closing_kept_bytes - split.closing_kept_bytes if is_last else 0
                 continue
         elif split is None:
-            continue  # that of the inputs was the whole
+            continue  # the whole backward has run already
         else:
             held -= split.left_bytes
         of_all: StageCost | SplitCost = cost if split is None else split
@@ -287,7 +287,7 @@ def _memory(
         held += cost.left_bytes if holds_sent and split is None else 0
         held += 0 if turn else cost.gradient_bytes
         if not holds_sent and first - 2 < len(cost.forward_us) - first:
-            # torch's loop of 1F1B has the last message of its warm-up at hand until all forwards have run.
+            # torch's loop of 1F1B holds the last message of its warm-up until all forwards have run.
             held += cost.left_activation_bytes if turn == first - 2 else 0
             held -= cost.left_activation_bytes if turn == len(cost.forward_us) - first and first > 1 else 0
     return peak, most

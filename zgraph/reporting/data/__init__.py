@@ -1,1 +1,1 @@
-"""What `report.json` holds, as plain dataclasses, and how texts and memory are taken down for it."""
+"""The content of `report.json` as plain dataclasses, and how texts and memory are recorded for it."""

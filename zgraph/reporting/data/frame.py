@@ -1,7 +1,7 @@
-"""What `report.json` holds of one compiled frame: plain columns, without tensors, graphs or clocks.
+"""The part of `report.json` for one compiled frame: plain columns, without tensors, graphs or clocks.
 
-A row of a table is the same position in each of its columns. Texts that come again and again are held once, in
-`FrameData.strings`, and columns hold their positions. docs/report-json.md explains every field.
+A row of a table is the same position in each of its columns. Repeated texts are stored once, in `FrameData.strings`,
+and columns hold their positions. docs/report-json.md explains every field.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 
 class Strings:
-    """Texts by number, in the order in which they were first met."""
+    """Texts by number, in the order of their first use."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -45,11 +45,11 @@ class NodeColumns:
     Attributes:
         line: position in the lines, which have the name.
         op, target, shape, dtype, stride, module, source: positions in the strings; a contiguous stride is "".
-        parameters: that the node works for: position of their names, joined by ", ".
-        bytes: of what the node yields.
-        storage: memory class of the storage it lies in.
-        lane: position in the lanes; -1: takes no time.
-        cost_us, start_us, end_us, exposed_us: predicted; None: the pipeline has no target.
+        parameters: position in the strings of the names, joined by ", ", of the parameters that the node works for.
+        bytes: size of the node's result.
+        storage: memory class of the result's storage.
+        lane: position in the lanes; -1: the node takes no time.
+        cost_us, start_us, end_us, exposed_us: predictions; None: the pipeline has no target.
         inputs: positions of the nodes it reads; users are the inverse.
     """
 
@@ -74,15 +74,15 @@ class NodeColumns:
 
 @dataclass(kw_only=True)
 class CollectiveColumns:
-    """Collectives of a final graph in program order, which is that of their numbers.
+    """Collectives of a final graph, numbered in program order.
 
     Attributes:
         node, wait: positions of the start, and of the first wait; -1: waited for in another graph, or not lowered.
-        kind, group, dtype, codec, reason: positions in the strings; a codec is "" where numbers travel as they are.
-        group_size: ranks.
-        payload_bytes, sent_bytes, received_bytes: of this rank.
+        kind, group, dtype, codec, reason: positions in the strings; the codec is "" if numbers are sent uncompressed.
+        group_size: number of ranks in the group.
+        payload_bytes, sent_bytes, received_bytes: bytes of this rank.
         parameters: positions in the frame's table of parameters.
-        predicted_us, exposed_us: None as of nodes.
+        predicted_us, exposed_us: predictions; None: the pipeline has no target.
     """
 
     node: list[int] = field(default_factory=list[int])
@@ -109,9 +109,9 @@ class GraphData:
         direction: "forward", "backward", "inference" or "step".
         nodes: its nodes.
         collectives: its collectives.
-        predicted_us, exposed_us: of one call; None: no target.
+        predicted_us, exposed_us: predicted times of one call; None: no target.
         critical: positions of the nodes on the critical path.
-        peak_bytes: of the graph alone, as `zgraph.explain` says it; None: could not be predicted.
+        peak_bytes: peak of this graph only, as shown by `zgraph.explain`; None: could not be predicted.
     """
 
     direction: str
@@ -127,15 +127,15 @@ class GraphData:
 
 @dataclass(kw_only=True)
 class StorageColumns:
-    """Storages of a step, in the order in which they come to be.
+    """Storages of a step, in the order of their creation.
 
     Attributes:
-        node: that makes it, by its position in the step.
-        bytes: as allocated.
-        first, last: positions at which it is alive, both included.
+        node: position in the step of the node that creates the storage.
+        bytes: allocated bytes.
+        first, last: first and last position at which it is alive.
         kind: position in the memory classes.
         space: position in the memory spaces.
-        held: 1 where somebody else holds it before and afterwards, so that it does not count.
+        held: 1 if it is held outside of the step before and afterwards, so that it does not count.
     """
 
     node: list[int] = field(default_factory=list[int])
@@ -152,15 +152,15 @@ class MemoryData:
     """Memory of one step of the frame, forward and then backward.
 
     Attributes:
-        directions: of the graphs whose nodes follow one another.
-        nodes: how many positions there are.
-        storages: that are alive at any time.
-        workspace_bytes: that each call takes beside storages while it runs.
-        held_bytes: of the inputs, which somebody else holds.
-        budget_bytes: that the step was planned for; None: no limit.
-        peak_bytes, peak_position: where the step holds most.
-        at_peak: positions of the storages that are alive there, the largest first.
-        unknown: nodes whose size only the data tells; they count nothing.
+        directions: directions of the graphs, in execution order.
+        nodes: number of positions.
+        storages: all storages that are alive at some position.
+        workspace_bytes: workspace of each call, in addition to storages.
+        held_bytes: size of the inputs, which are held outside of the step.
+        budget_bytes: budget that the step was planned for; None: no limit.
+        peak_bytes, peak_position: most bytes held by the step, and the position where they are held.
+        at_peak: positions of the largest storages alive at the peak, largest first.
+        unknown: nodes whose size depends on data; they count as 0.
     """
 
     directions: list[str]
@@ -180,9 +180,9 @@ class Totals:
     """A graph before or after a pass.
 
     Attributes:
-        sent_bytes: by this rank.
-        peak_bytes: of the graph alone.
-        predicted_us, exposed_us: of one call; None: no target.
+        sent_bytes: bytes that this rank sends.
+        peak_bytes: peak of this graph only.
+        predicted_us, exposed_us: predicted times of one call; None: no target.
     """
 
     nodes: int
@@ -197,12 +197,12 @@ class PassData:
     """One pass on one graph.
 
     Attributes:
-        options: of the pass, as it shows itself.
-        direction: of the graph; "joint" before the partition.
-        notes: what the pass had to say.
-        before, after: None where no dump was wanted.
-        hunks: what changed in the text: position in the text before, lines removed there, and the lines put there, as
-            runs of first and count.
+        options: repr of the pass, with its options.
+        direction: direction of the graph; "joint" before the partition.
+        notes: notes of the pass.
+        before, after: totals before and after the pass; None if passes were not recorded.
+        hunks: changes of the text, each as (position in the text before, number of lines removed, lines inserted as
+            runs of first and count).
     """
 
     name: str
@@ -220,14 +220,14 @@ class ParameterColumns:
     """Parameters that the frame reads.
 
     Attributes:
-        name: fully qualified.
-        shape, dtype, lifetime, codec, rests: positions in the strings; dtype is that at rest, and rests the memory it
-            rests in: "device", "host" or "disk".
+        name: fully qualified name.
+        shape, dtype, lifetime, codec, rests: positions in the strings. dtype is the dtype between steps; rests is the
+            memory space between steps: "device", "host" or "disk".
         zero_stage: 0 to 3; -1: unknown.
-        local_bytes: at rest on this rank.
-        collectives: that carry it, as (position of the graph in `FrameData.graphs`, position of the collective).
-        feedback_bytes: that error feedback keeps for it between steps, on this rank.
-        wire_bytes: its share of what they send: by elements, where they carry several.
+        local_bytes: bytes that this rank keeps between steps.
+        collectives: collectives that carry it, as (position in `FrameData.graphs`, position of the collective).
+        feedback_bytes: bytes of its error feedback that this rank keeps between steps.
+        wire_bytes: its share of the bytes sent by these collectives; if one carries several, in proportion to elements.
     """
 
     name: list[str] = field(default_factory=list[str])
@@ -251,12 +251,12 @@ class FrameData:
         frame: Dynamo's "frame/recompile".
         reason: the guard that failed, if the frame was compiled before.
         lowering: "inductor" or "fx".
-        from_step: optimizer step from which on these graphs run; before, others without some passes did.
+        from_step: first optimizer step that runs these graphs; earlier steps ran graphs without some passes.
         hardware: name, backend and memory of the machine that times are predicted for; None: no target.
-        lanes: names, as columns number them.
-        captured: by direction the lines of the graph before any pass, as runs of first and count.
-        passes: in the order in which they ran.
-        seconds: of the passes, in their order: by the clock, and so not part of report.json.
+        lanes: names of the lanes, numbered in the columns.
+        captured: by direction, the lines of the graph before any pass, as runs of first and count.
+        passes: passes in execution order.
+        seconds: measured time of each pass; not part of report.json, because it differs between runs.
     """
 
     frame: str

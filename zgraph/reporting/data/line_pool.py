@@ -1,4 +1,4 @@
-"""Texts of graphs after each pass: every line is held once, and a pass as what it changed."""
+"""Texts of graphs after each pass: every line is stored once, and each pass as its changes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Hunk = tuple[int, int, Runs]
 
 
 class LinePool:
-    """Lines by number. Two lines of one graph never share a number, equal ones of two graphs do."""
+    """Lines by number. Two lines of one graph never share a number; equal lines of two graphs do."""
 
     def __init__(self, strings: Strings) -> None:
         self.strings = strings
@@ -44,7 +44,7 @@ class LinePool:
 
 
 def runs_of(numbers: Sequence[int]) -> Runs:
-    """Numbers that follow one another as their first and how many: [4, 5, 6, 2] is [(4, 3), (2, 1)]."""
+    """Consecutive numbers as runs of first and count: [4, 5, 6, 2] becomes [(4, 3), (2, 1)]."""
     runs: Runs = []
     for number in numbers:
         if runs and number == sum(runs[-1]):
@@ -55,9 +55,9 @@ def runs_of(numbers: Sequence[int]) -> Runs:
 
 
 def hunks_between(before: Sequence[int], after: Sequence[int]) -> list[Hunk]:
-    """What to remove and put where, with as many lines kept as possible; no number may come twice in either.
+    """Removals and insertions that turn `before` into `after`, keeping the most lines; neither may repeat a number.
 
-    Lines kept are a longest run of increasing positions, found in n log n: a pass that moves nodes is the common case.
+    The kept lines are a longest increasing subsequence of positions, found in n log n, because most passes move nodes.
     """
     hunks: list[Hunk] = []
     old = new = 0
@@ -69,11 +69,11 @@ def hunks_between(before: Sequence[int], after: Sequence[int]) -> list[Hunk]:
 
 
 def _kept(before: Sequence[int], after: Sequence[int]) -> list[tuple[int, int]]:
-    """Positions in both of the lines that stay in place, by patience sorting."""
+    """Positions in `before` and `after` of the lines that stay in place, by patience sorting."""
     place_of = {number: place for place, number in enumerate(before)}
     pairs = [(place_of[number], place) for place, number in enumerate(after) if number in place_of]
-    ends: list[int] = []  # the least last position of a run of each length
-    last: list[int] = []  # which pair that is
+    ends: list[int] = []  # the least last position of a subsequence of each length
+    last: list[int] = []  # the pair at that position
     previous: list[int] = []
     for number, (old, _) in enumerate(pairs):
         length = bisect_left(ends, old)

@@ -1,4 +1,4 @@
-"""Memory of a step by what lives: the storages of the one memory model, each in a class that people know."""
+"""Memory of a step by class: assigns each storage of the memory model to a class that users know."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ LARGEST = 20  # storages that are listed at the peak
 class StorageClasses:
     """Memory classes of the values of one graph.
 
-    - parameters: inputs that a gather or a reduction of this rank's rows reads, their handles included;
-    - gathered: whole parameters, and what unpacks them;
-    - communication buffers: what is packed to be sent, and what arrives and has to be unpacked or summed;
-    - gradients: of parameters: what is to be reduced, and what a reduction has made;
+    - parameters: inputs read by a gather or a reduction of this rank's rows, including their handles;
+    - gathered: whole parameters, and the results of unpacking them;
+    - communication buffers: data packed for sending, and received data that must be unpacked or summed;
+    - gradients: gradients of parameters, before and after their reduction;
     - error feedback: errors of compressed reductions, while they are on the device;
-    - activations: everything else that compute makes, gradients of activations included;
-    - inputs: what the caller of the step holds besides.
+    - activations: all other results of compute, including gradients of activations;
+    - inputs: all other inputs, which the caller of the step holds.
 
     Args:
-        graph: with fake values.
-        direction: of the graph.
+        graph: graph with fake values.
+        direction: direction of the graph.
     """
 
     def __init__(self, graph: fx.Graph, direction: str) -> None:
         self.direction = direction
         self.found: dict[fx.Node, str] = {}
         self.sent: dict[fx.Node, None] = {}
-        with contextlib.suppress(Exception):  # of a graph that a pass has left half built
+        with contextlib.suppress(Exception):  # a pass may have left the graph half built
             self.sent = _before_reductions(graph) if direction == "backward" else {}
         for node in graph.nodes:
             try:
@@ -108,7 +108,7 @@ def _looks_at_argument(node: fx.Node) -> bool:
 
 
 def _start_behind(node: fx.Node) -> fx.Node | None:
-    """The start whose result a node looks at; None where it looks at something else."""
+    """The start whose result a node views; None if it views something else."""
     while _looks_at_argument(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node if nodes.is_start(node) else None
@@ -121,7 +121,7 @@ def _behind_reduction(node: fx.Node) -> bool:
 
 
 def _class_of_arrival(start: fx.Node) -> str:
-    """The class of what a collective yields: parameters themselves, or a buffer that they are copied out of."""
+    """The class of a collective's result: parameters or gradients themselves, or a buffer that they are copied from."""
     if not meta.parameters(start):
         return ACTIVATIONS  # a collective of the model's own
     if not nodes.is_gather(start):
@@ -137,7 +137,7 @@ def _class_of_arrival(start: fx.Node) -> str:
 
 
 def _before_reductions(graph: fx.Graph) -> dict[fx.Node, None]:
-    """Gradients of parameters: what the output or a reduction reads, directly or through views, casts and copies."""
+    """Gradients of parameters: nodes read by the output or a reduction, directly or through views, casts and copies."""
     found: dict[fx.Node, None] = {}
     pending = [
         source
@@ -163,13 +163,13 @@ def memory_data(
     classes: Mapping[Direction, StorageClasses],
     budget_bytes: int | None,
 ) -> MemoryData:
-    """A curve of a step as columns.
+    """The memory curve of a step as columns.
 
     Args:
-        curve: over the graphs in their order.
-        graphs: by direction.
-        classes: of each of them.
-        budget_bytes: that the step was planned for.
+        curve: memory curve over the graphs in their order.
+        graphs: graphs by direction.
+        classes: memory classes by direction.
+        budget_bytes: budget that the step was planned for.
     """
     numbers = {node: number for number, node in enumerate(curve.nodes)}
     found = {node: kind for each in classes.values() for node, kind in each.found.items()}
@@ -206,7 +206,7 @@ def _class_of_range(entry: LiveRange, number: int, ranges: Sequence[LiveRange], 
 
 
 def _beside_storages(curve: MemoryCurve) -> list[int]:
-    """What each call takes beside storages: the curve without them."""
+    """Workspace of each call: the memory curve minus the storages alive."""
     change = [0] * (len(curve.nodes) + 1)
     for entry in curve.ranges:
         if not entry.held and entry.space == DEVICE.name and entry.first >= 0:

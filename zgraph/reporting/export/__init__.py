@@ -1,1 +1,1 @@
-"""`report.json`, and the files of other tools that are made from it."""
+"""`report.json`, and the files for other tools that are made from it."""

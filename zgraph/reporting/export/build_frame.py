@@ -1,4 +1,4 @@
-"""What `report.json` will hold of a frame, from its plan: the same times and bytes that `zgraph.explain` shows."""
+"""Builds a frame's part of `report.json` from its plan, with the same times and bytes as `zgraph.explain`."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ def build_frame(
     lowering: str,
     recorder: PassRecorder | None = None,
 ) -> FrameData | None:
-    """The data of a frame, before lowering changes its graphs; None, with a warning, where it cannot be told.
+    """The data of a frame, before lowering changes its graphs; None, with a warning, if it cannot be built.
 
     Args:
-        plan: of the frame.
-        predictions: of its final graphs.
-        reports: of the same, in their order.
-        known: what is known of the parameters that the frame reads, by name.
-        lowering: of the compile.
-        recorder: what each pass did, where somebody wants to see it.
+        plan: plan of the frame.
+        predictions: predictions of its final graphs.
+        reports: reports of its final graphs, in order.
+        known: facts about the parameters that the frame reads, by name.
+        lowering: "inductor" or "fx".
+        recorder: record of each pass's changes; None if they were not recorded.
     """
     try:
         return _build(plan, predictions, reports, known, lowering, recorder)
-    except Exception:  # a report must not be what fails a compile
+    except Exception:  # a report must not fail a compile
         _log.warning("zgraph: nothing to report of frame %s", reports[0].frame if reports else "?", exc_info=True)
         return None
 
@@ -224,7 +224,7 @@ def _memory(
 
 
 def _curve(plan: FramePlan, graphs: Mapping[Direction, fx.Graph]) -> MemoryCurve:
-    """As budgets count it."""
+    """The memory curve of a step, as budgets count it."""
     if "forward" not in graphs:  # inference, a whole step
         (whole,) = graphs.values()
         return memory_curve(whole, agreed=True)
@@ -237,13 +237,13 @@ def rounded(us: float | None) -> float | None:
 
 
 def _us(us: float) -> float:
-    """To the nanosecond, whole numbers as such: they are shorter."""
+    """Round to the nanosecond; whole numbers become integers, which are shorter."""
     found = round(us, 3)
     return int(found) if found == int(found) else found
 
 
 def number_of(count: Any) -> int:
-    """A size as a number, by its hint where it is symbolic."""
+    """A size as a number; a symbolic size is replaced by its hint."""
     return size_hint(count)
 
 

@@ -1,7 +1,7 @@
 """A report as a Chrome trace, for ui.perfetto.dev and chrome://tracing.
 
-Each frame is a process, and a second one where it was measured; lanes are its threads. Forward comes first and backward
-behind it, as in a step. Arrows lead from each start to its wait, or where that does not block, to the next compute.
+Each frame is a process, and a second one if it was measured; lanes are its threads. Backward comes after forward, as in
+a step. Arrows lead from each start to its wait or, if that does not block, to the next compute.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ COMPUTE = "compute"
 
 
 def chrome_trace(document: Document) -> Document:
-    """All frames of a document; empty where nothing was predicted or measured."""
+    """The trace of all frames of a document; empty if nothing was predicted or measured."""
     return {"displayTimeUnit": "ns", "traceEvents": list(_events(document))}
 
 
@@ -39,13 +39,13 @@ def _named(kind: str, process: int, name: str, thread: int = 0) -> Event:
 
 
 class _Predicted:
-    """Events of one frame on the simulator."""
+    """Events of one frame as simulated."""
 
     def __init__(self, document: Document, frame: Document, process: int) -> None:
         self.document = document
         self.frame = frame
         self.process = process
-        self.threads: dict[tuple[str, int], int] = {}  # of each row of a lane
+        self.threads: dict[tuple[str, int], int] = {}  # thread of each row of a lane
         self.until: dict[tuple[str, int], float] = {}
         self.flows = 0
 
@@ -70,7 +70,7 @@ class _Predicted:
         why = {
             node: self.frame["strings"][reason] for node, reason in zip(columns["node"], columns["reason"], strict=True)
         }
-        slices: dict[int, tuple[int, float]] = {}  # thread and begin of what is drawn
+        slices: dict[int, tuple[int, float]] = {}  # thread and begin of each drawn node
         for row in rows:
             begin, end = offset + row["start_us"], offset + row["end_us"]
             if row["lane"] is None and end <= begin:
@@ -97,7 +97,7 @@ class _Predicted:
                 yield from self._flow(slices[start], slices[to], rows[start]["name"])
 
     def _thread(self, lane: str, begin: float, end: float) -> int:
-        """The thread of a lane; of several that run at once each has a row of its own."""
+        """The thread of a lane's row; nodes that run concurrently get rows of their own."""
         row = 0
         while self.until.get((lane, row), 0.0) > begin + 1e-3:  # times are rounded to the nanosecond
             row += 1
@@ -111,7 +111,7 @@ class _Predicted:
         yield common | {"ph": "f", "bp": "e", "tid": target[0], "ts": target[1]}
 
     def _memory(self, begins: Sequence[float]) -> Iterator[Event]:
-        """A counter of what lives, whenever that changes."""
+        """A counter of the bytes alive by class, whenever they change."""
         classes = bytes_by_class(self.document, self.frame)
         last: Event | None = None
         for position, begin in enumerate(begins):
@@ -122,7 +122,7 @@ class _Predicted:
 
 
 def _measured(found: Sequence[Mapping[str, Any]], process: int) -> Iterator[Event]:
-    """One slice for each graph's call, and in it those that were blocked in a wait: medians over the calls."""
+    """A slice for each graph's call, and inside it a slice for each blocked wait: medians over the calls."""
     yield _named("thread_name", process, COMPUTE, 1)
     order = ("step", "forward", "inference", "backward")
     offset = 0.0

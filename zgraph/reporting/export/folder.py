@@ -1,4 +1,4 @@
-"""The folder of a report: for each rank and frame `report.json`, and what other tools read, made from it alone."""
+"""The folder of a report: for each rank and frame `report.json`, and files for other tools made only from it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Exporter = Callable[[Document], str]
 
 @dataclass(frozen=True)
 class About:
-    """Who writes a report; see `document_of`."""
+    """The rank that writes a report; see `document_of` for the fields."""
 
     rank: int
     world_size: int
@@ -45,22 +45,22 @@ class About:
 
 
 def report(model: nn.Module, directory: str | Path) -> Path:
-    """Write what is known of a compiled model to a folder: `zgraph.report(model, "out/")` after the first step.
+    """Write the report of a compiled model to a folder: `zgraph.report(model, "out/")` after the first step.
 
-    For each frame that this rank has compiled `rank<r>/frame_<id>/` has the page `index.html`, `report.json`,
-    `times.json` with what `zgraph.measure` has found, and a trace for ui.perfetto.dev. What each pass has changed is in
-    it if the model was compiled with `options={"dump": ...}` or a report that keeps passes.
+    For each frame that this rank has compiled, `rank<r>/frame_<id>/` has the page `index.html`, `report.json`,
+    `times.json` with the results of `zgraph.measure`, and a trace for ui.perfetto.dev. The report has the changes of
+    each pass if the model was compiled with `options={"dump": ...}` or a report that keeps passes.
     A folder that is full or cannot be written costs a warning.
 
     Args:
-        model: what `zgraph.shard` returned, or what torch.compile made of it.
-        directory: where the ranks' folders go.
+        model: module returned by `zgraph.shard` or `torch.compile`.
+        directory: parent of the ranks' folders.
 
     Returns:
         The folder of this rank.
 
     Raises:
-        ZgraphError: it was not sharded, or nothing has been compiled.
+        ZgraphError: the model was not sharded, or nothing has been compiled.
     """
     found = report_of(model, "report")
     return write_report(Path(directory), found)
@@ -69,13 +69,13 @@ def report(model: nn.Module, directory: str | Path) -> Path:
 def write_report(
     directory: Path, found: Report, optimizer_bytes: int | None = None, world_size: int | None = None
 ) -> Path:
-    """Write the folders of all frames of a report; what cannot be written costs a warning.
+    """Write the folders of all frames of a report; a folder that cannot be written causes only a warning.
 
     Args:
-        directory: where the ranks' folders go.
-        found: of the compile.
-        optimizer_bytes: of the optimizer's state on this rank, where that is known.
-        world_size: of a cluster that was only planned for; None: of this process's group.
+        directory: parent of the ranks' folders.
+        found: report of the compile.
+        optimizer_bytes: size of the optimizer's state on this rank; None: unknown.
+        world_size: number of ranks of a planned cluster; None: that of this process's group.
     """
     rank, found_size = rank_and_world()
     about = About(rank, world_size or found_size, optimizer_bytes)
@@ -89,11 +89,11 @@ def write_report(
 def write_pipeline(folder: Path, plan: Mapping[str, Any]) -> None:
     """Add the plan of a pipeline to a rank's folder, and a page that shows it above all frames of its stages.
 
-    A folder that cannot be written costs a warning.
+    A folder that cannot be written causes only a warning.
 
     Args:
-        folder: of a rank, as `write_report` returns it.
-        plan: by `pipeline_document`.
+        folder: folder of a rank, returned by `write_report`.
+        plan: plan as returned by `pipeline_document`.
     """
     try:
         _write(folder, [(PIPELINE, to_json({"format": f"{FORMAT}-pipeline", "version": VERSION, **plan}))])
@@ -103,7 +103,7 @@ def write_pipeline(folder: Path, plan: Mapping[str, Any]) -> None:
 
 
 def write_frame(directory: Path, frame: FrameData, found: Report, about: About | None = None) -> bool:
-    """Write the folder of one frame; whether that worked. A folder that cannot be written costs a warning."""
+    """Write the folder of one frame and return True; return False, with a warning, if it cannot be written."""
     about = about or About(*rank_and_world())
     folder = folder_of(directory, about.rank, frame.frame)
     try:
@@ -113,8 +113,8 @@ def write_frame(directory: Path, frame: FrameData, found: Report, about: About |
         )
         folder.mkdir(parents=True, exist_ok=True)
         _write(folder, [(REPORT, to_json(document)), (TIMES, to_json(times))])
-        _write(folder, files_of(load(folder / REPORT)))  # as whoever has only the folder would make them
-    except Exception as error:  # a report must not be what ends a training run
+        _write(folder, files_of(load(folder / REPORT)))  # equal to files made from the folder later
+    except Exception as error:  # a report must not end a training run
         _log.warning("zgraph: cannot write the report to %s: %s", folder, error)
         return False
     return True
@@ -126,7 +126,7 @@ def _write(folder: Path, files: Iterable[tuple[str, str]]) -> None:
 
 
 def folder_of(directory: Path, rank: int, frame: str) -> Path:
-    """Where the files of one compiled frame go; no two ranks share one."""
+    """Folder for the files of one compiled frame; no two ranks share one."""
     return directory / f"rank{rank}" / f"frame_{frame.replace('/', '_')}"
 
 
@@ -134,7 +134,7 @@ def files_of(document: Document) -> Iterator[tuple[str, str]]:
     """Names and texts of the page and of the trace; one that cannot be made is left out, with a warning.
 
     Args:
-        document: of one frame, with its times if there are any.
+        document: document of one frame, with its times if there are any.
     """
     makers: dict[str, Exporter] = {
         PAGE: page_text,
@@ -149,7 +149,7 @@ def files_of(document: Document) -> Iterator[tuple[str, str]]:
 
 
 def trace_graphs(frame: FrameData) -> None:
-    """Add the final graphs and the report to torch's structured trace, for tlparse, where TORCH_TRACE is on."""
+    """Add the final graphs and the report to torch's structured trace for tlparse, if TORCH_TRACE is on."""
     try:
         for graph in frame.graphs:
             trace_artifact(

@@ -1,4 +1,4 @@
-"""The table of parameters: how each lies, what carries it, in how many bytes."""
+"""The table of parameters: how each is stored, the collectives that carry it, and their bytes."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from zgraph.tiers.tier import DEVICE
 
 @dataclass(frozen=True, kw_only=True)
 class KnownParameter:
-    """A parameter as the markers of a captured graph tell of it.
+    """A parameter as described by the markers of a captured graph.
 
     Attributes:
-        shape: of the whole; None: no marker does.
+        shape: unsharded shape; None: no marker has it.
         zero_stage: 0 to 3; -1: unknown.
-        dtype, local_bytes, rests: of what this rank keeps between steps.
+        dtype, local_bytes, rests: dtype, size and memory space of the part that this rank keeps between steps.
     """
 
     shape: tuple[int, ...] | None = None
@@ -42,7 +42,7 @@ def known_parameters(captured: fx.Graph, names: Iterable[str]) -> dict[str, Know
 
     Args:
         captured: the graph before any pass, whose markers have the parameters' names.
-        names: of the parameters.
+        names: names of the parameters.
     """
     found = dict.fromkeys(names, KnownParameter())
     for marker in nodes.call_functions(captured, nodes.is_marker):
@@ -66,14 +66,14 @@ def known_parameters(captured: fx.Graph, names: Iterable[str]) -> dict[str, Know
 
 
 def _rests(at_rest: fx.Node) -> str:
-    """The memory of the input that a marker reads, which a module on a GPU may have copied or cast before."""
+    """The memory space of a marker's input, before a module on a GPU may have copied or cast it."""
     while at_rest.op != "placeholder" and at_rest.all_input_nodes:
         at_rest = at_rest.all_input_nodes[0]
     return str(meta.space(at_rest) or DEVICE)
 
 
 def feedback_bytes(graphs: Iterable[fx.Graph]) -> dict[str, int]:
-    """What error feedback keeps on this rank from step to step for each parameter, once it has run."""
+    """Bytes of error feedback that this rank keeps from step to step for each parameter, once it has run."""
     found: dict[str, int] = {}
     for graph in graphs:
         for node in nodes.call_functions(graph, lambda node: nodes.is_quantize(node) or nodes.is_low_rank_left(node)):
@@ -83,7 +83,7 @@ def feedback_bytes(graphs: Iterable[fx.Graph]) -> dict[str, int]:
 
 
 def _kept_by(node: fx.Node) -> list[Mapping[str, tuple[tuple[int, ...], torch.dtype]]]:
-    """Shapes and dtypes that the method keeps, for each parameter of a compressed reduction."""
+    """Shapes and dtypes of the tensors that the method keeps for each parameter of a compressed reduction."""
     if nodes.is_low_rank_left(node):
         layout = LowRankArgs.of(node).layout
         return [
@@ -106,7 +106,7 @@ def parameter_columns(
 
     Args:
         known: the parameters, in order.
-        reports: of the frame's graphs.
+        reports: reports of the frame's graphs.
         graphs: the same graphs' columns.
         feedback: bytes that error feedback keeps, by name.
         strings: texts by number.

@@ -1,4 +1,4 @@
-"""Reads what `report_json` has written: the document of a folder, its frames and ranks put together, and its texts."""
+"""Reads the files of `report_json`: the document of a folder, with its frames and ranks merged, and its texts."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ TIMED = ("cost_us", "start_us", "end_us", "exposed_us")
 def load(path: Path) -> Document:
     """The document of a report: of one frame's folder, or of all frames and ranks below a directory.
 
-    Frames are those of the lowest rank, and so is the plan of a pipeline, where there is one. Every entry of `ranks`
-    has the `times` of its rank, where there are any, and the document those of the rank that is shown.
+    Frames, and the plan of a pipeline if there is one, are those of the lowest rank. Every entry of `ranks` has the
+    `times` of its rank if they exist, and the document has those of the lowest rank.
 
     Raises:
-        ZgraphError: a report is missing, or of a version that is not known here.
+        ZgraphError: a report is missing, or its version is unknown.
     """
     files = sorted(path.rglob(REPORT), key=_by_numbers) if path.is_dir() else [path]
     documents = [_load_one(file) for file in files]
@@ -42,7 +42,7 @@ def load(path: Path) -> Document:
 
 
 def _by_numbers(path: Path) -> list[Any]:
-    """frame_2 before frame_10."""
+    """Sort key that puts frame_2 before frame_10."""
     return [[int(part) if part.isdigit() else part for part in re.split(r"(\d+)", piece)] for piece in path.parts]
 
 
@@ -69,14 +69,14 @@ def _load_one(file: Path) -> Document:
 
 
 def _merge(documents: Sequence[Document]) -> Document:
-    """Documents of one rank's frames as one."""
+    """Merge the documents of one rank's frames."""
     first, *others = documents
     for other in others:
         first["frames"] += other["frames"]
         first["ranks"][0]["graphs"] += other["ranks"][0]["graphs"]
         if "times" in other:
             times = first.setdefault("times", {**other["times"], "passes": {}, "measured": []})
-            times["phases"] = other["times"]["phases"]  # each has all up to its own compile
+            times["phases"] = other["times"]["phases"]  # each document has the phases up to its own compile
             times["passes"] |= other["times"]["passes"]
             times["measured"] += other["times"]["measured"]
     first["at_rest"] |= at_rest(first)
@@ -98,12 +98,12 @@ def names_of(frame: Document, graph: Document) -> list[str]:
 
 
 def unrolled(runs: Sequence[Sequence[int]]) -> list[int]:
-    """Lines of runs, one by one."""
+    """The lines of runs as a list."""
     return [number for first, count in runs for number in range(first, first + count)]
 
 
 def texts_of(frame: Document, direction: str) -> Iterator[tuple[Document | None, list[int]]]:
-    """The lines of a graph as captured, and then after each pass on it, with the pass."""
+    """The lines of a graph as captured (with None), then after each pass on it (with the pass)."""
     lines = unrolled(frame["captured"].get(direction, []))
     yield None, lines
     for entry in frame["passes"]:
@@ -117,7 +117,7 @@ def texts_of(frame: Document, direction: str) -> Iterator[tuple[Document | None,
 def bytes_by_class(document: Document, frame: Document) -> dict[str, list[int]]:
     """The memory curve of a frame's step: for each class its bytes at each position; they add up to the curve.
 
-    What calls take beside storages has a class of its own, "workspace".
+    The workspace of calls, in addition to storages, has a class of its own, "workspace".
     """
     memory, classes = frame["memory"], document["memory_classes"]
     storages = memory["storages"]
@@ -136,7 +136,7 @@ def bytes_by_class(document: Document, frame: Document) -> dict[str, list[int]]:
 
 
 def rows_of(document: Document, frame: Document, graph: Document) -> Iterator[dict[str, Any]]:
-    """A graph's nodes one by one, with texts in place of their numbers, and None for what is not predicted."""
+    """A graph's nodes one by one, with texts in place of their numbers, and None for times that are not predicted."""
     columns, strings, lanes = graph["nodes"], frame["strings"], frame["lanes"]
     for number, line in enumerate(columns["line"]):
         row: dict[str, Any] = {"position": number, "name": frame["lines"]["name"][line], "code": line_text(frame, line)}

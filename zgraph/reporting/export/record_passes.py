@@ -1,4 +1,4 @@
-"""Takes down what each pass did to each graph: the lines it changed, and nodes, bytes, peak and times around it."""
+"""Records what each pass did to each graph: the lines it changed, and nodes, bytes, peak and times before and after."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from zgraph.scheduling.simulate import simulate
 
 
 class PassRecorder:
-    """What the passes of one plan did.
+    """Record of what the passes of one plan did.
 
     Attributes:
-        pool: every line met.
-        captured: by direction the lines of the graph before any pass.
-        passes: one for each pass on each graph, in order.
+        pool: all lines of all graphs.
+        captured: by direction, the lines of the graph before any pass.
+        passes: one entry for each pass on each graph, in order.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class PassRecorder:
         self._totals: dict[str, Totals] = {}
 
     def observe(self, graph_pass: GraphPass | None, ctx: PassContext, graph: fx.Graph) -> None:
-        """A graph as captured, or as a pass has left it; never an exception."""
+        """Record a graph as captured, or after a pass; never raises."""
         direction = ctx.direction
         lines = self.pool.lines_of(graph)
         if graph_pass is None:
@@ -47,7 +47,7 @@ class PassRecorder:
         before = self._lines.get(direction, [])
         hunks = hunks_between(before, lines)
         was = self._totals.get(direction)
-        # What cannot be read in the lines, such as a tag, changes no time and no bytes.
+        # A change that the lines do not show, such as a tag, affects neither times nor bytes.
         totals = was if was is not None and not hunks else totals_of(graph, ctx)
         notes = [text for name, where, text in ctx.notes if (name, where) == (graph_pass.name, direction)]
         self.passes.append(
@@ -66,7 +66,7 @@ class PassRecorder:
 
 
 def unrecorded(runs: Iterable[PassRun], notes: Iterable[tuple[str, Direction, str]]) -> list[PassData]:
-    """What is known of the passes of a plan where nobody wanted to see the graphs between them."""
+    """The known facts about the passes of a plan if they were not recorded."""
     said = list(notes)
     return [
         PassData(
@@ -88,12 +88,12 @@ def _note(text: object) -> str:
 
 
 def options_text(graph_pass: GraphPass) -> str:
-    """The pass as it shows itself, without addresses, which would differ from run to run."""
+    """The repr of a pass, without addresses, which would differ from run to run."""
     return safely(lambda: re.sub(r" at 0x[0-9a-f]+", "", repr(graph_pass)), graph_pass.name)
 
 
 def totals_of(graph: fx.Graph, ctx: PassContext) -> Totals:
-    """Bytes, peak and predicted time of a graph between passes; what cannot be told is None."""
+    """Bytes, peak and predicted time of a graph between passes; unknown values are None."""
     found = Totals(nodes=len(graph.nodes), sent_bytes=0)
     try:
         found.sent_bytes = size_hint(sum(transfer.sent_bytes for transfer in transfers(graph)))
@@ -104,6 +104,6 @@ def totals_of(graph: fx.Graph, ctx: PassContext) -> Totals:
             timeline = simulate(list(graph.nodes), costs, ctx.sharing, storages=())  # the peak is known
             found.predicted_us = round(timeline.step_us, 3)
             found.exposed_us = round(sum(timeline.exposed_us.values()), 3)
-    except Exception:  # of a graph that a pass has left half built, or of values nobody knows
+    except Exception:  # the graph may be half built, or have unknown values
         pass
     return found

@@ -1,6 +1,6 @@
 """`report.json`: a versioned document of plain columns, the same bytes in every run; docs/report-json.md explains it.
 
-What a clock has measured lies in `times.json` beside it, so that two reports of one program are equal files.
+Measured times are in `times.json` next to it, so that two reports of one program are equal files.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def document_of(
     world_size: int,
     optimizer_bytes: int | None = None,
 ) -> Document:
-    """What `report.json` holds.
+    """The content of `report.json`.
 
     Args:
-        frames: compiled by this rank.
-        rank, world_size: of the process.
-        optimizer_bytes: of the optimizer's state on this rank; None: unknown.
+        frames: frames compiled by this rank.
+        rank, world_size: rank of the process, and number of ranks.
+        optimizer_bytes: size of the optimizer's state on this rank; None: unknown.
     """
     listed = list(frames)
     document: Document = {
@@ -63,7 +63,7 @@ def at_rest(document: Document) -> dict[str, int]:
         table = frame["parameters"]
         found[PARAMETERS] |= dict(zip(table["name"], table["local_bytes"], strict=True))
         found[FEEDBACK] |= {
-            name: max(count, found[FEEDBACK].get(name, 0))  # an evaluation's frame has none
+            name: max(count, found[FEEDBACK].get(name, 0))  # the frame of an evaluation has none
             for name, count in zip(table["name"], table["feedback_bytes"], strict=True)
         }
     return {kind: sum(counts.values()) for kind, counts in found.items()}
@@ -74,12 +74,12 @@ def times_of(
     seconds: Mapping[str, float],
     measured: Mapping[tuple[str, str], Measured],
 ) -> Document:
-    """What `times.json` holds: everything that a clock has measured.
+    """The content of `times.json`: all measured times.
 
     Args:
-        frames: compiled by this rank.
-        seconds: of the compile, by phase.
-        measured: under `zgraph.measure`, by frame and direction.
+        frames: frames compiled by this rank.
+        seconds: duration of the compile, by phase.
+        measured: measurements of `zgraph.measure`, by frame and direction.
     """
     return {
         "format": f"{FORMAT}-times",
@@ -93,12 +93,12 @@ def times_of(
 
 
 def to_json(document: Mapping[str, Any]) -> str:
-    """The document as compact text: sorted keys, and no character that a file could not hold."""
+    """The document as compact ASCII text with sorted keys."""
     return json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False) + "\n"
 
 
 def plain(value: Any, leave_out: Sequence[str] = ()) -> Any:
-    """A dataclass as dicts, lists and what JSON has besides; nothing is copied that need not be."""
+    """Convert dataclasses to dicts, lists and other JSON values; copies as little as possible."""
     if is_dataclass(value):
         return {each.name: plain(getattr(value, each.name)) for each in fields(value) if each.name not in leave_out}
     if isinstance(value, Mapping):
@@ -111,7 +111,7 @@ def plain(value: Any, leave_out: Sequence[str] = ()) -> Any:
 
 
 def _rows(frame: FrameData) -> list[Document]:
-    """What ranks are compared by: their predictions, not their graphs."""
+    """Predictions by which ranks are compared; graphs are left out."""
     return [
         {
             "frame": frame.frame,

@@ -1,1 +1,1 @@
-"""What each step took, and where that is written while a model trains."""
+"""Metrics of each training step, and writers for them."""

@@ -1,4 +1,4 @@
-"""What a graph adds to the metrics of a step each time it runs."""
+"""The contribution of a compiled graph to the metrics of a step, each time it runs."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from zgraph.reporting.of_graph import GraphReport
 
 
 def called_graph(report: GraphReport, plan: FramePlan, budget_bytes: int | None) -> CalledGraph:
-    """A final graph of a frame.
+    """Describe a final graph of a frame for metrics.
 
     Args:
-        report: of the graph.
-        plan: of the frame, before lowering changes its graphs.
-        budget_bytes: that its steps have to keep; None: no limit.
+        report: report of the graph.
+        plan: plan of the frame, before lowering changes its graphs.
+        budget_bytes: budget of its steps; None: no limit.
     """
     return CalledGraph(
         frame=report.frame,
@@ -32,7 +32,7 @@ def called_graph(report: GraphReport, plan: FramePlan, budget_bytes: int | None)
 
 
 def called_in_warm_up(backward: fx.Graph, final: CalledGraph) -> CalledGraph:
-    """The backward of the steps of warm-up, whose peak alone nobody has predicted."""
+    """Describe the backward of warm-up steps, whose own peak is not predicted."""
     return CalledGraph(
         frame=final.frame,
         direction=final.direction,

@@ -1,4 +1,4 @@
-"""The norm of error-feedback state: how much compression still owes."""
+"""The norm of error-feedback state: the total error of compression that has not been sent yet."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from zgraph.runtime.error_feedback import Feedback
 
 @torch.no_grad()
 def error_norm(feedbacks: Iterable[Feedback]) -> Tensor | None:
-    """The 2-norm of this rank's errors together, a tensor without dims; nothing communicates or waits.
+    """The 2-norm of all errors of this rank as a 0-d tensor, without communication or waiting.
+
+    None if there are no errors, or if one kept on the host may still be in flight from a device.
 
     Args:
-        feedbacks: of all parameters. None is returned where none keeps an error, or where one that is kept on the host
-            may still be on its way there from a device.
+        feedbacks: feedbacks of all parameters.
     """
     norms: list[Tensor] = []
     for feedback in feedbacks:

@@ -1,4 +1,4 @@
-"""`zgraph.Metrics`: what each training step took, while a model trains."""
+"""`zgraph.Metrics`: time, bytes and memory of each step, while a model trains."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Span = tuple[Any, Any]
 
 
 class Metrics:
-    """Says of each training step what it took, and has it written; `step` is called at the end of each.
+    """Collects metrics of each training step and passes them to writers; call `step` at the end of each step.
 
         metrics = zgraph.Metrics(model, writers=[zgraph.metrics.JsonLines("run.jsonl")])
         for x, y in batches:
@@ -42,20 +42,20 @@ class Metrics:
             metrics.step(tokens=x.numel(), grad_norm=norm)
         metrics.close()
 
-    Nothing is communicated and no device is waited for: each rank speaks for itself, and on an accelerator a step is
-    written once it has ended there, usually when the next one ends. Bytes and waits are those of compiled graphs. On
-    CUDA the allocator's peak statistics are reset at each step.
+    It never communicates or waits for a device: values are those of this rank, and on an accelerator a step is written
+    once it has ended there, usually when the next step ends. Bytes and waits are those of compiled graphs. On CUDA the
+    allocator's peak statistics are reset at each step.
 
-    Make it after `zgraph.shard`, just before the first step, which begins then.
+    Create it after `zgraph.shard`, just before the first step: that step's time starts at its creation.
 
     Args:
-        model: what `zgraph.shard` or `torch.compile` returned. Of one that was not sharded, only times and what you
-            pass are known.
-        writers: such as `zgraph.metrics.JsonLines`. One that fails is warned about, and not used again.
-        error_norm_every: steps between two norms of the error-feedback state, each of which reads all of it; 0: never.
+        model: module returned by `zgraph.shard` or `torch.compile`. If it was not sharded, only times and the values
+            passed to `step` are known.
+        writers: writers such as `zgraph.metrics.JsonLines`. One that fails causes a warning, and is not used again.
+        error_norm_every: steps between two norms of the error-feedback state; each norm reads all of it. 0: never.
 
     Attributes:
-        last: newest step whose values are known; None: none yet.
+        last: values of the newest step that has them; None if there is none yet.
     """
 
     last: StepValues | None
@@ -93,18 +93,18 @@ class Metrics:
         self._begun = now(self._device)
 
     def step(self, *, tokens: int | None = None, grad_norm: Number | None = None, **own: Number) -> None:
-        """End a step, and write those before it whose values are known by now.
+        """End a step, and write all steps whose values are known by now.
 
         Tensors are read once their device has computed them; no step waits for that.
 
         Args:
-            tokens: that this rank, or all of them if you like, has trained on in the step.
-            grad_norm: what `clip_grad_norm_` has returned: norms are not computed a second time.
-            own: numbers of your own to write beside, such as `loss=loss`.
+            tokens: number of tokens of the step, of this rank or of all ranks.
+            grad_norm: result of `clip_grad_norm_`; norms are not computed a second time.
+            own: additional numbers to write, such as `loss=loss`.
 
         Raises:
-            ValueError: a value is not one number, or would have to be exchanged to be known.
-            ZgraphError: the model was sharded after this was made, or `close` was called.
+            ValueError: a value is not a single number, or is spread over ranks.
+            ZgraphError: the model was sharded after this was created, or `close` was called.
         """
         self._check(tokens, own)
         given = {name: _local(name, value) for name, value in own.items()}
@@ -137,7 +137,7 @@ class Metrics:
 
     @contextmanager
     def pause(self) -> Generator[None]:
-        """Leave out what runs inside of the `with`, such as an evaluation, from the step around it."""
+        """Exclude the code inside the `with`, such as an evaluation, from the enclosing step."""
         if self._clock.paused:
             yield
             return
@@ -154,7 +154,7 @@ class Metrics:
             self._pauses.append((begin, now(self._device)))
 
     def close(self) -> None:
-        """Write the last steps, for which the device is waited for, and close the writers; graphs run as before."""
+        """Wait for the device, write the last steps and close the writers; graphs are no longer watched."""
         if not self._detach.alive:
             return
         if self._pending and self._device is not None:
@@ -176,10 +176,10 @@ class Metrics:
         return {"step": self._steps}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on counting where a checkpoint's run was.
+        """Continue counting steps from a checkpoint.
 
         Raises:
-            ValueError: it has no number of steps.
+            ValueError: the state has no number of steps.
         """
         step = state_dict.get("step")
         if not isinstance(step, int) or isinstance(step, bool) or step < 0:
@@ -208,7 +208,7 @@ class Metrics:
         return error_norm(_feedbacks_of(self._parameters))
 
     def _take_peak(self, profiled: bool) -> int | None:
-        """The allocator's peak since it was last taken; None where there is none, or somebody else resets it."""
+        """The allocator's peak since the last call; None without CUDA, or if `zgraph.measure` resets it."""
         if self._device is None or not is_gpu(self._device):
             return None
         peak_bytes = max(self._peak_bytes, module_of(self._device).max_memory_allocated(self._device))
@@ -223,7 +223,7 @@ class Metrics:
                 self._try(writer, lambda writer=writer, last=self.last: writer.write(last.step, last.as_dict()))
 
     def _try(self, writer: Writer, call: Any) -> None:
-        """Metrics must not be what ends a training run."""
+        """Call a writer; if it fails, warn and drop it, because metrics must not end a training run."""
         try:
             call()
         except Exception as error:
@@ -237,9 +237,9 @@ class _Step:
     """A step whose end the device may not have reached yet.
 
     Attributes:
-        values: those that are known already.
-        host: numbers by name.
-        names, coming: of those that come from the device, in memory of the host.
+        values: values that are known already.
+        host: numbers that the host has, by name.
+        names, coming: names of the numbers that come from the device, and the host tensor that they are copied to.
     """
 
     values: StepValues
@@ -295,7 +295,7 @@ def _feedbacks_of(parameters: Iterable[ShardedParam]) -> Iterator[Feedback]:
 
 
 def _graph_peak(calls: Sequence[CalledGraph], reports: Iterable[Report]) -> tuple[int | None, float | None]:
-    """The highest peak of these graphs, and the largest share of a budget."""
+    """The highest peak of the called graphs, and the largest share of a budget."""
     measured = {key: found.peak_bytes for report in reports for key, found in report.measured.items()}
     peaks: list[int | None] = []
     shares: list[float] = []
@@ -310,7 +310,7 @@ def _graph_peak(calls: Sequence[CalledGraph], reports: Iterable[Report]) -> tupl
 
 
 def _local(name: str, value: object) -> Number:
-    """A number, or a tensor of this rank with one element."""
+    """Check that a value is a number or a one-element tensor; return it, or its local tensor if it is replicated."""
     if isinstance(value, DTensor):
         if not all(placement.is_replicate() for placement in value.placements):
             raise ValueError(
@@ -330,7 +330,7 @@ def _local(name: str, value: object) -> Number:
 def _split(
     given: Mapping[str, Number], device: torch.device | None
 ) -> tuple[dict[str, float], list[str], Tensor | None]:
-    """The numbers that the host has; then the names of the others, and one tensor that they are copied to."""
+    """Return the numbers on the host by name, the names of the others, and one host tensor that they are copied to."""
     there = {
         name: value.reshape(()).to(device, torch.float32)
         for name, value in given.items()

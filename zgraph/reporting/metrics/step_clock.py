@@ -14,12 +14,12 @@ from zgraph.runtime.window_state import state_behind
 
 
 class KeptGather(NamedTuple):
-    """A gather that sends nothing where its window has gathered the parameter before.
+    """A gather that sends nothing if its window has already gathered the parameter.
 
     Attributes:
         handle: position of the parameter's handle among the graph's inputs.
-        dtype: that it gathers in.
-        sent_bytes: by this rank, if it sends.
+        dtype: dtype of the gathered parameter.
+        sent_bytes: bytes that this rank sends, if it sends.
     """
 
     handle: int
@@ -29,14 +29,14 @@ class KeptGather(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class CalledGraph:
-    """A compiled graph as it counts each time it runs.
+    """Facts about a compiled graph that are counted each time it runs.
 
     Attributes:
-        frame, direction: as `zgraph.explain` shows them.
-        sent_bytes: by this rank in one call, if all its gathers send.
-        kept_gathers: those of them that may not.
-        peak_bytes: predicted, without what is held outside of the graph; None: unknown.
-        frame_peak_bytes: predicted for a step of the frame, as budgets count; None: it has no budget.
+        frame, direction: frame and direction as in `zgraph.explain`.
+        sent_bytes: bytes that this rank sends in one call if all gathers send.
+        kept_gathers: gathers that may not send, because their window keeps the parameter.
+        peak_bytes: predicted peak, without memory held outside of the graph; None: unknown.
+        frame_peak_bytes: predicted peak of a step of the frame, as budgets count it; None: the frame has no budget.
         budget_bytes: most that a step of the frame may hold; None: no limit.
     """
 
@@ -59,11 +59,11 @@ class CalledGraph:
 
 @dataclass
 class Counted:
-    """What the compiled graphs of a model have done.
+    """Counts of the calls of a model's compiled graphs.
 
     Attributes:
-        calls: graphs in the order in which they were called.
-        sent_bytes: by this rank.
+        calls: called graphs, in call order.
+        sent_bytes: bytes sent by this rank.
         waits: begin and end of each wait: microseconds of the host, or events of the device.
         profiled: whether `zgraph.measure` ran one of them.
     """
@@ -75,11 +75,11 @@ class Counted:
 
 
 class StepClock:
-    """Counts what the compiled graphs of a model do.
+    """Counts the calls of a model's compiled graphs.
 
     Attributes:
-        counted: since `take` was last called.
-        paused: whether calls do not count at present.
+        counted: counts since the last call of `take`.
+        paused: whether calls are currently not counted.
     """
 
     def __init__(self) -> None:
@@ -87,13 +87,13 @@ class StepClock:
         self.paused = False
 
     def take(self) -> Counted:
-        """What was counted; counting starts anew."""
+        """Return the counts and start anew."""
         found, self.counted = self.counted, Counted()
         return found
 
 
 class GraphWatch:
-    """Says before each call of one graph how to run it: None where nobody measures or counts."""
+    """Chooses the runner for each call of one graph: a profiler, a counter, or None if neither is needed."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class GraphWatch:
         profiler_of: Callable[[], GraphProfiler | None] = lambda: None,
     ) -> None:
         self.about = about
-        self.clocks = clocks  # of the models whose parameters the graph reads; they change while it lives
+        self.clocks = clocks  # clocks of the models whose parameters the graph reads; the lists change over time
         self.profiler_of = profiler_of
         self._counted = CountedGraph()
 
@@ -120,7 +120,7 @@ class GraphWatch:
 
 
 class CountedGraph:
-    """Runs a program whose waits are timed, for the clocks of the call."""
+    """Runs a program with timed waits, and adds them to the clocks of the call."""
 
     def __init__(self) -> None:
         self.clocks: Sequence[Clock] = ()

@@ -1,4 +1,4 @@
-"""What one training step took, as numbers."""
+"""The metrics of one training step, as numbers."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from zgraph.reporting.tables import duration, size
 
 @dataclass(frozen=True, kw_only=True)
 class StepValues:
-    """What one step took on this rank; None: it cannot be known.
+    """Metrics of one step on this rank; None if a value is unknown.
 
     Attributes:
-        step: its number; the first is 1.
-        tokens_per_s: of the tokens that `Metrics.step` was told of.
-        step_ms: from the end of the step before, without what ran in `Metrics.pause`.
-        exposed_ms: for which compute was blocked in waits of compiled graphs; None: no compiled graph ran.
-        compile_ms: spent compiling, as `zgraph.summary` counts it; 0 where nothing was compiled.
-        sent_bytes: by compiled graphs, each counted as often as it ran; None: none ran.
-        peak_bytes: most that PyTorch's allocator held on a CUDA device; None elsewhere, and under `zgraph.measure`.
-        graph_peak_bytes: highest peak of a compiled graph that ran, beside what the model and the optimizer hold:
+        step: number of the step; the first is 1.
+        tokens_per_s: rate of the tokens passed to `Metrics.step`.
+        step_ms: time since the end of the previous step, without code inside `Metrics.pause`.
+        exposed_ms: time for which compute was blocked in waits of compiled graphs; None: no compiled graph ran.
+        compile_ms: time spent compiling, as counted by `zgraph.summary`; 0 if nothing was compiled.
+        sent_bytes: bytes sent by compiled graphs, for every call; None: none ran.
+        peak_bytes: most bytes held by PyTorch's allocator on a CUDA device; None elsewhere, and under `zgraph.measure`.
+        graph_peak_bytes: highest peak of a compiled graph that ran, without memory of the model and the optimizer;
             measured if `zgraph.measure` has measured it, else predicted.
-        budget_share: that peak divided by the pipeline's `budget_bytes`: above 1 it does not keep the budget. Where it
-            is predicted, as the compile has counted it. None: no budget.
-        grad_norm: as `Metrics.step` was told.
+        budget_share: peak divided by the pipeline's `budget_bytes`; above 1 it exceeds the budget. If the peak is
+            predicted, it is the one counted by the compile. None: no budget.
+        grad_norm: value passed to `Metrics.step`.
         error_norm: norm of this rank's error-feedback state, in every `error_norm_every`-th step; None in others, and
-            where nothing is compressed with error feedback.
-        own: further values that `Metrics.step` was told, by name.
+            if nothing is compressed with error feedback.
+        own: further values passed to `Metrics.step`, by name.
     """
 
     step: int
@@ -44,7 +44,7 @@ class StepValues:
     own: Mapping[str, float] = field(default_factory=dict[str, float])
 
     def as_dict(self) -> dict[str, float | None]:
-        """All values by name, those of `own` last."""
+        """All values by name, with `own` last."""
         return {name: getattr(self, name) for name in NAMES} | dict(self.own)
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Where metrics are written: lines of JSON, TensorBoard, Weights & Biases."""
+"""Writers of metrics: lines of JSON, TensorBoard, Weights & Biases."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ RANK = "{rank}"
 
 
 class Writer(Protocol):
-    """Takes the values of each step; write your own with these two methods."""
+    """Receives the values of each step; a user-defined writer needs these two methods."""
 
     def write(self, step: int, values: Mapping[str, float | None]) -> None:
         """Write the values of one step by name; None: unknown."""
         ...
 
     def close(self) -> None:
-        """Write what is left; called once, at the end."""
+        """Write everything that is left; called once, at the end."""
         ...
 
 
 class JsonLines:
     """Writes each step as one line of JSON, at the end of a file.
 
-    Where `path` contains "{rank}" each rank writes a file of its own; otherwise rank 0 alone writes. What is unknown is
-    null; infinity and NaN, which JSON does not have, are the strings "Infinity", "-Infinity" and "NaN". A run that
-    resumes from a checkpoint adds lines, so steps after the checkpoint may come twice: the last line counts.
+    If `path` contains "{rank}", each rank writes a file of its own; otherwise only rank 0 writes. Unknown values are
+    null; infinity and NaN, which JSON lacks, are the strings "Infinity", "-Infinity" and "NaN". A run that resumes from
+    a checkpoint adds lines, so steps after the checkpoint may come twice: the last line counts.
 
     Args:
-        path: of the file; its folders are made.
+        path: path of the file; missing folders are created.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -57,9 +57,9 @@ class TensorBoard:
     """Writes each known value as a scalar for TensorBoard.
 
     Args:
-        log_dir: where its files go, for `torch.utils.tensorboard.SummaryWriter`; ranks as for `JsonLines`. Or a
-            SummaryWriter of your own, which you close yourself.
-        prefix: before each name.
+        log_dir: directory for `torch.utils.tensorboard.SummaryWriter`; "{rank}" as for `JsonLines`. Or an existing
+            SummaryWriter, which the caller closes.
+        prefix: text before each name.
 
     Raises:
         ZgraphError: TensorBoard is not installed.
@@ -87,9 +87,9 @@ class WeightsAndBiases:
     """Logs the known values of each step to a run of Weights & Biases.
 
     Args:
-        run: what `wandb.init(...)` returned, or None for the module's current run. Pass this writer on those ranks that
-            have a run. It is left open: you finish it.
-        prefix: before each name.
+        run: run returned by `wandb.init(...)`, or None for the module's current run. Use this writer only on ranks that
+            have a run. The run is left open: the caller finishes it.
+        prefix: text before each name.
 
     Raises:
         ZgraphError: wandb is not installed, or no run has begun.
@@ -110,7 +110,7 @@ def _writes(path: object) -> bool:
 
 
 def _known(values: Mapping[str, float | None]) -> dict[str, float]:
-    """What viewers draw over steps; the step itself is their axis."""
+    """Known values to plot over steps; the step itself is left out, because it is the axis."""
     return {name: value for name, value in values.items() if value is not None and name != "step"}
 
 

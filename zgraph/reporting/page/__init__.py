@@ -1,1 +1,1 @@
-"""`index.html`: the page of a report, which holds everything it shows; README.md says how it is built."""
+"""`index.html`: the self-contained page of a report; README.md explains how it is built."""

@@ -1,4 +1,4 @@
-"""Puts a report into the page: one file, without network, whose data is text and never markup."""
+"""Inserts a report into the page: one file, without network access, whose data is text and never markup."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def page_text(document: Mapping[str, Any]) -> str:
     """The page of a report, the same bytes for equal documents.
 
     Args:
-        document: as `zgraph.reporting.export.reading.load` returns it, with as many frames and ranks as there are.
+        document: result of `zgraph.reporting.export.reading.load`, with any number of frames and ranks.
     """
     data = json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    # "<" begins markup wherever it stands in a script element; within JSON it only stands in strings.
+    # "<" begins markup anywhere in a script element; in JSON it only occurs inside strings.
     before, _, after = (Path(__file__).parent / _BUILT).read_text(encoding="utf-8").partition(_PLACE)
     return before + data.replace("<", "\\u003c") + after
 
@@ -29,7 +29,7 @@ def write_page(document: Mapping[str, Any], path: Path) -> Path:
 
     Args:
         document: see `page_text`.
-        path: of the file or folder.
+        path: path of the file or folder.
 
     Returns:
         The file.

@@ -1,4 +1,4 @@
-"""Models of a training step that trade memory for time: what they estimate, and what they have in common."""
+"""Base of the models of a training step that trade memory for time: their estimates and common parts."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ class StepEstimate:
         dropped: values that are not saved, so that backward recomputes them.
         offloaded: values that are copied to the host in forward, and back in backward.
         saved: nodes that forward saves, in addition to its inputs.
-        recomputed: nodes that backward recomputes, in the order in which it does.
-        bytes_during: bytes alive during each call, those of forward before those of backward.
+        recomputed: nodes that backward recomputes, in execution order.
+        bytes_during: bytes alive during each call, forward before backward.
         lane_us: how long each lane is busy.
         step_us: lower bound on the time of the step, see `LifetimeModel`.
-        gaps: for each value, the positions between its last use in forward and its first in backward, at which it
-            takes memory only because it is saved.
-        anchors: of a whole step, the node of backward before which each of `recomputed` runs again.
-        clock_us: compute done before each call, and in all.
+        gaps: for each value, the positions between its last use in forward and its first in backward, where it
+            occupies memory only because it is saved.
+        anchors: for a whole step, the backward node before which each of `recomputed` runs again.
+        clock_us: microseconds of compute done before each call, then the total.
     """
 
     dropped: Mapping[Value, None]
@@ -79,7 +79,7 @@ class StepEstimate:
 
 @dataclass(frozen=True, kw_only=True)
 class HostLinks:
-    """What offloading to the host takes.
+    """Links for offloading to the host, and the size from which it pays.
 
     Attributes:
         device_to_host, host_to_device: links of one rank.
@@ -95,21 +95,21 @@ NONE_OFFLOADED: Mapping[Value, None] = MappingProxyType({})
 
 
 class LifetimeModel:
-    """What models of a training step share: its calls with their costs, and the storages that these lie in.
+    """Base of models of a training step: its calls with their costs, and the storages of their results.
 
-    A forward, and likewise a backward, is taken to last as long as its busiest lane, because the schedule, which is
-    found later, hides what it can.
+    A forward or a backward is assumed to last as long as its busiest lane, because the schedule, which is found later,
+    hides what it can.
 
     Args:
-        graph: before gathers and reductions are lowered.
+        graph: graph before gathers and reductions are lowered.
         cost_of: cost of each call.
         sharing: how lanes share links and compute.
-        copies: links to the host and back, for values that may be offloaded; None: none may.
+        copies: links to the host and back, for values that may be offloaded; None: nothing is offloaded.
 
     Attributes:
-        values: that may be dropped, or offloaded.
+        values: values that may be dropped or offloaded.
         backward: calls that only backward makes.
-        required: what forward runs even if nothing is saved.
+        required: nodes that forward runs even if nothing is saved.
     """
 
     values: Sequence[Value]
@@ -142,15 +142,15 @@ class LifetimeModel:
                 self.makes.setdefault(found.storages[number].first, []).append(number)
 
     def estimate(self, dropped: Mapping[Value, None], offloaded: Mapping[Value, None] = NONE_OFFLOADED) -> StepEstimate:
-        """Estimate the step in which these values are recomputed, these offloaded, and all others saved."""
+        """Estimate the step that recomputes the dropped values, offloads the offloaded ones, and saves all others."""
         raise NotImplementedError
 
     def base_of(self, value: Value) -> fx.Node | None:
-        """The one node that has to be copied so that all of a value can be offloaded; None if it cannot be."""
+        """The single node whose copy offloads the whole value; None if the value cannot be offloaded."""
         raise NotImplementedError
 
     def chain(self, value: Value, estimate: StepEstimate) -> list[fx.Node] | None:
-        """Nodes to recompute in addition to the present ones if a value is dropped; None if one of them cannot be."""
+        """Nodes to recompute in addition if a value is dropped; None if one of them cannot be recomputed."""
         raise NotImplementedError
 
     def bytes_of(self, value: Value) -> int:
@@ -167,14 +167,14 @@ class LifetimeModel:
         return links.device_to_host.us(self.bytes_of(value)), links.host_to_device.us(self.bytes_of(value))
 
     def copying(self, offloaded: Mapping[Value, None]) -> tuple[dict[Lane, float], dict[Lane, float]]:
-        """Time of the lanes to the host, in forward, and back, in backward."""
+        """Time on the lane to the host in forward, and on the lane back in backward."""
         found = [self.copy_us(value) for value in offloaded]
         if not found:
             return {}, {}
         return {DEVICE_TO_HOST: sum(out for out, _ in found)}, {HOST_TO_DEVICE: sum(back for _, back in found)}
 
     def at_best(self, lane_us: Mapping[Lane, float]) -> float:
-        """Least time of a forward or backward that keeps its lanes busy for so long."""
+        """Least time of a forward or backward that keeps its lanes busy for these times."""
         links: dict[str, float] = {}
         taken = 0.0
         for lane, us in lane_us.items():
@@ -197,7 +197,7 @@ def busy_us(costs: Iterable[NodeCost]) -> dict[Lane, float]:
 
 
 def clock_us(costs: Iterable[NodeCost]) -> list[float]:
-    """Compute done before each of these calls, and in all."""
+    """Microseconds of compute done before each of these calls, then the total."""
     return [0.0, *accumulate(cost.us if cost.lane == COMPUTE else 0.0 for cost in costs)]
 
 

@@ -1,6 +1,6 @@
 """The model of a step whose forward and backward become two graphs: what forward saves, and what backward recomputes.
 
-forward   a b c d           saves a, c        costs the bytes of c from its last reader here to its first one there
+forward   a b c d           saves a, c        costs the bytes of c from its last reader here to its first below
 backward      D  C b B A                      costs the time of b, recomputed from a just before it is read
 """
 
@@ -33,11 +33,11 @@ class PartitionedModel(LifetimeModel):
     """A training step whose forward and backward become two graphs, before they are split.
 
     Forward runs in the order of the joint graph, backward in the order of torch's
-    partitioner: a recomputed node stands just before its first reader.
+    partitioner: a recomputed node runs just before its first reader.
 
     Args:
         joint: forward and backward in one graph.
-        forward, backward: the two graphs if everything that may be saved is, except gathered parameters.
+        forward, backward: the two graphs if every value that may be saved is saved, except gathered parameters.
         user_outputs: number of outputs that the user receives.
         cost_of: cost of each call of the joint graph.
         sharing: how lanes share links and compute.
@@ -77,9 +77,9 @@ class PartitionedModel(LifetimeModel):
     # --- what can be saved
 
     def _place(self, joint: fx.Graph, saved: Sequence[fx.Node]) -> None:
-        """Find what is saved, and what each call reads of it.
+        """Find the saved nodes, and the storages that each call reads.
 
-        For a saved view its base is saved instead: it takes no more memory, and serves all readers.
+        The base of a saved view is saved in its place: it needs no more memory, and serves all readers.
         """
         self.saved = list(dict.fromkeys(self._base_of(node, self.placed.lies_in) for node in saved))
         # A getitem directly follows the call that it reads.
@@ -114,7 +114,7 @@ class PartitionedModel(LifetimeModel):
                     yield Value((kept,), gather)
 
     def _activations(self) -> Iterator[Value]:
-        """Saved activations, grouped by storage, whose memory nobody else holds."""
+        """Saved activations, grouped by storage, whose memory no output of the user holds."""
         held = {number for node in self.user_outputs for number in self.lies_in[node]}
         by_storage: dict[tuple[int, ...], list[fx.Node]] = {}
         for node in self.saved:
@@ -160,7 +160,7 @@ class PartitionedModel(LifetimeModel):
         )
 
     def _forward(self, saved: Iterable[fx.Node]) -> list[fx.Node]:
-        """Calls of forward, without those that only values no longer saved depend on."""
+        """Calls of forward, without those needed only for values that are no longer saved."""
         needed = _ancestors([*self.user_outputs, *saved], self.forward)
         return [node for node in self.forward if node in needed or written_arguments(node)]
 
@@ -211,8 +211,8 @@ class _StepReplay:
     """Live ranges of the storages of a step, including those that backward recomputes.
 
     If backward recomputes storage n, the copy is storage n + count. Readers of the recomputed node read the copy, so n
-    itself ends with its last reader in forward, or with its last reader in backward that reads the saved one. What was
-    offloaded comes back as storage n + count, too, with the first reader in backward.
+    itself ends with its last reader in forward, or with its last reader in backward that reads the saved one. An
+    offloaded storage n also comes back as storage n + count, at its first reader in backward.
     """
 
     def __init__(self, model: PartitionedModel, offloaded: frozenset[int] = frozenset()) -> None:
@@ -220,8 +220,8 @@ class _StepReplay:
         self.offloaded = offloaded
         self.count = len(model.sizes)
         self.alive = LiveRanges([*model.sizes, *model.sizes])
-        self.last_forward_read: list[int] = []  # last reader in forward
-        self.first_backward_read: dict[int, int] = {}  # first reader in backward
+        self.last_forward_read: list[int] = []  # by storage: position of the last reader in forward
+        self.first_backward_read: dict[int, int] = {}  # by storage: position of the first reader in backward
 
     def forward(self, calls: Sequence[fx.Node]) -> None:
         makes, reads, workspace = self.model.makes, self.model.reads_storages, self.model.workspace

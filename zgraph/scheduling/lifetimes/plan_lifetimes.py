@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from zgraph.scheduling.lifetimes.lifetime_model import LifetimeModel, StepEstimate, Value, busy_us
 from zgraph.tiers.lanes import DEVICE_TO_HOST, HOST_TO_DEVICE, Lane
 
-MAX_ESTIMATES = 64  # of whole steps along a frontier; with more values, several are dropped between two estimates
+MAX_ESTIMATES = 64  # estimates along a frontier; with more values, several are dropped between two estimates
 
 
 @dataclass(frozen=True)
 class Move:
-    """A value that is not to be kept on the device from forward to backward: recomputed, or else offloaded."""
+    """A value that is not kept on the device from forward to backward: either recomputed or offloaded."""
 
     value: Value
     offload: bool
@@ -98,7 +98,7 @@ def _moves(model: LifetimeModel, estimate: StepEstimate, barred: Mapping[Move, N
         drop, offload = Move(value, offload=False), Move(value, offload=True)
         chain = None if drop in barred else model.chain(value, estimate)
         if chain is not None:
-            added = busy_us(model.costs[node] for node in chain if node in model.required)  # others move, at no cost
+            added = busy_us(model.costs[node] for node in chain if node in model.required)  # others only move
             after = model.at_best(_sum_of(busy, added))
             ways.append(((after - before) / size, sum(added.values()) / size, number, drop))
         out_us, back_us = (math.inf, math.inf) if offload in barred else model.copy_us(value)

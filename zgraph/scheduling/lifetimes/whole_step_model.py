@@ -1,7 +1,7 @@
-"""A model of a whole training step, one graph, that trades memory for time: what each backward makes again.
+"""A model of a whole training step in one graph that trades memory for time: what each backward recomputes.
 
 forward   a b c d           a, b, c are read in backward
-backward  D  C b B A        b costs nothing between its last reader in forward and where it is made again
+backward  D  C b B A        b costs nothing between its last reader in forward and where it is recomputed
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from zgraph.torch_compat.operators import written_arguments
 class WholeStepModel(LifetimeModel):
     """A whole step: any number of forwards and backwards in one graph, then the optimizer.
 
-    A value is a storage that one forward makes and no other part than the backward behind it reads. If it is dropped,
-    that backward makes it again, just before its first reader, out of what is alive then. Casts of replicated
+    A value is a storage that one forward makes and that only this forward and its backward read. If it is dropped, that
+    backward recomputes it from storages alive at that time, just before its first reader. Casts of replicated
     parameters are always dropped, because their gathers are free.
 
     Args:
-        graph: of the step, whose nodes know their parts; it is not changed.
+        graph: graph of the step, whose nodes know their parts; it is not changed.
         cost_of: cost of each call.
         sharing: how lanes share links and compute.
         copies: links to the host and back; None: nothing is offloaded.
@@ -70,7 +70,7 @@ class WholeStepModel(LifetimeModel):
     # --- what can be dropped
 
     def _spoiled(self) -> set[fx.Node]:
-        """Nodes whose memory is written to before the last backward ends, so that what is read there changes."""
+        """Nodes whose memory is overwritten before the last backward ends, so that a later read sees other data."""
         last = max((place for place, node in enumerate(self.calls) if self.part[node] % 2), default=-1)
         places = self.placed.lies_in
         written = {
@@ -79,7 +79,7 @@ class WholeStepModel(LifetimeModel):
         return {node for node, numbers in places.items() if written & {*numbers}}
 
     def _crossing(self) -> dict[int, dict[fx.Node, None]]:
-        """By storage, the nodes of a forward in it that the backward behind it reads."""
+        """For each storage, its nodes in a forward that the backward of that forward reads."""
         found: dict[int, dict[fx.Node, None]] = {}
         for node in self.backward:
             for source in self.reads[node]:
@@ -99,7 +99,7 @@ class WholeStepModel(LifetimeModel):
                 yield number, list(found)
 
     def _gathers(self, graph: fx.Graph) -> dict[int, fx.Node]:
-        """Gathers of stages 0 and 3 by the storages that they, and views and casts behind them, lie in."""
+        """Gathers of stages 0 and 3, keyed by their storages and those of their views and casts."""
         found: dict[int, fx.Node] = {}
         for marker in nodes.call_functions(graph, nodes.is_unshard):
             if _stage(marker) in (0, 3):
@@ -108,7 +108,7 @@ class WholeStepModel(LifetimeModel):
         return found
 
     def _required(self) -> dict[fx.Node, None]:
-        """What forwards run for the user, for later parts, and for what cannot be made again."""
+        """Nodes that forwards run for the user, for later parts, and for values that cannot be recomputed."""
         fixed = {node for found in self.crossing.values() for node in found}
         fixed -= {node for value in (*self.values, *self.always) for node in value.nodes}
         needed = dict.fromkeys([*self.returned, *fixed, *self.effects])
@@ -143,19 +143,19 @@ class WholeStepModel(LifetimeModel):
         return list(found)
 
     def is_alive(self, node: fx.Node, gone: Collection[int], forward: int) -> bool:
-        """Whether the backward behind this forward finds a node alive, if these storages are not kept for it."""
+        """Whether the backward of this forward finds a node alive if the `gone` storages are not kept for it."""
         own = self.crossing if self.part[node] == forward else ()
         return all(
             number in self.gathered_once or (number in own and number not in gone) for number in self.lies_in[node]
         )
 
     def _gathered_once(self, graph: fx.Graph) -> set[int]:
-        """Storages of gathered parameters of stages 1 and 2, which live until the last one of their readers."""
+        """Storages of gathered parameters of stages 1 and 2, which live until their last reader."""
         markers = nodes.call_functions(graph, nodes.is_unshard)
         return {number for marker in markers if _stage(marker) in (1, 2) for number in self.lies_in[marker]}
 
     def base_of(self, value: Value) -> fx.Node | None:
-        """The value itself, of which backward may read views."""
+        """The node that owns the storage; backward may read views of it."""
         if value.gather is not None or any(node in self.spoiled for node in value.nodes):
             return None
         (base, *others) = dict.fromkeys(map(self._without_views, value.nodes))
@@ -205,7 +205,7 @@ class WholeStepModel(LifetimeModel):
         )
 
     def _copying_in_parts(self, offloaded: Mapping[Value, None]) -> dict[int, dict[Lane, float]]:
-        """Time of the lanes to the host in each forward, and back in the backward behind it."""
+        """Time on the lane to the host in each forward, and on the lane back in its backward."""
         by_forward: dict[int, dict[Value, None]] = {}
         for value in offloaded:
             by_forward.setdefault(self.part[value.nodes[0]], {})[value] = None
@@ -216,7 +216,7 @@ class WholeStepModel(LifetimeModel):
         }
 
     def _again(self, gone: set[int]) -> dict[fx.Node, list[fx.Node]]:
-        """What backwards make again, by the node before which they do."""
+        """Nodes that backwards recompute, keyed by the node before which they run."""
         found: dict[fx.Node, list[fx.Node]] = {}
         there: set[fx.Node] = set()
         for node in self.backward:
@@ -236,10 +236,10 @@ class WholeStepModel(LifetimeModel):
 
 
 class _Replay:
-    """Live ranges of the storages of a step; what is made again of storage n, or comes back, lies in n + count.
+    """Live ranges of the storages of a step; the recomputed or reloaded copy of storage n is storage n + count.
 
     Attributes:
-        ran: each call that runs with the part in which it does.
+        ran: calls that run, each with the part in which it runs.
     """
 
     def __init__(
@@ -255,7 +255,7 @@ class _Replay:
         self.last_forward_read: dict[int, int] = {}
         self.first_backward_read: dict[int, int] = {}
         self.ran: list[tuple[fx.Node, int]] = []
-        self.places: dict[tuple[fx.Node, bool], tuple[int, ...]] = {}  # of a node, and of its copy
+        self.places: dict[tuple[fx.Node, bool], tuple[int, ...]] = {}  # storages by node and `is_copy`
         unread = self._unread()
         for node in model.calls:
             for source in again.get(node, ()):
@@ -267,7 +267,7 @@ class _Replay:
         self.alive.keep(place for node in model.returned for place in self._place_of(node, False))
 
     def gap(self, numbers: tuple[int, ...], is_dropped: bool) -> range:
-        """Positions from the last reader in forward to the first in backward, or to where it is made again."""
+        """Positions from the last reader in forward to the first in backward, or to where it is recomputed."""
         begin = max((self.last_forward_read.get(number, self.alive.first[number]) for number in numbers), default=0) + 1
         if is_dropped:
             ends = [self.alive.first[number + self.count] for number in numbers]
@@ -276,7 +276,7 @@ class _Replay:
         return range(begin, min((end for end in ends if end >= 0), default=begin))
 
     def _unread(self) -> set[fx.Node]:
-        """What nobody reads any more, because backward reads what it makes again."""
+        """Nodes that no longer have readers, because backward reads the recomputed copies."""
         model = self.model
         unread: set[fx.Node] = set()
         for node in sorted(self.copied, key=model.order.__getitem__, reverse=True):

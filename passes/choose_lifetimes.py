@@ -95,7 +95,7 @@ class ChooseLifetimes(GraphPass):
             return
         # Only values that the partitioner would save, as tried on a copy, are candidates.
         tried = edits.copy_of(gm)
-        forward, backward = ctx.split(tried)
+        forward, backward = ctx.split.of(tried)
         found, fastest = plan_lifetimes(
             tried.graph,
             forward.graph,

@@ -256,7 +256,7 @@ def with_bug(patch: pytest.MonkeyPatch, plant: Callable[[fx.Graph], None]) -> No
         plant(gm.graph)
         return lower_fx(gm, *args)
 
-    patch.setattr("zgraph.driver.compile_frame.lower_fx", lower)
+    patch.setattr("zgraph.driver.lower.lower_fx", lower)
 
 
 def forget_a_wait(graph: fx.Graph) -> None:

@@ -96,7 +96,7 @@ def plan_frame(captured: fx.GraphModule, pipeline: Pipeline, ctx: PassContext, o
     joint: Graphs = {"joint": gm}
     _show(joint, ctx, observe)
     runs = [*pipeline.run("joint", ctx, joint, observe)]
-    forward, backward = ctx.split(gm)
+    forward, backward = ctx.split.of(gm)
     graphs = {"forward": forward, "backward": backward}
     earlier = [_earlier(step, graphs, pipeline, ctx) for step in pipeline.steps[:-1]]
     _show(graphs, ctx, observe)

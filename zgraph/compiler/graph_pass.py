@@ -13,6 +13,7 @@ from torch import fx
 
 from zgraph.analysis.cost import NodeCost
 from zgraph.analysis.hardware import Hardware
+from zgraph.compiler.partition import JointSplit
 from zgraph.runtime.groups import group_stride, make_host_groups
 from zgraph.scheduling.plan_schedule import Search
 from zgraph.scheduling.problem import Limits
@@ -75,7 +76,7 @@ class PassContext:
     direction: Direction = "joint"
     graphs: Mapping[Direction, fx.GraphModule] = field(default_factory=dict[Direction, fx.GraphModule])
     user_outputs: int | None = None
-    split: Callable[[fx.GraphModule], tuple[fx.GraphModule, fx.GraphModule]] | None = None
+    split: JointSplit | None = None
     decomposed: bool = False
     hardware: Hardware | None = None
     cost_of: Callable[[fx.Node], NodeCost] | None = None

@@ -6,6 +6,9 @@ state of forward: forward returns the state, and backward receives it as an inpu
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -15,6 +18,25 @@ from zgraph.graph import meta, nodes, traits
 from zgraph.graph.sizes import size_hint
 from zgraph.torch_compat.aot import may_be_written, min_cut_partition, rng_state_operators
 from zgraph.torch_compat.operators import OpOverload
+
+
+@dataclass(frozen=True)
+class JointSplit:
+    """How a joint graph is split into forward and backward; passes may try it on copies.
+
+    Attributes:
+        inputs, options: arguments that AOTAutograd passes to a partitioner.
+        timed: times a split, apart from the pass that tries it.
+    """
+
+    inputs: Any
+    options: Mapping[str, Any]
+    timed: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    def of(self, joint: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Forward and backward of a joint graph, which is changed."""
+        with self.timed():
+            return partition(joint, self.inputs, **self.options)
 
 
 def partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:

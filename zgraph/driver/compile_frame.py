@@ -1,65 +1,37 @@
-"""The compile of one frame: trace, plan, agreement between ranks, report, lowering."""
+"""The compile of one frame: torch calls back for each part, and each part goes plan -> agreement -> lowering."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 from torch import fx
 
-from zgraph.codegen.backward_variants import (
-    WeightGradients,
-    in_halves,
-    saying_that_it_splits,
-    switch_by_step,
-)
 from zgraph.codegen.cuda_graph import RecordedSteps
-from zgraph.codegen.inductor import InductorLowering
-from zgraph.codegen.kernel_sources import sources_of
-from zgraph.codegen.lower_fx import lower_fx
-from zgraph.compiler.agreement import Signature, agree, changes_of, places_of_updates
+from zgraph.compiler.agreement import changes_of
 from zgraph.compiler.frame import Frame
-from zgraph.compiler.frame_plan import FramePlan, Variant, plan_frame, plan_within_budget
-from zgraph.compiler.graph_pass import Direction, GraphPass, PassContext
-from zgraph.compiler.inputs_at_rest import check_only_copied, take_to_device
-from zgraph.compiler.partition import partition
-from zgraph.compiler.pipeline import Observer, Pipeline
+from zgraph.compiler.frame_plan import FramePlan
+from zgraph.compiler.graph_pass import Direction, PassContext
+from zgraph.compiler.partition import JointSplit
+from zgraph.driver.lower import Decided, Lowering, Program
+from zgraph.driver.observe import Observation
 from zgraph.driver.options import CompileOptions
-from zgraph.graph import meta, nodes
-from zgraph.graph.collective_dispatch import order_of_waits
-from zgraph.graph.split_graph import Halves, split_graph, weight_gradients
-from zgraph.graph.traffic import transfers
-from zgraph.passes import presets
-from zgraph.reporting.collective_numbers import with_numbers
-from zgraph.reporting.dump import Dumper
-from zgraph.reporting.export.build_frame import build_frame
-from zgraph.reporting.export.folder import trace_graphs, write_frame
-from zgraph.reporting.export.parameters import KnownParameter, known_parameters
-from zgraph.reporting.export.record_passes import PassRecorder
-from zgraph.reporting.metrics.called_graph import called_graph, called_in_warm_up
-from zgraph.reporting.metrics.step_clock import CalledGraph, GraphWatch
-from zgraph.reporting.of_graph import describe, predict
-from zgraph.reporting.summary import Report
-from zgraph.runtime.groups import rank_and_world
+from zgraph.driver.plan_graphs import GraphPlanner
+from zgraph.graph.split_graph import weight_gradients
 from zgraph.sharding.local_shards import compile_on_local_shards
-from zgraph.sharding.scope import Scope
-from zgraph.torch_compat.aot import aot_autograd, aot_input_index
-from zgraph.torch_compat.fake_values import without_fake_mode
-
-Program = Callable[[list[Any]], Any]
+from zgraph.torch_compat.aot import aot_autograd
 
 
 class FrameCompiler:
-    """Compiles one frame; all state of that compile lives here.
+    """Compiles one frame; all state of that compile is kept here.
 
     Args:
-        frame: what is compiled.
-        options: of the backend.
-        known: of the cluster, where groups that move nothing stand for another one's; None: what is found here.
-        on_plan: called with the plan once it is made.
+        frame: frame to compile.
+        options: options of the backend.
+        known: facts about a planned cluster, whose groups move nothing. None: those of this process.
+        on_plan: called with the plan and the places of its late outputs, see `Decided`.
     """
 
     def __init__(
@@ -68,256 +40,88 @@ class FrameCompiler:
         options: CompileOptions,
         *,
         known: PassContext | None = None,
-        on_plan: Callable[[FramePlan], None] = lambda plan: None,
+        on_plan: Callable[[FramePlan, Sequence[int]], None] = lambda plan, late: None,
     ) -> None:
-        self.options = options
-        self.on_plan = on_plan
-        self.pipeline = options.pipeline or Pipeline(presets.default())
-        # Not the frame itself: its inputs would live as long as what was compiled, and the model with them.
-        self.frame = frame.name
-        self.reason = frame.reason
-        self.is_step = frame.is_step
+        scopes = frame.scopes()
         known = known or PassContext(machine=frame.machine)
         self.ctx = replace(known, decomposed=options.lowering == "inductor")
-        self.names = frame.handle_names()
-        self.spaces = {} if frame.is_step else frame.spaces()  # the graph of a step knows
-        scopes = frame.scopes()
-        self.report = _report_of(scopes, options.report)
-        self.clocks = [scope.clocks for scope in scopes]
-        models = [model for scope in scopes for model in scope.models] if frame.is_step else []
-        self.group_names = [name for model in models for name in model.group_names]  # whose ranks all have the step
-        self.called: dict[Direction, CalledGraph] = {}
-        self.rank, ranks = rank_and_world()
-        self.inductor = InductorLowering(self.rank, ranks) if options.lowering == "inductor" else None
-        self.variants: tuple[Variant, ...] = ()  # of the plan
+        self.observation = Observation(frame.name, frame.reason, options, scopes)
+        self.planner = GraphPlanner(frame, options)
+        self.lowering = Lowering(self.observation, options.lowering, self.planner.ranks_per_host)
+        self.on_plan = on_plan
         self.is_staged = any(scope.is_staged for scope in scopes)
-        self.late: tuple[tuple[int, ...], tuple[int | None, ...]] | None = None  # as weight_gradients says
-        self.weights: WeightGradients | None = None  # of a backward that may run in halves
-        self.halves: list[Halves] = []  # of the backward of each variant, then
-        self.handles: tuple[str, ...] = ()  # names of the placeholders that are
-        self.recorded: RecordedSteps | None = None  # of a whole step
-        self.changes: list[str] = []  # of its parameters and gradients
-        self.dumper: Dumper | None = None  # of the last try, as the next one
-        self.recorder: PassRecorder | None = None
-        self.known: dict[str, KnownParameter] = {}
-        if self.frame.endswith("/0"):  # not again for every recompile
+        self.decided: Decided | None = None
+        if frame.name.endswith("/0"):  # not again for every recompile
             frame.warn_if_replicas_drift()
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """The frame of a forward as a callable; its backward is lowered at the first call."""
         backend = aot_autograd(
             compile_forward=partial(self.lower, "forward"),
             compile_backward=partial(self.lower, "backward"),
             compile_inference=self.compile_inference,
             partition=self.partition,
-            decompose=self.inductor is not None,
+            decompose=self.ctx.decomposed,
         )
-        with self.report.phase("tracing"):
+        with self.observation.report.phase("tracing"):
             return compile_on_local_shards(gm, example_inputs, backend)
 
     def partition(self, joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         """The final forward and backward graph of a joint graph."""
-
-        def split(gm: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
-            with self.report.phase("tracing"):
-                return partition(gm, inputs, **kwargs)
-
-        if self.is_staged:
-            self.late = weight_gradients(joint.graph, kwargs["num_fwd_outputs"])
-        graphs = self._plan(joint, replace(self.ctx, user_outputs=kwargs["num_fwd_outputs"], split=split)).graphs
-        if self.late is not None:
-            self._split(graphs["backward"].graph, *self.late)
+        outputs: int = kwargs["num_fwd_outputs"]
+        late = weight_gradients(joint.graph, outputs) if self.is_staged else None
+        split = JointSplit(inputs, kwargs, partial(self.observation.report.phase, "tracing"))
+        graphs = self._decide(joint, replace(self.ctx, user_outputs=outputs, split=split), late=late).graphs
         return graphs["forward"], graphs["backward"]
 
     def compile_inference(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Program:
-        return self.lower("inference", self._plan(gm, self.ctx).graphs["inference"], inputs)
+        """The frame of a forward without gradients as a callable."""
+        return self.lower("inference", self._decide(gm, self.ctx).graphs["inference"], inputs)
 
     def compile_step(self, gm: fx.GraphModule, recorded: RecordedSteps | None = None) -> Program:
-        """The whole training step as a callable, which is recorded and replayed if somebody says how."""
-        self.changes = changes_of(gm.graph)
-        planned = self._plan(gm, replace(self.ctx, direction="step")).graphs["step"]
+        """A whole training step as a callable, recorded and replayed as a CUDA graph if `recorded` is given."""
+        changes = changes_of(gm.graph)
+        planned = self._decide(gm, replace(self.ctx, direction="step"), changes=changes).graphs["step"]
         if recorded is not None:
             recorded.check(planned)
-        self.recorded = recorded
-        return self.lower("step", planned, ())
+        return self.lower("step", planned, (), recorded=recorded)
 
-    def lower(self, direction: Direction, gm: fx.GraphModule, inputs: Sequence[Any]) -> Program:
-        """A final graph as a callable."""
-        with self.report.phase("lowering"):
-            profiler_of = partial(self.report.profiler_of, self.frame, direction)
-            watch = GraphWatch(self.called[direction], self.clocks, profiler_of)
-            title = f"{self.frame} {direction}"
-            main = with_numbers(self._lowered(gm, watch, title, self.recorded), gm.graph, title, self.rank)
-            if direction == "forward" and self.weights is not None:
-                return saying_that_it_splits(main, self._handle_in(gm.graph))
-            if direction not in ("backward", "step"):
-                return main
-            programs = [
-                (each.from_step, self._lowered_warm_up(place, direction, title))
-                for place, each in enumerate(self.variants[:-1])
-            ]
-            last = self._in_halves(main, len(self.variants) - 1, title)
-            return switch_by_step([*programs, (self.variants[-1].from_step, last)], gm, self.weights)
-
-    def _lowered_warm_up(self, place: int, direction: Direction, title: str) -> Program:
-        gm = self.variants[place].graphs[direction]
-        about = called_in_warm_up(gm.graph, self.called[direction])
-        whole = self._lowered(gm, GraphWatch(about, self.clocks), f"{title} of warm-up")
-        return self._in_halves(whole, place, f"{title} of warm-up")
-
-    def _split(self, backward: fx.Graph, late: tuple[int, ...], tensors: tuple[int | None, ...]) -> None:
-        """Split the backward of each variant, which a stage of a pipeline may run in two halves."""
-        halves = [split_graph(variant.graphs["backward"], late) for variant in self.variants]
-        self.halves = [one for one in halves if one is not None]
-        if len(self.halves) == len(halves):
-            self.weights = WeightGradients(self._handle_in(backward), late, tensors)
-
-    def _handle_in(self, graph: fx.Graph) -> int:
-        """Place of some parameter's handle among the inputs of a graph that reads or reduces parameters."""
-        places = {node.name: place for place, node in enumerate(graph.find_nodes(op="placeholder"))}
-        return next(places[name] for name in self.handles if name in places)
-
-    def _in_halves(self, whole: Program, place: int, title: str) -> Program:
-        """The lowered backward of a variant, in halves where they are wanted; these are lowered at their first call."""
-        if self.weights is None:
-            return whole
-
-        def lower(half: fx.GraphModule) -> Program:
-            with self.report.phase("lowering"):
-                about = called_in_warm_up(half.graph, self.called["backward"])
-                lowered = self._lowered(half, GraphWatch(about, self.clocks), f"{title}, in halves")
-                return with_numbers(lowered, half.graph, f"{title}, in halves", self.rank)
-
-        return in_halves(whole, self.weights, self.halves[place], lower)
-
-    def _lowered(
-        self, gm: fx.GraphModule, watch: GraphWatch, title: str, recorded: RecordedSteps | None = None
+    def lower(
+        self,
+        direction: Direction,
+        gm: fx.GraphModule,
+        inputs: Sequence[Any],
+        *,
+        recorded: RecordedSteps | None = None,
     ) -> Program:
-        if self.inductor is None:
-            return lower_fx(gm, watch, self._ranks_per_host, recorded)
-        islands, distinct = self.inductor.islands, len(self.inductor.compiled)
-        lowered = self.inductor.lower(gm, watch, self._ranks_per_host, f"frame {title}", recorded)
-        self.report.islands += self.inductor.islands - islands
-        self.report.distinct_islands += len(self.inductor.compiled) - distinct
-        return lowered
+        """A final graph of the plan as a callable."""
+        assert self.decided is not None, "torch lowers after it has partitioned"
+        return self.lowering.lower(direction, gm, self.decided, recorded)
 
-    @property
-    def _ranks_per_host(self) -> int:
-        return 1 if self.pipeline.target is None else self.pipeline.target.hardware.ranks_per_host
+    def _decide(
+        self,
+        captured: fx.GraphModule,
+        ctx: PassContext,
+        *,
+        late: tuple[tuple[int, ...], tuple[int | None, ...]] | None = None,
+        changes: Sequence[str] = (),
+    ) -> FramePlan:
+        """Plan the frame, agree on the plan with the other ranks, and report it.
 
-    def _plan(self, captured: fx.GraphModule, ctx: PassContext) -> FramePlan:
-        """Plan the frame, within the budget if there is one; agree on the plan with the other ranks, and report it."""
-        self._name_markers(captured.graph)
-        take_to_device(captured.graph)
-        self.known = known_parameters(captured.graph, self.names.values())
-        target = self.pipeline.target
-        if target is not None:
-            ctx = target.known_to(ctx, captured.graph)
-        budget_bytes = ctx.plan_bytes
-
-        def plan_for(plan_bytes: int | None) -> FramePlan:
-            return plan_frame(captured, self.pipeline, replace(ctx, plan_bytes=plan_bytes), self._observer())
-
-        with self.report.phase("passes"):
-            # A stage's frame saves no more than without a budget, unless it would not fit alone: what one micro-batch
-            # saves is there as often as some are in flight, and what is left of the budget is for keep_bytes.
-            plan = plan_for(None) if budget_bytes is None or self.is_staged else None
-            if budget_bytes is not None and (plan is None or plan.peak_bytes > budget_bytes):
-                plan = plan_within_budget(plan_for, budget_bytes, self.frame)
-        assert plan is not None
-        self.variants = plan.variants
-        for gm in plan.graphs.values():
-            check_only_copied(gm.graph)
-        self._finish(plan, budget_bytes)
-        self.on_plan(plan)
+        Args:
+            captured: joint graph, inference graph or graph of a whole step.
+            ctx: context for its passes.
+            late: places of weight gradients, as `weight_gradients` returns them, for a stage of a pipeline.
+            changes: lines for what a step does to its parameters and gradients, on which ranks must agree.
+        """
+        observation, planner = self.observation, self.planner
+        known = planner.name_inputs(captured.graph)
+        with observation.report.phase("passes"):
+            plan, budget_bytes = planner.plan(captured, ctx, observation, keeps_windows=self.is_staged)
+        described = observation.describe(plan, planner.names, known, budget_bytes)
+        with observation.report.phase("agreement"):
+            planner.agree(plan, changes)
+        observation.record(plan, described)
+        self.decided = Decided.of(plan, described.called, planner.handles, late)
+        self.on_plan(plan, () if late is None else late[0])
         return plan
-
-    def _observer(self) -> Observer:
-        """Writes a dump, if one is wanted; that of a later try replaces it."""
-        if self.dumper is not None and self.dumper.failed:
-            self.report.dump_failed = True
-        self.recorder = None
-        dumps = self.options.dump is not None and not self.report.dump_failed
-        if not dumps and not self.report.keep_passes:
-            return lambda graph_pass, ctx, graph: None
-        self.recorder = recorder = PassRecorder()
-        if self.options.dump is None or not dumps:
-            return recorder.observe
-        self.dumper = dumper = Dumper(directory=self.options.dump, rank=self.rank, frame=self.frame)
-
-        def observe(graph_pass: GraphPass | None, ctx: PassContext, graph: fx.Graph) -> None:
-            recorder.observe(graph_pass, ctx, graph)
-            if graph_pass is None:
-                dumper.captured(ctx.direction, graph)
-                return
-            notes = [text for name, where, text in ctx.notes if (name, where) == (graph_pass.name, ctx.direction)]
-            dumper.after(graph_pass, ctx.direction, graph, tuple(notes))
-
-        return observe
-
-    def _finish(self, plan: FramePlan, budget_bytes: int | None) -> None:
-        """Agree with the peers on what will be sent before anything is, and report on the graphs."""
-        with self.report.phase("predicting"):
-            graphs: dict[Direction, fx.Graph] = {direction: gm.graph for direction, gm in plan.graphs.items()}
-            predictions = predict(graphs, plan.ctx, self.frame)
-            found = describe(
-                graphs,
-                plan.ctx,
-                predictions,
-                limits=plan.limits,
-                frame=self.frame,
-                parameters=tuple(self.names.values()),
-                reason=self.reason,
-                keep_graphs=self.report.keep_graphs,
-            )
-            data = build_frame(
-                plan, predictions, found, self.known, lowering=self.options.lowering, recorder=self.recorder
-            )
-        self.called = {graph.direction: called_graph(graph, plan, budget_bytes) for graph in found}
-        signatures = [self._signed(direction, gm.graph) for direction, gm in plan.graphs.items()]
-        for variant, following in pairwise(plan.variants):
-            closing = "step" if "step" in variant.graphs else "backward"
-            warm = f"{closing} of {following.from_step} steps of warm-up"  # as many on all
-            signatures.append(self._signed(warm, variant.graphs[closing].graph))
-        with self.report.phase("agreement"):
-            agree(signatures, self.options.agreement_timeout_s)
-        if self.options.report is not None:  # somebody wants to read them
-            self.report.notes.extend(f"{name} on {direction}: {text}" for name, direction, text in plan.ctx.notes)
-        self.report.passes.extend(plan.runs)
-        self.report.graphs.extend(found)
-        if data is not None:
-            self.report.frames.append(data)
-            if self.dumper is not None:
-                failed = self.dumper.failed or not write_frame(self.dumper.directory, data, self.report)
-                self.report.dump_failed = self.report.dump_failed or failed
-            trace_graphs(data)
-        if self.dumper is not None:
-            with without_fake_mode():  # they are emitted with torch's own roundings
-                for gm in plan.graphs.values():
-                    self.dumper.kernels(sources_of(gm.graph))
-
-    def _signed(self, direction: str, graph: fx.Graph) -> Signature:
-        others = [*order_of_waits(graph, self._ranks_per_host), *places_of_updates(graph), *self.changes]
-        return Signature.of(direction, [*transfers(graph)], others, self.group_names)
-
-    def _name_markers(self, graph: fx.Graph) -> None:
-        """Leave each parameter's name on its markers, for dumps, reports and errors; no pass decides by it."""
-        names: dict[str, str] = {}
-        for place, node in enumerate(graph.find_nodes(op="placeholder")):
-            index = place if self.is_step else aot_input_index(node)
-            if index in self.spaces:
-                meta.set_space(node, self.spaces[index])
-            if index in self.names:
-                names[node.name] = self.names[index]
-        self.handles = tuple(names)
-        for marker in nodes.call_functions(graph, nodes.is_marker):
-            handle = marker.args[1]
-            assert isinstance(handle, fx.Node)
-            meta.set_parameters(marker, [names.get(handle.name, "?")], [handle.name])
-
-
-def _report_of(scopes: Sequence[Scope], given: Report | None) -> Report:
-    """The one the user has given, else that of the model whose parameters the frame reads, which is told of it."""
-    report = given or next((scope.report for scope in scopes if isinstance(scope.report, Report)), None) or Report()
-    for scope in scopes:
-        scope.report = report
-    return report

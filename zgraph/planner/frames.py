@@ -126,11 +126,7 @@ class FramePlanner:
             update=self.update,
         )
 
-        def keep(plan: FramePlan) -> None:
-            self._keep(plan, () if compiler.late is None else compiler.late[0])
-
-        compiler = FrameCompiler(frame, options, known=known, on_plan=keep)
-        return compiler
+        return FrameCompiler(frame, options, known=known, on_plan=self._keep)
 
     def compile(self, model: nn.Module, inputs: Sequence[Any]) -> Any:
         """Compile a model's forward and backward; return the result of forward, without values."""

@@ -150,9 +150,11 @@ def copies_of(direction: str, gm: fx.GraphModule) -> Copies:
 class CompilesOnly(FrameCompiler):
     """Compiles graphs, and returns what yields tensors without values: kernels cannot run here."""
 
-    def lower(self, direction: Direction, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+    def lower(
+        self, direction: Direction, gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any
+    ) -> Callable[[list[Any]], Any]:
         outputs = [meta.value(node) if isinstance(node, fx.Node) else node for node in nodes.returned_by(gm.graph)]
-        super().lower(direction, gm, inputs)
+        super().lower(direction, gm, inputs, **kwargs)
 
         def run(args: list[Any]) -> list[Any]:
             args.clear()
@@ -168,7 +170,7 @@ def compile_resting(case: Rest) -> list[Copies]:
 
     found: list[Copies] = []
 
-    def keep(plan: FramePlan) -> None:
+    def keep(plan: FramePlan, late: Sequence[int]) -> None:
         found.extend(copies_of(direction, gm) for direction, gm in plan.graphs.items())
 
     options = CompileOptions(lowering=case.lowering, pipeline=case.pipeline())

@@ -119,13 +119,15 @@ class CountingCompiler(FrameCompiler):
     def __init__(self, gm: fx.GraphModule, options: CompileOptions, found: list[Counts]) -> None:
         super().__init__(Frame.of_dynamo(gm), options, known=zgraph.PassContext(planned_backend="nccl"))
         self.found = found
-        if self.inductor is not None:
-            self.inductor = CountingLowering()
+        if self.lowering.inductor is not None:
+            self.lowering.inductor = CountingLowering()
 
-    def lower(self, direction: Direction, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+    def lower(
+        self, direction: Direction, gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any
+    ) -> Callable[[list[Any]], Any]:
         outputs = [meta.value(node) if isinstance(node, fx.Node) else node for node in _returned(gm)]
         self.found.append(self._count(direction, gm))
-        super().lower(direction, gm, inputs)
+        super().lower(direction, gm, inputs, **kwargs)
 
         def run(args: list[Any]) -> list[Any]:
             args.clear()
@@ -141,11 +143,11 @@ class CountingCompiler(FrameCompiler):
         lowered = fx.GraphModule(gm, edits.copy_of(gm).graph)
         code_of: dict[Any, str] = {}
         islands = distinct = triton = 0
-        if isinstance(self.inductor, CountingLowering):
-            before = len(self.inductor.compiled)
-            islands = self.inductor.place(lowered)
-            distinct = len(self.inductor.compiled) - before
-            code_of = self.inductor.code_of
+        if isinstance(self.lowering.inductor, CountingLowering):
+            before = len(self.lowering.inductor.compiled)
+            islands = self.lowering.inductor.place(lowered)
+            distinct = len(self.lowering.inductor.compiled) - before
+            code_of = self.lowering.inductor.code_of
         library: Counter[str] = Counter()
         eager: Counter[str] = Counter()
         for node in nodes.call_functions(lowered.graph, lambda _: True):

@@ -230,11 +230,12 @@ class Lifted:
                 self.resting.settle(one.optimizer, names)
                 self.resting.settle_counts(one.optimizer)
 
-    def check_host(self, plan: FramePlan) -> None:
+    def check_host(self, plan: FramePlan, late: Sequence[int] = ()) -> None:
         """Refuse a step, before it has run, that keeps more on the host than it may.
 
         Args:
             plan: of the step.
+            late: unused; whole steps are not split.
 
         Raises:
             ValueError: says what would make it fit.

@@ -1,0 +1,138 @@
+"""Lowering: the final graphs of a plan as programs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from zgraph.codegen.backward_variants import WeightGradients, in_halves, saying_that_it_splits, switch_by_step
+from zgraph.codegen.cuda_graph import RecordedSteps
+from zgraph.codegen.inductor import InductorLowering
+from zgraph.codegen.lower_fx import lower_fx
+from zgraph.compiler.frame_plan import FramePlan, Variant
+from zgraph.compiler.graph_pass import Direction
+from zgraph.driver.observe import Observation
+from zgraph.graph.split_graph import Halves, split_graph
+from zgraph.reporting.collective_numbers import with_numbers
+from zgraph.reporting.metrics.called_graph import called_in_warm_up
+from zgraph.reporting.metrics.step_clock import CalledGraph, GraphWatch
+from zgraph.runtime.groups import rank_and_world
+
+Program = Callable[[list[Any]], Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decided:
+    """A plan, and what its lowering needs besides the graphs that torch passes back.
+
+    Attributes:
+        variants: variants of the plan.
+        called: what clocks and profilers need of each graph.
+        handles: names of placeholders that are handles of parameters.
+        weights: outputs that are gradients of weights, of a backward that may run in halves; None: it runs whole.
+        halves: the backward of each variant in halves, where there is such a backward.
+    """
+
+    variants: tuple[Variant, ...]
+    called: Mapping[str, CalledGraph]
+    handles: tuple[str, ...]
+    weights: WeightGradients | None
+    halves: tuple[Halves, ...]
+
+    @classmethod
+    def of(
+        cls,
+        plan: FramePlan,
+        called: Mapping[str, CalledGraph],
+        handles: tuple[str, ...],
+        late: tuple[tuple[int, ...], tuple[int | None, ...]] | None,
+    ) -> Decided:
+        """Split the backward of each variant, if the frame is a stage's; `late` as `weight_gradients` returns it."""
+        halves: tuple[Halves, ...] = ()
+        weights: WeightGradients | None = None
+        if late is not None:
+            found = [split_graph(variant.graphs["backward"], late[0]) for variant in plan.variants]
+            halves = tuple(one for one in found if one is not None)
+            if len(halves) == len(found):
+                weights = WeightGradients(_handle_in(plan.graphs["backward"].graph, handles), *late)
+        return cls(variants=plan.variants, called=called, handles=handles, weights=weights, halves=halves)
+
+
+class Lowering:
+    """Lowers the graphs of one frame.
+
+    Attributes:
+        inductor: compiles islands of compute; None: graphs run node by node.
+    """
+
+    def __init__(self, observation: Observation, lowering: str, ranks_per_host: int) -> None:
+        self.observation, self.ranks_per_host = observation, ranks_per_host
+        self.inductor = InductorLowering(*rank_and_world()) if lowering == "inductor" else None
+
+    def lower(
+        self, direction: Direction, gm: fx.GraphModule, decided: Decided, recorded: RecordedSteps | None = None
+    ) -> Program:
+        """A final graph as a callable.
+
+        Args:
+            direction: direction of the graph.
+            gm: the graph; it may be changed.
+            decided: plan that it is part of.
+            recorded: records and replays a whole step as a CUDA graph; None: each call runs node by node.
+        """
+        with self.observation.report.phase("lowering"):
+            watch = self.observation.watch(direction, decided.called[direction])
+            title = f"{self.observation.frame} {direction}"
+            main = self._numbered(self._lowered(gm, watch, title, recorded), gm, title)
+            if direction == "forward" and decided.weights is not None:
+                return saying_that_it_splits(main, _handle_in(gm.graph, decided.handles))
+            if direction not in ("backward", "step"):
+                return main
+            programs = [
+                (variant.from_step, self._lowered_warm_up(place, direction, title, decided))
+                for place, variant in enumerate(decided.variants[:-1])
+            ]
+            last = self._in_halves(main, len(decided.variants) - 1, title, decided)
+            return switch_by_step([*programs, (decided.variants[-1].from_step, last)], gm, decided.weights)
+
+    def _lowered_warm_up(self, place: int, direction: Direction, title: str, decided: Decided) -> Program:
+        gm = decided.variants[place].graphs[direction]
+        whole = self._lowered(gm, self._warm_up_watch(gm, decided.called[direction]), f"{title} of warm-up")
+        return self._in_halves(whole, place, f"{title} of warm-up", decided)
+
+    def _in_halves(self, whole: Program, place: int, title: str, decided: Decided) -> Program:
+        """The lowered backward of a variant, in halves where they are wanted; these are lowered at their first call."""
+        if decided.weights is None:
+            return whole
+
+        def lower(half: fx.GraphModule) -> Program:
+            with self.observation.report.phase("lowering"):
+                watch = self._warm_up_watch(half, decided.called["backward"])
+                return self._numbered(self._lowered(half, watch, f"{title}, in halves"), half, f"{title}, in halves")
+
+        return in_halves(whole, decided.weights, decided.halves[place], lower)
+
+    def _warm_up_watch(self, gm: fx.GraphModule, called: CalledGraph) -> GraphWatch:
+        return GraphWatch(called_in_warm_up(gm.graph, called), self.observation.clocks)
+
+    def _numbered(self, program: Program, gm: fx.GraphModule, title: str) -> Program:
+        return with_numbers(program, gm.graph, title, self.observation.rank)
+
+    def _lowered(
+        self, gm: fx.GraphModule, watch: GraphWatch, title: str, recorded: RecordedSteps | None = None
+    ) -> Program:
+        if self.inductor is None:
+            return lower_fx(gm, watch, self.ranks_per_host, recorded)
+        islands, distinct = self.inductor.islands, len(self.inductor.compiled)
+        lowered = self.inductor.lower(gm, watch, self.ranks_per_host, f"frame {title}", recorded)
+        self.observation.count_islands(self.inductor.islands - islands, len(self.inductor.compiled) - distinct)
+        return lowered
+
+
+def _handle_in(graph: fx.Graph, handles: Sequence[str]) -> int:
+    """Place of some parameter's handle among the inputs of a graph that reads or reduces parameters."""
+    places = {node.name: place for place, node in enumerate(graph.find_nodes(op="placeholder"))}
+    return next(places[name] for name in handles if name in places)

@@ -1,0 +1,151 @@
+"""What people see of a frame's compile: reports, dumps, clocks and profilers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from torch import fx
+
+from zgraph.codegen.kernel_sources import sources_of
+from zgraph.compiler.frame_plan import FramePlan
+from zgraph.compiler.graph_pass import Direction, GraphPass, PassContext
+from zgraph.compiler.pipeline import Observer
+from zgraph.driver.options import CompileOptions
+from zgraph.reporting.data.frame import FrameData
+from zgraph.reporting.dump import Dumper
+from zgraph.reporting.export.build_frame import build_frame
+from zgraph.reporting.export.folder import trace_graphs, write_frame
+from zgraph.reporting.export.parameters import KnownParameter
+from zgraph.reporting.export.record_passes import PassRecorder
+from zgraph.reporting.metrics.called_graph import called_graph
+from zgraph.reporting.metrics.step_clock import CalledGraph, GraphWatch
+from zgraph.reporting.of_graph import GraphReport, describe, predict
+from zgraph.reporting.summary import Report
+from zgraph.runtime.groups import rank_and_world
+from zgraph.sharding.scope import Scope
+from zgraph.torch_compat.fake_values import without_fake_mode
+
+
+@dataclass(frozen=True, kw_only=True)
+class Described:
+    """A plan as reports have it.
+
+    Attributes:
+        graphs: one report for each graph.
+        data: everything about the frame, for report.json; None unless passes were recorded.
+        called: for each graph, what clocks and profilers need.
+    """
+
+    graphs: Sequence[GraphReport]
+    data: FrameData | None
+    called: Mapping[str, CalledGraph]
+
+
+class Observation:
+    """Reports and dumps the compile of one frame.
+
+    Attributes:
+        report: the user's report, or the model's.
+        rank: this rank.
+    """
+
+    def __init__(self, frame: str, reason: str, options: CompileOptions, scopes: Sequence[Scope]) -> None:
+        self.frame, self.reason, self.options = frame, reason, options
+        self.report = _report_of(scopes, options.report)
+        self.clocks = [scope.clocks for scope in scopes]
+        self.rank, _ = rank_and_world()
+        self.dumper: Dumper | None = None
+        self.recorder: PassRecorder | None = None
+
+    def observer(self) -> Observer:
+        """A new observer of passes, which writes the dump if there is one, over that of an earlier try."""
+        if self.dumper is not None and self.dumper.failed:
+            self.report.dump_failed = True
+        self.recorder = None
+        dumps = self.options.dump is not None and not self.report.dump_failed
+        if not dumps and not self.report.keep_passes:
+            return lambda graph_pass, ctx, graph: None
+        self.recorder = recorder = PassRecorder()
+        if self.options.dump is None or not dumps:
+            return recorder.observe
+        self.dumper = dumper = Dumper(directory=self.options.dump, rank=self.rank, frame=self.frame)
+
+        def observe(graph_pass: GraphPass | None, ctx: PassContext, graph: fx.Graph) -> None:
+            recorder.observe(graph_pass, ctx, graph)
+            if graph_pass is None:
+                dumper.captured(ctx.direction, graph)
+                return
+            notes = [text for name, where, text in ctx.notes if (name, where) == (graph_pass.name, ctx.direction)]
+            dumper.after(graph_pass, ctx.direction, graph, tuple(notes))
+
+        return observe
+
+    def describe(
+        self,
+        plan: FramePlan,
+        names: Mapping[int, str],
+        known: Mapping[str, KnownParameter],
+        budget_bytes: int | None,
+    ) -> Described:
+        """Predict time and memory of a plan's graphs.
+
+        Args:
+            plan: plan of the frame.
+            names: names of its parameters.
+            known: facts about them by name.
+            budget_bytes: budget of the step; None: no limit.
+        """
+        with self.report.phase("predicting"):
+            graphs: dict[Direction, fx.Graph] = {direction: gm.graph for direction, gm in plan.graphs.items()}
+            predictions = predict(graphs, plan.ctx, self.frame)
+            found = describe(
+                graphs,
+                plan.ctx,
+                predictions,
+                limits=plan.limits,
+                frame=self.frame,
+                parameters=tuple(names.values()),
+                reason=self.reason,
+                keep_graphs=self.report.keep_graphs,
+            )
+            lowering = self.options.lowering
+            data = build_frame(plan, predictions, found, known, lowering=lowering, recorder=self.recorder)
+        called = {graph.direction: called_graph(graph, plan, budget_bytes) for graph in found}
+        return Described(graphs=found, data=data, called=called)
+
+    def record(self, plan: FramePlan, described: Described) -> None:
+        """Add a plan that all ranks have agreed on to the report and the dump."""
+        report, data = self.report, described.data
+        if self.options.report is not None:  # the user will read them
+            report.notes.extend(f"{name} on {direction}: {text}" for name, direction, text in plan.ctx.notes)
+        report.passes.extend(plan.runs)
+        report.graphs.extend(described.graphs)
+        if data is not None:
+            report.frames.append(data)
+            if self.dumper is not None:
+                failed = self.dumper.failed or not write_frame(self.dumper.directory, data, report)
+                report.dump_failed = report.dump_failed or failed
+            trace_graphs(data)
+        if self.dumper is not None:
+            with without_fake_mode():  # they are emitted with torch's own roundings
+                for gm in plan.graphs.values():
+                    self.dumper.kernels(sources_of(gm.graph))
+
+    def watch(self, direction: Direction, called: CalledGraph) -> GraphWatch:
+        """The clock and profiler of a graph's calls."""
+        return GraphWatch(called, self.clocks, partial(self.report.profiler_of, self.frame, direction))
+
+    def count_islands(self, islands: int, distinct: int) -> None:
+        """Note how many islands Inductor was given, and how many of them it has compiled."""
+        self.report.islands += islands
+        self.report.distinct_islands += distinct
+
+
+def _report_of(scopes: Sequence[Scope], given: Report | None) -> Report:
+    """Return the user's report, or the model's; attach it to every scope."""
+    report = given or next((scope.report for scope in scopes if isinstance(scope.report, Report)), None) or Report()
+    for scope in scopes:
+        scope.report = report
+    return report

@@ -3,10 +3,10 @@
     python docs/tools/fill_tables.py            # write them anew
     python docs/tools/fill_tables.py --check    # fail where a page holds others
 
-A table stands between `<!-- table NAME -->` and `<!-- end -->`. Results of links are what shaped_link.py and
-tensor_link.py write with `--json`, put into that folder under the name of the table. zoo.json, pipeline_schedules.json,
-cpu_adam.json, offload_overlap.json, offload_inference.json and offload_capacity.json are what the scripts of these
-names write; offload_states.json is what offload_overlap.py writes with `--states`. Needs nothing but Python.
+A table stands between `<!-- table NAME -->` and `<!-- end -->`. Results of links are what shaped_link.py
+writes with `--json`, put into that folder under the name of the table. zoo.json, offload_inference.json and
+offload_capacity.json are what the scripts of these names write; offload_states.json is what offload_overlap.py writes
+with `--states`. Needs nothing but Python.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = (
     ROOT / "docs" / "benchmarks.md",
     ROOT / "docs" / "models.md",
-    ROOT / "docs" / "offload.md",
     ROOT / "examples" / "README.md",
 )
 RESULTS = ROOT / "examples" / "benchmarks" / "results"
@@ -40,8 +39,6 @@ LABELS = (
     ("deepspeed-3", "DeepSpeed, ZeRO-3, not compiled"),
     ("fsdp2", "FSDP2"),
     ("fsdp2-bf16", "FSDP2, bf16"),
-    ("fsdp2-zero2", "FSDP2, gathered once"),
-    ("fsdp2-zero2-reduce-bf16", "FSDP2, gathered once, gradients in bf16"),
     ("simplefsdp-overlap", "SimpleFSDP's graph, PyTorch's overlap scheduler"),
     ("torch-overlap", "zgraph's collectives, PyTorch's overlap scheduler"),
     ("zgraph-0", "zgraph, stage 0"),
@@ -63,7 +60,6 @@ LABELS = (
     ("zgraph-0-step", "zgraph, stage 0, whole step"),
     ("zgraph-0-all-reduce-step", "zgraph, stage 0, gloo's all_reduce, whole step"),
     ("zgraph-0-reduce-bf16-step", "zgraph, stage 0, `reduce_dtype=bf16`, whole step"),
-    ("zgraph-2-reduce-bf16", "zgraph, stage 2, `reduce_dtype=bf16`"),
     ("zgraph-2-step", "zgraph, stage 2, whole step"),
     ("zgraph-3-step", "zgraph, stage 3, whole step"),
     ("zgraph-3-bf16-step", "zgraph, stage 3, bf16, whole step"),
@@ -106,11 +102,7 @@ def table(name: str) -> str:
     if name == "methods":
         return methods([[load(name) for name in names] for names in METHODS])
     kinds = {"convergence": convergence, "zoo": zoo}
-    kinds |= {"offload_overlap": offload, "offload_states": states, "offload_inference": inference, "cpu_adam": adam}
-    if name == "offload_capacity":
-        return capacity([load(one.stem) for one in sorted(RESULTS.glob(f"{name}*.json"), reverse=True)])
-    if name == "pipeline_schedules":
-        return schedules(load(name))
+    kinds |= {"offload_states": states, "offload_inference": inference, "offload_capacity": capacity}
     return kinds.get(name, steps)(load(name))
 
 
@@ -223,131 +215,51 @@ def zoo(result: dict[str, Any]) -> str:
     )
 
 
-def offload(result: dict[str, Any]) -> str:
-    """Steps at several budgets, with activations on the host or computed again."""
-    heads = ("budget MB", "", "peak MB", "step ms (quartiles)", "predicted ms", "times the step without a budget")
-    free = statistics.median(result["rows"][0]["ms"])
-    rows: list[tuple[str, ...]] = []
-    for row in result["rows"]:
-        low, middle, high = statistics.quantiles(row["ms"], n=4)
-        budget = row["budget_bytes"]
-        rows.append(
-            (
-                "none" if budget is None else f"{budget / 1e6:.0f}",
-                "everything kept" if budget is None else row["way"],
-                f"{row['predicted_bytes'] / 1e6:.0f}",
-                f"{middle:.0f} ({low:.0f}-{high:.0f})",
-                f"{row['predicted_ms']:.0f}",
-                f"{middle / free:.2f}",
-            )
-        )
-    sizes = ", ".join(f"{name} {value}" for name, value in result["config"].items())
-    about = f"\nOne process, fp32, copies at {result['mb_per_s']:.0f} MB/s each way; {sizes}.\n"
-    return markdown(heads, rows) + about + provenance([result])
-
-
 def states(result: dict[str, Any]) -> str:
     """Steps with parameters and optimizer state on the host."""
-    heads = (
-        "on the host",
-        "copies",
-        "peak MB",
-        "step ms (quartiles)",
-        "predicted ms",
-        "error",
-        "times the step without",
-    )
+    heads = ("on the host", "copies", "peak MB", "step ms (quartiles)", "predicted ms", "times the step without")
     free = statistics.median(result["rows"][0]["ms"])
     rows: list[tuple[str, ...]] = []
     for row in result["rows"]:
         low, middle, high = statistics.quantiles(row["ms"], n=4)
         is_free = row is result["rows"][0]
-        predicts = row["way"] != "without prefetch"
         rows.append(
             (
                 "nothing" if is_free else row["rests"],
                 "" if is_free else row["way"],
                 f"{row['predicted_bytes'] / 1e6:.0f}",
                 f"{middle:.0f} ({low:.0f}-{high:.0f})",
-                f"{row['predicted_ms']:.0f}" if predicts else "",
-                f"{100 * (row['predicted_ms'] / middle - 1):+.1f} %" if predicts else "",
+                "" if row["way"] == "without prefetch" else f"{row['predicted_ms']:.0f}",
                 f"{middle / free:.2f}",
             )
         )
-    sizes = ", ".join(f"{name} {value}" for name, value in result["config"].items())
-    about = f"\nOne process, fp32, AdamW, copies at {result['mb_per_s']:.0f} MB/s each way; {sizes}.\n"
-    return markdown(heads, rows) + about + provenance([result])
+    return markdown(heads, rows) + provenance([result])
 
 
 def inference(result: dict[str, Any]) -> str:
     """A token through a model whose weights rest on disk, and what their codes lose."""
-    timed = not result.get("busy")  # a machine that did other things, too, tells no times
-    heads = ("weights at rest", "MB read", *(("ms (quartiles)", "ms of reading alone") if timed else ()), "peak MB")
+    heads = ("weights at rest", "MB read", "ms (quartiles)", "ms to read", "peak MB", "loss", "logits differ by")
+    exact = result["errors"][0]["loss"]
+    lost = {f"{one['bits']} bits": one for one in result["errors"]}
     rows: list[tuple[str, ...]] = []
     for row in result["rows"]:
         low, middle, high = statistics.quantiles(row["ms"], n=4)
-        alone = 1e3 * row["read_bytes"] / row["disk_bytes_per_s"]
-        times = (f"{middle:.0f} ({low:.0f}-{high:.0f})", f"{alone:.0f}" if row["read_bytes"] else "")
+        error = lost.get(row["way"])
         rows.append(
             (
                 row["way"],
                 f"{row['read_bytes'] / 1e6:.0f}",
-                *(times if timed else ()),
+                f"{middle:.0f} ({low:.0f}-{high:.0f})",
+                f"{1e3 * row['read_bytes'] / row['disk_bytes_per_s']:.0f}" if row["read_bytes"] else "",
                 f"{row['peak_bytes'] / 1e6:.0f}",
+                "" if error is None else percent(error["loss"] / exact - 1),
+                "" if error is None else f"{100 * error['logits']:.2f} %",
             )
         )
-    exact = result["errors"][0]["loss"]
-    lost = [
-        (
-            "as they are" if entry["bits"] == 32 else f"{entry['bits']} bits",
-            f"{entry['loss']:.4f}",
-            percent(entry["loss"] / exact - 1) if entry["bits"] != 32 else "",
-            f"{100 * entry['logits']:.2f} %" if entry["bits"] != 32 else "",
-        )
-        for entry in result["errors"]
-    ]
-    config = result["config"]
-    sizes = f"{result['numel'] / 1e6:.0f} M parameters, {config['layers']} layers of width {config['width']}"
-    about = f"\nOne process, one token, {sizes}; what is multiplied is fp32.\n\n"
-    return (
-        markdown(heads, rows)
-        + about
-        + markdown(("weights", "held-out loss", "relative", "logits differ by"), lost)
-        + f"\nThe GPT of `examples/train_gpt.py`, smaller, after {config['steps']} steps.\n"
-        + provenance([result])
-    )
+    return markdown(heads, rows) + provenance([result])
 
 
-def adam(result: dict[str, Any]) -> str:
-    """Updates on the processor beside the bandwidth of its memory."""
-    rows = [
-        (
-            row["way"],
-            str(row["million"]),
-            f"{row['ms']:.1f} ({row['quartiles_ms'][0]:.1f}-{row['quartiles_ms'][1]:.1f})",
-            f"{row['gb_per_s']:.0f}",
-            f"{row['share_of_triad']:.2f}",
-        )
-        for row in result["rows"]
-    ]
-    return markdown(("", "M elements", "ms (quartiles)", "GB/s", "of the triad"), rows) + provenance([result])
-
-
-def schedules(result: dict[str, Any]) -> str:
-    """A step under each schedule of pipelines."""
-    rows = [
-        (
-            row["schedule"],
-            row["stages"],
-            f"{row['step_ms_median']:.0f} ({row['step_ms_low']:.0f}-{row['step_ms_high']:.0f})",
-            f"{result['predicted_ms'][row['schedule']]:.0f}" if row["stages"] == "zgraph" else "",
-        )
-        for row in result["rows"]
-    ]
-    return markdown(("schedule", "stages", "step ms (quartiles)", "predicted"), rows) + provenance([result])
-
-
-def capacity(results: Sequence[dict[str, Any]]) -> str:
+def capacity(result: dict[str, Any]) -> str:
     """The largest models that train in some memory."""
     names = {
         "plain": "plain PyTorch",
@@ -356,62 +268,19 @@ def capacity(results: Sequence[dict[str, Any]]) -> str:
         "deepspeed-nvme": "DeepSpeed ZeRO-3, offloaded to disk",
         "zgraph": "zgraph, all on disk",
     }
-    timed = not any(result.get("busy") for result in results)  # as for inference
-    rows: list[tuple[str, ...]] = []
-    for result in results:
-        base = result["ways"]["plain"]
-        for way, row in result["ways"].items():
-            if way not in names:
-                continue
-            ratio = "" if base is None or row is None else f"{row['numel'] / base['numel']:.1f}"
-            found = (
-                ("none that was tried", "", "", "")
-                if row is None
-                else (
-                    f"{row['layers']} layers of width {row['width']}",
-                    f"{row['numel'] / 1e6:.0f}",
-                    ratio,
-                    f"{min(row['seconds'][1:]):.1f}",
-                )
-            )
-            rows.append((f"{result['gib']} GiB", names[way], *(found if timed else found[:-1])))
-    heads = (
-        "memory",
-        "",
-        "largest that trains",
-        "M parameters",
-        "times plain PyTorch",
-        *(["s a step"] if timed else []),
-    )
-    steps = "".join(
-        step_on_disk(result["gib"], result[name])
-        for result in results
-        for name in ("step", "step_before")
-        if name in result
-    )
-    return markdown(heads, rows) + "".join(map(provenance, [[one] for one in results])) + steps
-
-
-def step_on_disk(gib: float, step: dict[str, Any]) -> str:
-    """A step on disk in limited memory, beside its transfers alone and its computing alone."""
-    seconds, alone = step["seconds"], step["transfers_alone_s"]
-    longer = max(statistics.median(alone), step["compute_alone_s"])
-    cpu = [""] * 3
-    if "cpu_seconds" in step:
-        of_ways = (step["transfers_alone_cpu_s"], [step["compute_alone_cpu_s"]], step["cpu_seconds"])
-        cpu = [f"{statistics.median(one):.1f}" for one in of_ways]
+    base = result["ways"]["plain"]
     rows = [
-        ("its transfers alone", ranged(alone), cpu[0]),
-        ("its computing alone", f"{step['compute_alone_s']:.1f}", cpu[1]),
-        ("a step", ranged(seconds), cpu[2]),
-        ("a step, times the longer of the two", f"{statistics.median(seconds) / longer:.2f}", ""),
+        (
+            names[way],
+            f"{row['layers']} layers of width {row['width']}",
+            f"{row['numel'] / 1e6:.0f}",
+            f"{row['numel'] / base['numel']:.1f}",
+        )
+        for way, row in result["ways"].items()
+        if way in names and row is not None
     ]
-    where = f"zgraph on disk, {gib} GiB" + (f", {step['title']}" if "title" in step else "")
-    return "\n" + markdown((where, "s (least-most)", "s of processors"), rows) + provenance([step])
-
-
-def ranged(values: Sequence[float]) -> str:
-    return f"{statistics.median(values):.1f} ({min(values):.1f}-{max(values):.1f})"
+    heads = (f"in {result['gib']} GiB", "largest that trains", "M parameters", "times plain PyTorch")
+    return markdown(heads, rows) + provenance([result])
 
 
 def percent(share: float) -> str:

@@ -63,7 +63,7 @@ def _attention_patterns(device: torch.device) -> Any:
 
 
 def fuse_attention(gm: fx.GraphModule, device: torch.device) -> int:
-    """Replace hand-written attention in a joint graph by `scaled_dot_product_attention`; return the count (2.11 - 2.15).
+    """Replace hand-written attention in a joint graph by `scaled_dot_product_attention` (2.11 - 2.15).
 
     Like Inductor's joint-graph passes, it matches forward and backward together and looks only at the graph. Patterns
     describe graphs without no-op views and copies, so those are removed first, even if nothing matches.
@@ -72,6 +72,9 @@ def fuse_attention(gm: fx.GraphModule, device: torch.device) -> int:
         gm: joint graph, decomposed by `inductor_decompositions`. New nodes may end up before their inputs, and their
             users may have been traced with other strides.
         device: device of the attention.
+
+    Returns:
+        Number of replacements.
     """
     from torch._inductor.fx_passes.joint_graph import early_patterns
     from torch._inductor.fx_passes.post_grad import remove_noop_ops

@@ -1,4 +1,4 @@
-"""The folders on disk that tensors of one device rest in."""
+"""The folders on disk to which the tensors of one device are offloaded."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from zgraph.runtime.disk.folder import DiskFolder
 
 @dataclass
 class DiskFolders:
-    """Folders that live as long as somebody holds them.
+    """Folders that live as long as something refers to them.
 
     Attributes:
-        by_path: those that live.
+        by_path: the live folders.
     """
 
     by_path: WeakValueDictionary[str, DiskFolder] = field(default_factory=WeakValueDictionary[str, DiskFolder])
@@ -24,7 +24,7 @@ class DiskFolders:
         """The folder at a path, made on first use.
 
         Raises:
-            DiskError: it cannot be used.
+            DiskError: the folder cannot be used.
         """
         found = self.by_path.get(path)
         if found is None:
@@ -32,5 +32,5 @@ class DiskFolders:
         return found
 
     def of(self, tensor: Tensor) -> DiskFolder | None:
-        """The folder that a tensor lies in; None: it is not on disk."""
+        """The folder that stores a tensor; None: it is not on disk."""
         return next((folder for folder in [*self.by_path.values()] if folder.is_on_disk(tensor)), None)

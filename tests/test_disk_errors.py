@@ -101,10 +101,8 @@ def test_a_full_disk_refuses_a_tensor_and_keeps_nothing(small: Path) -> None:
     with DiskFolder(small, rank=2) as disk:
         kept = disk.empty((65536,), torch.float32, "layers.0.weight").fill_(7)
         free = free_bytes(small)
-        text = r"rank 2: no space for layers.1.weight in .*: it needs 1200128 bytes in addition to the "
-        text += (
-            rf"262144 of the tensors stored there, {free} are free, {1200128 - free} are lacking \(No space left on device\); free"
-        )
+        text = r"rank 2: no space for layers.1.weight in .*: it needs 1200128 bytes in addition to the 262144 of the "
+        text += rf"tensors stored there, {free} are free, {1200128 - free} are lacking \(No space left on device\)"
         with pytest.raises(zgraph.DiskError, match=text):
             disk.empty((300_000,), torch.float32, "layers.1.weight")
         assert (free_bytes(small), disk.disk_bytes) == (free, 262144)
@@ -145,9 +143,7 @@ def test_a_limit_on_files_refuses_a_tensor(disk: DiskFolder) -> None:
     tensor = filled(disk)
     resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, hard))
     try:
-        with pytest.raises(
-            zgraph.DiskError, match=r"a file size limit or a quota prevents it \(File too large\)"
-        ):
+        with pytest.raises(zgraph.DiskError, match=r"a file size limit or a quota prevents it \(File too large\)"):
             disk.empty((MIB,), torch.float32, "layers.1.weight")
         assert disk.disk_bytes == 20480 and disk.start_read(tensor).wait().eq(1).all()
         assert disk.empty((1000,), torch.float32, "layers.1.weight").fill_(1).eq(1).all()

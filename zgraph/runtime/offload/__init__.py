@@ -1,1 +1,1 @@
-"""Copies between memory spaces that run beside compute: device, host and disk."""
+"""Copies between device, host and disk that run concurrently with compute."""

@@ -2,10 +2,10 @@
 
     compute         [mm][mm][mm]......[mm][mm]
     device_to_host   [=== a ===]                      a may be freed on the device once its copy has ended
-    host_to_device              [=== a ===]           and is read there once it has come back
+    host_to_device              [=== a ===]           a may be read there again once it has come back
 
-On CUDA a lane is a stream, and host memory is pinned. Where the device is a CPU, a lane is a thread, and host memory a
-pool that nothing computes on: the copies are real, so that everything but their speed can be seen without a GPU.
+On CUDA a lane is a stream, and host memory is pinned. If the device is a CPU, a lane is a thread, and host memory is a
+pool that is not used for compute: the copies are real, so that everything but their speed can be tested without a GPU.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Copy(Protocol):
     """A copy that has been started."""
 
     def wait(self) -> Tensor:
-        """The copied tensor, usable by whatever the caller computes from now on.
+        """The copied tensor, usable by all later compute of the caller.
 
         Raises:
             RuntimeError: the copy has failed.
@@ -44,50 +44,52 @@ class Copy(Protocol):
 
 
 class CopyLanes(Protocol):
-    """The two lanes of one device. Copies of one lane end in the order in which they were started."""
+    """The two lanes of one device. Copies of one lane end in the order in which they were started.
+
+    Copies from the device, copies over its tensors, and updates start after everything computed so far.
+    """
 
     def offload(self, tensor: Tensor) -> Copy:
-        """Start copying a tensor of the device to host memory, after everything computed so far."""
+        """Start copying a device tensor to new host memory."""
         ...
 
     def reload(self, kept: Tensor) -> Copy:
-        """Start copying a tensor of the host or of a disk, whose copy has been waited for, into new device memory."""
+        """Start copying a tensor on the host or on disk, whose own copy has been waited for, to new device memory."""
         ...
 
     def store(self, source: Tensor, kept: Tensor) -> Copy:
-        """Start copying a tensor of the device, after everything computed so far, over one of host memory or disk."""
+        """Start copying a device tensor over one on the host or on disk."""
         ...
 
     def spill(self, tensor: Tensor, folder: str) -> Copy:
-        """Start copying a tensor of the device, after everything computed so far, to a new one on disk."""
+        """Start copying a device tensor to a new tensor on disk."""
         ...
 
     def give_back(self, kept: Tensor, tensor: Tensor) -> Copy:
-        """Start copying a tensor of the host over one of the device, after everything computed so far."""
+        """Start copying a host tensor over a device tensor."""
         ...
 
     def update(self, operator: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Future[Any]:
-        """Start an update of tensors of the host, after everything computed so far, and after earlier updates.
+        """Start an update of host tensors, after everything computed so far and after earlier updates.
 
-        The result is there once it has ended, which the host waits for. Copies that bring what it reads have been
-        waited for, as by compute.
+        The host waits for its end. The caller must already have waited for copies that bring its inputs.
         """
         ...
 
     def drain(self) -> None:
-        """Let the host wait for all that has been started: from then on it may read and write what rests there.
+        """Let the host wait for all started copies and updates, after which it may access the tensors stored there.
 
-        As after a program that failed, whose copies and updates go on.
+        For example after a program that failed, whose copies and updates go on.
 
         Raises:
-            DiskError: a write failed that nobody has waited for, on a GPU.
+            DiskError: on a GPU, a write failed that has not been waited for.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _InThread:
-    source: Tensor  # what a copy reads lives until it is waited for
+    source: Tensor  # kept alive until the copy is waited for
     copied: Tensor
     done: Future[None]
 
@@ -116,14 +118,13 @@ class _Written:
 
 @dataclass
 class ThreadLanes:
-    """Lanes of a CPU: a thread for each direction, those of folders on disk, and one for updates.
+    """Lanes of a CPU: a thread for each direction, the threads of folders on disk, and a thread for updates.
 
     Attributes:
-        bytes_per_us: rate that copies do not exceed; None: as fast as memory is.
-        waits_at_once: whether the program waits for each copy where it starts: what copying beside compute is compared
-            with.
+        bytes_per_us: maximum rate of copies; None: unlimited.
+        waits_at_once: whether to wait for each copy where it starts, as a baseline for overlapped copies.
         pool: the host memory.
-        disks: folders that tensors rest in.
+        disks: folders that store tensors.
     """
 
     bytes_per_us: float | None = None
@@ -166,7 +167,7 @@ class ThreadLanes:
 
     @contextlib.contextmanager
     def limited(self, bytes_per_us: float) -> Generator[None]:
-        """Let copies run at the rate of a slower link, as for comparisons with what was predicted for it."""
+        """Let copies run at the rate of a slower link, for example to check predictions for it."""
         before, self.bytes_per_us = self.bytes_per_us, bytes_per_us
         try:
             yield
@@ -175,7 +176,7 @@ class ThreadLanes:
 
     def _start(self, lane: ThreadPoolExecutor, source: Tensor, copied: Tensor) -> Copy:
         if is_fake(source):
-            # A fake mode keeps its kernels' flags in one place for all threads: a second one would meet them set.
+            # A fake mode keeps its kernels' flags in one place for all threads: a second thread would find them set.
             return _OnPaper(copied)
         copy = _InThread(source, copied, lane.submit(self._copy, source, copied))
         if self.waits_at_once:
@@ -195,7 +196,7 @@ def _thread(name: str) -> ThreadPoolExecutor:
 
 
 class _OnStream:
-    """A copy on a stream; what it reads lives until compute is ordered behind it."""
+    """A copy on a stream; its source is kept alive until compute is ordered after it."""
 
     __slots__ = ("copied", "end", "lanes", "source")
 
@@ -208,7 +209,7 @@ class _OnStream:
         return self.copied
 
     def __del__(self) -> None:
-        """A program that fails lets go of copies under way: their memory is freed behind them all the same."""
+        """A failing program drops copies under way: their memory must still be freed only after they end."""
         self._order_compute()
 
     def _order_compute(self) -> None:
@@ -218,7 +219,7 @@ class _OnStream:
 
 
 class _FromDisk:
-    """A tensor on its way from a disk to the device, by a thread that reads and a stream behind it."""
+    """A tensor on its way from a disk to the device: a thread reads it, and a stream copies it."""
 
     __slots__ = ("copied", "ends", "lanes", "read")
 
@@ -226,7 +227,7 @@ class _FromDisk:
         self.read, self.copied, self.ends, self.lanes = read, copied, ends, lanes
 
     def wait(self) -> Tensor:
-        """The host waits for the disk, and compute alone for the copies.
+        """Wait on the host for the disk, and on the compute stream for the copies.
 
         Raises:
             DiskError: the tensor could not be read.
@@ -238,7 +239,7 @@ class _FromDisk:
         return self.copied
 
     def __del__(self) -> None:
-        """A program that fails lets go of it: the memory is freed behind the copies all the same."""
+        """A failing program drops it: its memory must still be freed only after the copies end."""
         with contextlib.suppress(Exception):
             self.read.wait()
         self._order_compute()
@@ -250,14 +251,14 @@ class _FromDisk:
 
 @dataclass(frozen=True, slots=True)
 class _ToDisk:
-    """A tensor on its way to a disk; the thread that writes holds what it reads."""
+    """A tensor on its way to a disk; the writing thread keeps its source alive."""
 
     write: Write
     copied: Tensor
     lanes: StreamLanes
 
     def wait(self) -> Tensor:
-        """The host waits: what is copied may be freed, or overwritten, once all of it is in the file.
+        """Wait on the host until the whole tensor is in the file; then the source may be freed or overwritten.
 
         Raises:
             DiskError: the tensor could not be written.
@@ -270,25 +271,25 @@ class _ToDisk:
 class StreamLanes:
     """Lanes of a CUDA device: a stream for each direction, pinned host memory, folders on disk, and an update thread.
 
-    Memory of the device is allocated and freed on the compute stream. A copy begins after that stream has come to where
-    it was started; what it reads is held until the compute stream waits for its end, so it cannot be given to others
-    before. Memory of the host is freed by torch's allocator of pinned memory, which asks the streams that used it. A
-    reload follows the offload or store before it because the compute stream, which it waits for, has waited for that
-    one. An update's thread waits until the compute stream has come to where it was started, by then the copies that the
-    stream has waited for have landed, or left. The host itself waits for nothing but in `finish`, for updates, and for
-    the disk.
+    Device memory is allocated and freed on the compute stream. A copy begins once that stream has reached the point at
+    which the copy was started; its source is held until the compute stream waits for its end, so it cannot be reused
+    before. Host memory is freed by torch's pinned-memory allocator, which checks the streams that used it. A reload
+    follows an earlier offload or store of its tensor because it waits for the compute stream, which has waited for
+    that copy. An update's thread waits until the compute stream has reached the point at which the update was started;
+    by then all copies that the stream has waited for have ended. The host itself waits only in `finish`, for updates,
+    and for the disk.
 
-    What rests on disk passes through pinned memory of a bounded size, see `zgraph.runtime.offload.staging`. The disk's
-    own threads start those copies as they read and write; transfers of one tensor keep their order there.
+    Tensors on disk pass through pinned memory of a bounded size, see `zgraph.runtime.offload.staging`. The disk's own
+    threads start those copies as they read and write; transfers of one tensor keep their order there.
 
     Args:
-        device: of the copies.
+        device: device of the copies.
         cuda: module with streams, which a test without a GPU replaces.
-        piece_bytes: most bytes of a tensor that pass between a disk and the device at once.
+        piece_bytes: most bytes of a tensor that pass between a disk and the device in one piece.
 
     Attributes:
-        disks: folders that tensors rest in.
-        writes: those of disks that nobody has waited for.
+        disks: folders that store tensors.
+        writes: writes to disks that have not been waited for.
     """
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda, piece_bytes: int = PIECE_BYTES) -> None:
@@ -325,23 +326,23 @@ class StreamLanes:
 
     def update(self, operator: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Future[Any]:
         if any(isinstance(one, Tensor) and is_fake(one) for one in tree_flatten((args, kwargs))[0]):
-            done = Future[Any]()  # a fake mode is of one thread
+            done = Future[Any]()  # a fake mode belongs to one thread
             done.set_result(operator(*args, **kwargs))
             return done
         reached = self._reached()
 
         def run() -> None:
-            with self.cuda.device(self.device):  # a thread's own is the first GPU, which may be another rank's
+            with self.cuda.device(self.device):  # a new thread's default is GPU 0, which may be another rank's
                 reached.synchronize()
             operator(*args, **kwargs)
 
         return self.updates.submit(run)
 
     def finish(self) -> None:
-        """Let the host wait for all copies: from then on it may read and write what rests there.
+        """Let the host wait for all copies, after which it may access the tensors stored there.
 
         Raises:
-            DiskError: a write failed that nobody has waited for.
+            DiskError: a write failed that has not been waited for.
         """
         while self.writes:
             write, _ = self.writes.popitem()
@@ -354,7 +355,7 @@ class StreamLanes:
         self.finish()
 
     def staging(self, disk: DiskFolder) -> tuple[Staging, Staging]:
-        """The pinned memory through which tensors of a folder pass, from it and to it."""
+        """The pinned memory through which tensors pass from a folder, and to it."""
         if disk not in self._staging:
             self._staging[disk] = self.staging_on(self.back), self.staging_on(self.out)
         return self._staging[disk]
@@ -370,8 +371,8 @@ class StreamLanes:
         return self.pinned_like(torch.empty(nbytes, dtype=torch.uint8, device="meta"))
 
     def _reached(self) -> Any:
-        """Event of where compute is now."""
-        event = self.cuda.Event(blocking=True)  # a thread that spins would take the core of one that updates
+        """Event at the current end of the compute stream."""
+        event = self.cuda.Event(blocking=True)  # a spinning thread would occupy a core that updates need
         event.record(self.cuda.current_stream(self.device))
         return event
 

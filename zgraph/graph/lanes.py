@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-# Memory spaces: the device that computes, which may be a CPU; the host's memory, if the device is a GPU, or what was
-# copied there; a file.
+# Memory spaces: the memory of the computing device, which may be a CPU; host memory for a GPU, or the pool that stands
+# in for it on a CPU; a file.
 MemorySpace = Literal["device", "host", "disk"]
 
 
@@ -15,8 +15,8 @@ class Lane:
     """One lane; `str` is its name in dumps and reports, such as "compute", "group:0" or "host_to_device".
 
     Attributes:
-        kind: "group" where collectives of a process group run, and
-        group_name: its name.
+        kind: "group" for a process group's lane.
+        group_name: name of the group, for that kind.
     """
 
     kind: Literal["compute", "group", "host_to_device", "device_to_host", "disk", "host_updates"]
@@ -38,4 +38,4 @@ COMPUTE = Lane("compute")
 HOST_TO_DEVICE = Lane("host_to_device")
 DEVICE_TO_HOST = Lane("device_to_host")
 DISK = Lane("disk")
-HOST_UPDATES = Lane("host_updates")  # a worker of the host, which updates what rests there
+HOST_UPDATES = Lane("host_updates")  # a host thread that updates offloaded tensors

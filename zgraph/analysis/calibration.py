@@ -44,12 +44,12 @@ def calibrate(
     """Measure this machine: copies, matrix products, launches, collectives on the real groups, and the host link.
 
     Takes a few seconds the first time; later calls read the result from a file. All ranks of the mesh or group must
-    call this together. They measure at the same time, as in training, and get the same figures, those of the slowest
-    rank, so that they make the same plans. The disk is not measured; its figures are those of the preset "cpu".
+    call this together. They measure at the same time, as in training, and all get the slowest rank's figures, so that
+    they make the same plans. The disk is not measured; its figures come from the preset "cpu".
 
     Args:
         mesh_or_group: process groups to measure: one for each axis of a mesh, or a group. None: the default group, or
-            this process alone if torch.distributed is not initialised.
+            only this process if torch.distributed is not initialised.
         cache: directory for the result; None: ~/.cache/zgraph. The file is keyed by machine, torch version, groups and
             number of threads. A file that cannot be read is replaced; if it cannot be written, nothing is cached.
         refresh: measure even if there is a cached result.

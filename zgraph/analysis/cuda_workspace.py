@@ -26,7 +26,7 @@ def workspace_on_cuda(operator: str, node: fx.Node) -> int:
 
     Args:
         operator: name without overload, such as "aten.sort".
-        node: the call, with fake values. CPU attention stands for CUDA's if a GPU is planned.
+        node: the call, with fake values. CPU attention counts as CUDA's if a GPU is planned.
     """
     estimate = _TABLE.get(operator)
     return 0 if estimate is None else estimate(node)

@@ -35,7 +35,7 @@ class Chunk:
         group_names: groups that split it, outermost first.
         unit: (elements, values of the wire dtype that encode them), such as (128, 66) if bytes are sent; the part is
             padded to full units.
-        filled_to: number of values of which the sent payload is padded to a multiple.
+        filled_to: the sent payload is padded to a multiple of this many values.
     """
 
     rows: int

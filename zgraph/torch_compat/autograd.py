@@ -143,7 +143,7 @@ class AgreeingGradScaler(torch.amp.GradScaler):
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         flags = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        flags = flags or {found_inf.device: found_inf}  # a rank without gradients takes part all the same
+        flags = flags or {found_inf.device: found_inf}  # a rank without gradients participates, too
         self.agree(optimizer, flags)
         return flags
 

@@ -29,7 +29,7 @@ class Slot:
         name: name of the tensor, for errors.
         offset, nbytes: range in the file, without padding.
         address: address of the mapping.
-        error: the failed write because of which its bytes cannot be trusted, if any.
+        error: error of a failed write, after which its bytes cannot be trusted; None if there is none.
         writing, reading: transfers under way, for which later ones must wait.
     """
 

@@ -111,7 +111,7 @@ class About(NamedTuple):
     """Identity of an exchange.
 
     Attributes:
-        key: hash that is equal on all participating ranks, and different from that of any other exchange.
+        key: hash that is equal on all participating ranks, and different from every other exchange's.
         kind: description of the operation, for errors.
         handles: handles of the parameters it is for.
         exchanges: count of the model, which includes this exchange.

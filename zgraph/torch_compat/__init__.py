@@ -1,8 +1,8 @@
 """The only room that touches private torch names; each entry says on which versions it was checked.
 
 Everything here was read and run on torch 2.13.0, and run with the CUDA builds of 2.11.0, 2.12.1, 2.13.0, 2.14.1 and
-2.15.0; notes of single versions say what differs there. A new torch release is adopted by running the suite
-(`make test TORCH=...`, which ends with what it breaks) and reading this page, nothing else.
+2.15.0; notes on single versions say what differs there. A new torch release is adopted by running the suite
+(`make test TORCH=...`, which ends with a list of failures) and reading this page, nothing else.
 """
 
 from __future__ import annotations

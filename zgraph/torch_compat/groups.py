@@ -44,7 +44,7 @@ def find_group(group_name: str) -> ProcessGroup | None:
 
 
 def groups_of_ranks() -> int:
-    """How many groups of more than one rank this rank is in (`_world.pg_names`, 2.11 - 2.15)."""
+    """Number of groups of more than one rank that this rank is in (`_world.pg_names`, 2.11 - 2.15)."""
     from torch.distributed.distributed_c10d import _world
 
     return sum(dist.get_world_size(group) > 1 for group in _world.pg_names)

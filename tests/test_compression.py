@@ -52,7 +52,7 @@ METHODS = [
         (LoCo, {"beta": float("nan")}, "beta=nan"),
         (LoCo, {"reset_every": -1}, "reset_every=-1"),
         (LoCo, {"hops": 3}, "hops=3"),
-        (TwoHop, {"ranks_per_host": 0}, "ranks_per_host=0; write how many ranks share a host"),
+        (TwoHop, {"ranks_per_host": 0}, "ranks_per_host=0; write the number of ranks on a host"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(kind: Any, options: dict[str, Any], message: str) -> None:

@@ -476,7 +476,7 @@ def test_a_forked_process_leaves_tensors_alone(disk: DiskFolder) -> None:
         code = 1
         try:
             assert tensor.eq(1).all()
-            with pytest.raises(zgraph.DiskError, match="forked from that of the folder"):
+            with pytest.raises(zgraph.DiskError, match="forked from the folder's process"):
                 disk.start_read(tensor)
             disk.close()
             del tensor

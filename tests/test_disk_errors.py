@@ -101,10 +101,8 @@ def test_a_full_disk_refuses_a_tensor_and_keeps_nothing(small: Path) -> None:
     with DiskFolder(small, rank=2) as disk:
         kept = disk.empty((65536,), torch.float32, "layers.0.weight").fill_(7)
         free = free_bytes(small)
-        text = r"rank 2: no space for layers.1.weight in .*: it needs 1200128 bytes beside the 262144 of the "
-        text += (
-            rf"tensors that are there, {free} are free, {1200128 - free} are lacking \(No space left on device\); free"
-        )
+        text = r"rank 2: no space for layers.1.weight in .*: it needs 1200128 bytes in addition to the 262144 of the "
+        text += rf"tensors stored there, {free} are free, {1200128 - free} are lacking \(No space left on device\)"
         with pytest.raises(zgraph.DiskError, match=text):
             disk.empty((300_000,), torch.float32, "layers.1.weight")
         assert (free_bytes(small), disk.disk_bytes) == (free, 262144)
@@ -145,9 +143,7 @@ def test_a_limit_on_files_refuses_a_tensor(disk: DiskFolder) -> None:
     tensor = filled(disk)
     resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, hard))
     try:
-        with pytest.raises(
-            zgraph.DiskError, match=r"a limit of the file or of a quota is in the way \(File too large\)"
-        ):
+        with pytest.raises(zgraph.DiskError, match=r"a file size limit or a quota prevents it \(File too large\)"):
             disk.empty((MIB,), torch.float32, "layers.1.weight")
         assert disk.disk_bytes == 20480 and disk.start_read(tensor).wait().eq(1).all()
         assert disk.empty((1000,), torch.float32, "layers.1.weight").fill_(1).eq(1).all()
@@ -294,7 +290,7 @@ def test_failed_transfers_free_their_tensors(disk: DiskFolder, monkeypatch: pyte
 def test_a_truncated_file_is_an_error_not_a_signal(disk: DiskFolder, tmp_path: Path) -> None:
     _before, last = filled(disk), filled(disk)
     os.truncate(f"/proc/self/fd/{disk._space.fd}", 8192 + 20480 + 4096)
-    text = "file of layers.0.weight in .* was truncated to 32768 bytes, .* lies at 28672 to 49152; it is lost: resume"
+    text = "file of layers.0.weight in .* was truncated to 32768 bytes, .* is at 28672 to 49152; it is lost: resume"
     for use in (
         lambda: disk.start_read(last).wait(),
         lambda: disk.start_write(torch.ones(5000), last).wait(),
@@ -313,7 +309,7 @@ def test_a_file_that_ends_while_it_is_read(disk: DiskFolder, monkeypatch: pytest
 
 def test_tensors_and_sources_must_fit(disk: DiskFolder) -> None:
     tensor = filled(disk)
-    with pytest.raises(ValueError, match=r"start_read: a tensor of shape \[3\] on cpu does not lie in .*not a copy"):
+    with pytest.raises(ValueError, match=r"start_read: a tensor of shape \[3\] on cpu is not stored in .*not a copy"):
         disk.start_read(torch.ones(3))
     with pytest.raises(ValueError, match=r"shape \[2500\] and strides \(2,\) is not contiguous"):
         disk.start_read(tensor[::2])
@@ -334,7 +330,7 @@ def test_nothing_starts_after_close(tmp_path: Path) -> None:
         lambda: disk.start_write(torch.ones(5000), tensor),
         lambda: disk.empty((3,), torch.float32, "weight"),
     ):
-        with pytest.raises(zgraph.DiskError, match="after close; close it when"):
+        with pytest.raises(zgraph.DiskError, match="after close; close it after"):
             use()
 
 

@@ -190,10 +190,10 @@ def test_bad_links_are_refused() -> None:
     ("text", "message"),
     [
         ("{", "zgraph.Hardware: not valid JSON"),
-        ("[]", "zgraph.Hardware: found list where"),
-        ('{"name": "x"}', r"zgraph.Hardware: found \['name'\] where"),
+        ("[]", "zgraph.Hardware: found list, but to_json"),
+        ('{"name": "x"}', r"zgraph.Hardware: found \['name'\], but to_json"),
         (TWO_PER_HOST.to_json().replace('"float32"', '"float33"'), "float33"),
-        (TWO_PER_HOST.to_json().replace('"latency_us"', '"latency"', 1), "pass what to_json"),
+        (TWO_PER_HOST.to_json().replace('"latency_us"', '"latency"', 1), "pass the text of to_json"),
     ],
 )
 def test_text_that_is_something_else_is_refused(text: str, message: str) -> None:

@@ -73,7 +73,7 @@ def test_a_newer_version_that_lacks_a_name_is_refused(monkeypatch: pytest.Monkey
     with pytest.raises(ImportError) as error:
         require_supported_torch("2.16.0")
     assert str(error.value) == (
-        "zgraph: torch 2.16.0 lacks what zgraph uses of it: torch._functorch.partitioners.get_default_op_list, "
+        "zgraph: torch 2.16.0 lacks names that zgraph uses: torch._functorch.partitioners.get_default_op_list, "
         "torch._C._storage_Use_Count; install torch>=2.11,<2.16 or a newer zgraph."
     )
 

@@ -367,7 +367,7 @@ def test_a_weight_that_is_read_twice_is_compressed_once() -> None:
     ("make", "text"),
     [
         (lambda: LowRank(rank=0), "rank=0; write 1 or more"),
-        (lambda: LowRank(least_saving=0.5), "least_saving=0.5; factors that take more bytes"),
+        (lambda: LowRank(least_saving=0.5), "least_saving=0.5; factors that need more bytes"),
         (lambda: LowRank(bucket_bytes=0), "bucket_bytes=0 holds nothing"),
         (lambda: CompressGradients(method=LowRank(), mean_codec=LoCo(bits=8)), "leave mean_codec out"),
     ],

@@ -148,7 +148,7 @@ LOOPS = {
     )
 }
 REFUSED: Refused = {
-    ("criterion_with_parameters", mode): "the optimizer steps a parameter [] that is not sharded, beside sharded ones"
+    ("criterion_with_parameters", mode): "steps a parameter [] that is not sharded, together with sharded ones"
     for mode in ("eager", "fx", "inductor")
 } | {
     ("penalty_of_dtensors", mode): "Write parameter.full_tensor(), whose gradient is averaged over the ranks."

@@ -1,4 +1,4 @@
-"""Measures the machine at hand into a `Hardware` that all ranks share, once, and keeps it on disk."""
+"""Measures this machine once, as a `Hardware` that all ranks share, and caches the result on disk."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ def calibrate(
     """Measure this machine: copies, matrix products, launches, collectives on the real groups, and the host link.
 
     Takes a few seconds the first time; later calls read the result from a file. All ranks of the mesh or group must
-    call this together. They measure at the same time, as in training, and get the same figures, those of the slowest
-    rank, so that they make the same plans. The disk is not measured; its figures are those of the preset "cpu".
+    call this together. They measure at the same time, as in training, and all get the slowest rank's figures, so that
+    they make the same plans. The disk is not measured; its figures come from the preset "cpu".
 
     Args:
         mesh_or_group: process groups to measure: one for each axis of a mesh, or a group. None: the default group, or
-            this process alone if torch.distributed is not initialised.
+            only this process if torch.distributed is not initialised.
         cache: directory for the result; None: ~/.cache/zgraph. The file is keyed by machine, torch version, groups and
             number of threads. A file that cannot be read is replaced; if it cannot be written, nothing is cached.
         refresh: measure even if there is a cached result.
 
     Raises:
-        ValueError: the argument is neither a mesh nor a group, or its backend moves nothing.
+        ValueError: the argument is neither a mesh nor a group, or its backend is the fake one, which moves nothing.
     """
     ranks = MeasuringRanks.of(mesh_or_group)
     keep_gloo_from_preempting()  # as in training
@@ -76,7 +76,7 @@ def _measure(ranks: MeasuringRanks) -> Hardware:
     local = _local_ranks(ranks)
     axes = [link_of(ranks, group, local) for group in ranks.groups]
     ranks.slowest([0.0])  # all start together
-    # Only times and the like, so that the largest value is the slowest rank's; all ranks continue with equal numbers.
+    # Times (capacity is negated), so that the largest value is the slowest rank's; all ranks go on with equal numbers.
     launch_us, copy_us, host_copy_us, capacity, *product_us = ranks.slowest(
         [
             _launch_us(ranks),
@@ -130,7 +130,7 @@ def _launch_us(ranks: MeasuringRanks) -> float:
 
 
 def _copy_us(ranks: MeasuringRanks, device: torch.device) -> float:
-    """Microseconds to read or write a byte of tensors larger than caches, while all ranks do."""
+    """Microseconds to read or write a byte of tensors larger than caches, while all ranks do the same."""
     size = 64 * MIB if device.type == "cpu" else 1024 * MIB
     source = random_values(size // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
@@ -146,7 +146,7 @@ def _product_us(ranks: MeasuringRanks, dtype: torch.dtype) -> float:
 
 
 def _host_links(ranks: MeasuringRanks) -> tuple[Link, Link]:
-    """To the device, and back."""
+    """The links to the device, and back."""
     sizes = (*SMALL_BYTES, *LARGE_BYTES, 64 * MIB)
     times: list[float] = []
     for size in sizes:
@@ -164,7 +164,7 @@ def _local_ranks(ranks: MeasuringRanks) -> int:
 
 
 def _capacity_bytes(device: torch.device) -> int:
-    """Memory of the device; for a CPU, what this host or its container has for all processes."""
+    """Memory of the device; for a CPU, the memory of this host or its container for all processes."""
     if device.type != "cpu":
         return torch.get_device_module(device).mem_get_info()[1]
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]

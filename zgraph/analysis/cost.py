@@ -34,7 +34,7 @@ class NodeCost:
     """Cost of one node.
 
     Attributes:
-        lane: lane that it occupies; None: it takes no time.
+        lane: lane that the node occupies; None: it needs no time.
         us: time on that lane. For a collective, from its start to its result; its wait is free.
         flops: floating-point operations of matrix products.
         moved_bytes: memory traffic, or bytes on the wire.
@@ -75,8 +75,8 @@ class CostModel:
     def cost(self, node: fx.Node) -> NodeCost:
         """Cost of one node. Never raises: an unknown operator is estimated by its bytes.
 
-        A gather that a window keeps has the cost of its first run. Each node is costed alone, although fused kernels
-        move fewer bytes.
+        A gather that a window keeps has the cost of its first run. Each node is costed separately, although fused
+        kernels move fewer bytes.
         """
         if traits.is_free(node) and meta.transit(node) is None:
             return FREE
@@ -127,7 +127,7 @@ class CostModel:
             if not found:
                 return local
             us += local.us
-        group_name = found[0].group_name if found else nodes.group_of(node)  # reductions may have one of their own
+        group_name = found[0].group_name if found else nodes.group_of(node)  # reductions may have a group of their own
         return NodeCost(Lane.of_group(group_name), us, 0, sent)
 
     def _stride(self, group_name: str) -> int:
@@ -154,8 +154,8 @@ class CostModel:
         return self._kernel(node)
 
     def _copied_bytes(self, node: fx.Node) -> int:
-        """Bytes of a copy between memory spaces; of shards and their state, those of the rank with most rows."""
-        if nodes.is_store(node) or nodes.is_return(node):  # which yield nothing
+        """Bytes of a copy between memory spaces; for shards and their state, on the rank with most rows."""
+        if nodes.is_store(node) or nodes.is_return(node):  # these yield nothing
             node = node.all_input_nodes[0]
             while meta.longest_bytes(node) is None and nodes.is_copy_wait(node):
                 node = node.all_input_nodes[0]
@@ -179,7 +179,7 @@ class CostModel:
         return total
 
     def _kernel(self, node: fx.Node) -> NodeCost:
-        """Cost of a kernel that reads its inputs and writes its results, or else what it updates, once."""
+        """Cost of a kernel that reads its inputs and writes its results (or else the tensors it updates) once."""
         results = tensors_of(node) or [value for one in overwritten(node) for value in tensors_of(one)]
         moved = self._read_bytes(node) + sum(map(_bytes, results))
         if nodes.is_cast_shards(node):  # ranks have different numbers of rows: all count the longest shard
@@ -192,7 +192,7 @@ class CostModel:
             grad, dtype = node.all_input_nodes[0], cast(torch.dtype, node.args[2])
             moved += 2 * _numel(meta.tensor_value(grad)) * dtype.itemsize
         if nodes.is_quantize(node):
-            moved += 2 * _error_bytes(node)  # which is read and written
+            moved += 2 * _error_bytes(node)  # the error is read and written
         flops = self._flops(node)
         if nodes.is_low_rank(node):
             passes, products = _LOW_RANK_WORK[nodes.is_low_rank_left(node), nodes.is_low_rank_right(node)]
@@ -246,8 +246,8 @@ class CostModel:
         return sum(read)
 
 
-# How often a low-rank operator passes over its matrices in addition to reading inputs and writing results, and its
-# products of matrices and factors: the first reads errors, and what it has written; the second subtracts in place.
+# For each low-rank operator, its passes over the matrices besides reading inputs and writing results, and its products
+# of matrices and factors. The left one reads the errors and its own result; the right one subtracts in place.
 _LOW_RANK_WORK = MappingProxyType({(True, False): (2, 1), (False, True): (2, 2), (False, False): (0, 1)})
 
 

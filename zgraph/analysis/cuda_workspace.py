@@ -26,14 +26,14 @@ def workspace_on_cuda(operator: str, node: fx.Node) -> int:
 
     Args:
         operator: name without overload, such as "aten.sort".
-        node: the call, with fake values. CPU attention stands for CUDA's if a GPU is planned.
+        node: the call, with fake values. CPU attention counts as CUDA's if a GPU is planned.
     """
     estimate = _TABLE.get(operator)
     return 0 if estimate is None else estimate(node)
 
 
 def _flash_backward(node: fx.Node) -> int:
-    """The gradient of the query in fp32, and a number for each of its rows, both padded; and with fewer heads of keys
+    """The gradient of the query in fp32, and a number for each of its rows, both padded; and if keys have fewer heads,
     the gradients of key and value for each head of the query.
 
     Source: Dao 2023, arXiv 2307.08691; torch/aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd:
@@ -50,10 +50,10 @@ def _flash_backward(node: fx.Node) -> int:
 
 
 def _efficient_backward(node: fx.Node) -> int:
-    """Gradients of query, key and value in fp32 where they are narrower, and a number for each row.
+    """Gradients of query, key and value in fp32 if they are narrower, and a number for each row.
 
     Source: torch/aten/src/ATen/native/transformers/cuda/mem_eff_attention/kernel_backward.h (workspace_size: gk, gv and
-    gq are accumulated in fp32 where the output type is narrower), attention_backward.cu (delta).
+    gq are accumulated in fp32 if the output type is narrower), attention_backward.cu (delta).
     """
     query, key, value = (_tensor(node, place) for place in (1, 2, 3))
     batch, heads, rows = map(_size, query.shape[:3])
@@ -62,21 +62,21 @@ def _efficient_backward(node: fx.Node) -> int:
 
 
 def _sort(node: fx.Node) -> int:
-    """Keys and places once more: a radix sort goes back and forth between two of each (cub::DeviceRadixSort)."""
+    """Second buffers of keys and positions: a radix sort alternates between two of each (cub::DeviceRadixSort)."""
     source = _tensor(node, 0)
     return _numel(source) * (source.dtype.itemsize + _I64)
 
 
 def _embedding_backward(node: fx.Node) -> int:
-    """Places of the tokens, sorted, with those they had, and the sort's own (EmbeddingBackwardKernel.cu).
+    """Sorted token indices, their original positions, and the sort's buffers of both (EmbeddingBackwardKernel.cu).
 
-    Few tokens need none of it, which is left out.
+    The kernel for few tokens needs none of this, which is ignored here.
     """
     return 4 * _numel(_tensor(node, 1)) * _I64
 
 
 def _sum_ranks(node: fx.Node) -> int:
-    """The total, where it is not the result itself; narrow pieces are widened as they are read."""
+    """The total, if it is not the result itself; narrow pieces are widened as they are read."""
     received, result = _tensor(node, 0), meta.tensor_value(node)
     wide = accumulate_dtype(received.dtype)
     return _numel(result) * wide.itemsize if result.dtype != wide else 0
@@ -114,12 +114,12 @@ def _up(count: int, multiple: int) -> int:
 
 # --- outside of graphs ----------------------------------------------------------------------------------------------
 
-# Of each handle and stream, from its first product on, inside the allocator: 4096 KiB x 8 on sm_90, else :4096:2:16:8
-# (torch/aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize).
+# cuBLAS workspace of each handle and stream, from its first product on, inside the allocator: 4096 KiB x 8 on sm_90,
+# else :4096:2:16:8 (torch/aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize).
 CUBLAS_BYTES_HOPPER = 32 * 2**20
 CUBLAS_BYTES = (2 * 4096 + 8 * 16) * 2**10
 # A ring of one communicator, outside the allocator: on each of its channels a buffer for each protocol (NCCL's
-# device.h: Simple 4 MiB, which NCCL_BUFFSIZE documents; LL128 8 x 120 x 640 x 8, LL 8 x 512 x 8 x 16 bytes). Taken as
+# device.h: Simple 4 MiB, which NCCL_BUFFSIZE documents; LL128 8 x 120 x 640 x 8, LL 8 x 512 x 8 x 16 bytes). Assumes
 # 16 channels, as usual over NVLink. Other algorithms connect, and allocate, when they first run (NCCL_RUNTIME_CONNECT).
 COMMUNICATOR_BYTES = 16 * (4 * 2**20 + 8 * 120 * 640 * 8 + 8 * 512 * 8 * 16)
 

@@ -1,4 +1,4 @@
-"""Descriptions of machines: peak rates, links between ranks, and the least time that work takes."""
+"""Descriptions of machines: peak rates, links between ranks, and lower bounds on the time of work."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Link:
 
     Attributes:
         latency_us: latency of one message.
-        bytes_per_us: rate of one rank while all other ranks of its host send, too.
+        bytes_per_us: rate of one rank while all other ranks of its host are sending, too.
         gain_at_once: throughput of several concurrent transfers, relative to one; more than 1 if a single transfer does
             not fill the link.
     """
@@ -37,7 +37,7 @@ class Link:
     def __post_init__(self) -> None:
         _check("Link", "gain_at_once", self.gain_at_once)
         if self.gain_at_once < 1:
-            raise ValueError(f"zgraph.Link: gain_at_once={self.gain_at_once} is a loss; write 1 or more.")
+            raise ValueError(f"zgraph.Link: gain_at_once={self.gain_at_once} is less than 1; write 1 or more.")
         _check("Link", "latency_us", self.latency_us, zero_allowed=True)
         _check("Link", "bytes_per_us", self.bytes_per_us)
 
@@ -57,17 +57,17 @@ class Hardware:
         launch_us: time of the smallest kernel.
         memory_bytes: memory that one rank may use.
         intra_host, inter_host: links between ranks of the same host, and of different hosts.
-        ranks_per_host: rank r is on host r // ranks_per_host.
+        ranks_per_host: number of ranks on a host; rank r is on host r // ranks_per_host.
         links: links of mesh axes that differ from these two, keyed by the distance of neighbours in global ranks, which
             is 1 for the innermost axis. All process groups along one axis share the distance, though not the name.
         host_to_device, device_to_host, disk: links of one rank.
-        host_memory_bytes_per_us: bandwidth at which the host updates what rests there, reads and writes together.
-            None: memory_bytes_per_us, as where the device is a CPU.
+        host_memory_bytes_per_us: bandwidth at which the host updates tensors kept there, reads and writes together.
+            None: memory_bytes_per_us, which is right for a CPU device.
         backend: backend of torch.distributed between the ranks.
-        collectives_at_once: how many collectives of one group run concurrently: one on NCCL and with point-to-point
-            transfers.
-        cpu_us_per_collective: time on the compute lane that each collective costs, however small, if the processor that
-            issues it also computes.
+        collectives_at_once: number of collectives of one group that run concurrently: one on NCCL and with
+            point-to-point transfers.
+        cpu_us_per_collective: time on the compute lane that each collective costs, even a small one, if the processor
+            that issues it also computes.
         cpu_us_per_wire_byte: time on the compute lane that a sent byte costs: on CPUs for copying it, on GPUs for the
             multiprocessors that NCCL's kernels occupy.
     """
@@ -101,18 +101,18 @@ class Hardware:
             raise ValueError(f"zgraph.Hardware: ranks_per_host={self.ranks_per_host}; write a whole number of ranks.")
         if torch.float32 not in self.flops_per_us:
             raise ValueError(
-                "zgraph.Hardware: flops_per_us has no torch.float32, by which unlisted dtypes are counted; add it."
+                "zgraph.Hardware: flops_per_us has no torch.float32, which also serves for unlisted dtypes; add it."
             )
         for dtype, rate in self.flops_per_us.items():
             _check("Hardware", f"flops_per_us[{dtype}]", rate)
         for stride in self.links:
             _check("Hardware", "the distance of neighbours in links", stride)
-        # Copy mappings, so that nobody else can change them.
+        # Copy mappings, so that the caller cannot change them.
         object.__setattr__(self, "flops_per_us", dict(self.flops_per_us))
         object.__setattr__(self, "links", dict(self.links))
 
     def compute_us(self, flops: float, moved_bytes: float, dtype: torch.dtype, launches: int = 1) -> float:
-        """Microseconds of a kernel, bound by arithmetic, by memory or by its launch.
+        """Microseconds of a kernel, bound by arithmetic, by memory or by its launches.
 
         Source: Williams, Waterman, Patterson 2009, "Roofline", with a floor.
         """
@@ -129,11 +129,11 @@ class Hardware:
         return kind_of_backend(self.backend).is_gpu
 
     def disk_copy_us(self, moved_bytes: float, *, to_device: bool) -> float:
-        """Microseconds of a copy between a disk and the device, alone.
+        """Microseconds of a copy between a disk and the device, without concurrent copies.
 
         On a GPU it passes through pinned memory piece by piece (`zgraph.tiers.staging`): while one piece is
-        read, the one before is copied. With equal pieces that is the slower way's time for all of them, and the faster
-        one's for a single piece; a copy of one piece goes both ways in full.
+        read, the one before is copied. With equal pieces that is the slower stage's time for all pieces, plus the
+        faster stage's for one; a single piece goes through both stages in full.
 
             disk      [read 1][read 2][read 3]
             to device         [1]     [2]     [3]
@@ -154,7 +154,7 @@ class Hardware:
     def collective_us(self, kind: str, sent_bytes: float, size: int, stride: int = 1) -> float:
         """Microseconds of one collective, from its start to its result.
 
-        A ring takes N-1 message steps (an all_reduce twice as many), and leaves each host once if the group spans
+        A ring needs N-1 message steps (an all_reduce twice that number), and leaves each host once if the group spans
         hosts. An all_to_all is N-1 pairwise exchanges. Across hosts NCCL uses trees, or PAT, if a ring would be slower;
         their number of steps is logarithmic in the number of hosts.
 
@@ -165,9 +165,9 @@ class Hardware:
             stride: distance of neighbours in global ranks.
 
         Source: Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective Communication Operations in MPICH",
-        sections 4 and 5; the split into hops inside and between hosts is that of NCCL's tuning.cc. Trees: Sanders,
-        Speck, Traff 2009, "Two-tree algorithms for full bandwidth broadcast, reduction and scan" (NCCL 2.4). PAT:
-        Jeaugey 2025, arXiv 2506.20252 (NCCL 2.23, with one rank on each host; with more this is what it may become).
+        sections 4 and 5; the split into hops inside and between hosts follows NCCL's tuning.cc. Trees: Sanders, Speck,
+        Traff 2009, "Two-tree algorithms for full bandwidth broadcast, reduction and scan" (NCCL 2.4). PAT: Jeaugey
+        2025, arXiv 2506.20252 (NCCL 2.23, only with one rank on each host; with more, this is a prediction).
         """
         rounds = 2 if kind.startswith("all_reduce") else 1
         inside, outside = self.intra_host, self.inter_host
@@ -179,7 +179,7 @@ class Hardware:
         if stride in self.links:
             is_hierarchical = kind == "all_gather_into_tensor" and self.backend == "gloo"
             if is_hierarchical and 1 < local < size and size % local == 0:
-                sent_bytes = sent_bytes / local  # crosses to each other host once: zgraph.runtime.exchanges.collectives
+                sent_bytes = sent_bytes / local  # sent to each host once: zgraph.runtime.exchanges.collectives
             return over(self.links[stride])
         halves = self.is_gpu and not kind.startswith("all_to_all")
         if local == 1:
@@ -212,20 +212,20 @@ class Hardware:
 
     @classmethod
     def from_json(cls, text: str) -> Hardware:
-        """Read hardware that `to_json` has written.
+        """Read hardware from the text of `to_json`.
 
         Raises:
-            ValueError: the text is not what `to_json` writes; the message says why.
+            ValueError: the text is not valid; the message says why.
         """
         try:
             plain = json.loads(text)
         except ValueError as error:
-            raise ValueError(f"zgraph.Hardware: not valid JSON: {error}; pass what to_json() returned.") from error
+            raise ValueError(f"zgraph.Hardware: not valid JSON: {error}; pass the text of to_json().") from error
         known = {entry.name for entry in fields(cls)}
-        newer = {"host_memory_bytes_per_us"}  # than files that people have
+        newer = {"host_memory_bytes_per_us"}  # fields that older files lack
         if not isinstance(plain, dict) or set(cast("dict[str, Any]", plain)) | newer != known:
             found = sorted(cast("dict[str, Any]", plain)) if isinstance(plain, dict) else type(plain).__name__
-            raise ValueError(f"zgraph.Hardware: found {found} where {sorted(known)} were written by to_json().")
+            raise ValueError(f"zgraph.Hardware: found {found}, but to_json() writes {sorted(known)}.")
         values = cast("dict[str, Any]", plain)
         try:
             for name in ("intra_host", "inter_host", "host_to_device", "device_to_host", "disk"):
@@ -233,7 +233,7 @@ class Hardware:
             values["links"] = {int(stride): Link(**link) for stride, link in values["links"].items()}
             values["flops_per_us"] = {getattr(torch, name): rate for name, rate in values["flops_per_us"].items()}
         except (TypeError, AttributeError) as error:
-            raise ValueError(f"zgraph.Hardware: {error}; pass what to_json() returned.") from error
+            raise ValueError(f"zgraph.Hardware: {error}; pass the text of to_json().") from error
         return cls(**values)
 
     # --- presets ----------------------------------------------------------------------------------------------------
@@ -242,15 +242,15 @@ class Hardware:
     def preset(cls, name: str) -> Hardware:
         """A machine by name: "a100", "h100", "h200" (SXM, eight in a host) or "cpu".
 
-        Figures are the vendors' peaks without sparsity; rates are those of one direction, which are half of the figures
-        printed for links. No program reaches all of them: `zgraph.calibrate()` measures a real machine.
+        Figures are the vendors' peaks without sparsity; link rates are for one direction, half of the printed figures.
+        No program reaches all of them: `zgraph.calibrate()` measures a real machine.
 
         Sources: NVIDIA A100 80GB, H100 and H200 data sheets (SXM; PCIe 4 or 5 x16 to the host); DGX A100 and DGX H100
         data sheets for the network (one port of 200 or 400 Gbit/s for each GPU) and the disks (an eighth of eight NVMe
         drives, here 3.5 GB/s); latencies of rings (LL128) over NVLink and a network from NCCL's tuning.cc. "cpu" is one
         socket of an AMD EPYC 7763: 64 cores of 2.45 GHz with two 8-wide fp32 FMA units, eight channels of DDR4-3200,
-        10 Gbit/s Ethernet. Launch times, and the latencies of host, disk and Ethernet, are typical values that are not
-        from data sheets.
+        10 Gbit/s Ethernet. Launch times, and the latencies of host, disk and Ethernet, are typical values, not from
+        data sheets.
 
         Raises:
             ValueError: there is no such preset.
@@ -321,7 +321,7 @@ def _gpu(
         host_to_device=host,
         device_to_host=host,
         disk=Link(latency_us=100.0, bytes_per_us=3_500.0),
-        host_memory_bytes_per_us=204_800.0 / 8,  # a socket of the EPYC below for eight GPUs
+        host_memory_bytes_per_us=204_800.0 / 8,  # the EPYC socket of the preset "cpu", shared by eight GPUs
         backend="nccl",
     )
 

@@ -14,26 +14,26 @@ from zgraph.torch_compat.operators import written_arguments
 
 Hazards = Mapping[fx.Node, Sequence[fx.Node]]
 Region = tuple[int, float, float]  # number of the storage, first byte, byte after the last one
-# In place of a storage: what lies outside of the graph, such as a generator's state.
+# Stands for all state outside the graph, such as a generator's.
 OUTSIDE: Region = (-1, 0, 1)
 
 
 def hazards(order: Sequence[fx.Node]) -> Hazards:
-    """For each node those before it that read or write what it writes, or have written what it reads.
+    """For each node, the earlier nodes that access memory it writes, or that write memory it reads.
 
-    A wait reads what its collective sends: until then that must not be overwritten. Parts of one storage, such as the
-    gradients of a bucket, are told apart by their extents. Random operators, and collectives of the model's own, keep
-    their order, as if each wrote to the same storage; and so do low-rank operators that share a handle.
+    A wait reads the tensors that its collective sends: they must not be overwritten before it. Parts of one storage,
+    such as the gradients of a bucket, are distinguished by their extents. Random operators and the model's own
+    collectives keep their order, as if each wrote to the same storage; so do low-rank operators that share a handle.
 
     Args:
         order: all nodes of a graph.
 
     Returns:
-        Nodes without hazards are left out, and so are pairs that follow from others.
+        The hazards of each node that has any, without pairs that follow from others.
     """
     writes = {node: given for node in order if (given := [*written_arguments(node), *nodes.low_rank_handles(node)])}
     regions = Regions(order if writes else ())
-    # Most values lie where nobody writes: reading them follows from being an input.
+    # Most storages are never written: their readers are ordered by being users.
     changed = {storage for given in writes.values() for value in given for storage in regions.storages(value)}
     accesses: dict[int, list[_Access]] = {}
     before: dict[fx.Node, list[fx.Node]] = {}
@@ -47,7 +47,7 @@ def hazards(order: Sequence[fx.Node]) -> Hazards:
             read = regions.of(one for one in node.all_input_nodes if not changed.isdisjoint(regions.storages(one)))
         if nodes.is_wait(node):
             read |= regions.of(nodes.start_of(node).all_input_nodes)
-            # What a copy writes to is there when it has been waited for.
+            # A copy's target is complete only after the wait.
             written |= regions.of(written_arguments(nodes.start_of(node)))
         if not (read or written):
             continue
@@ -79,7 +79,7 @@ class _Access:
 
 
 class Regions:
-    """Where the values of a graph's nodes lie in storages.
+    """The regions of storages that the values of a graph's nodes occupy.
 
     Args:
         order: all nodes of the graph.
@@ -94,11 +94,11 @@ class Regions:
         self._known: dict[fx.Node, tuple[Region, ...]] = {}
 
     def storages(self, value: fx.Node) -> tuple[int, ...]:
-        """Numbers of the storages that a value lies in; none for what is not a tensor."""
+        """Numbers of the storages of a value; none for values that are not tensors."""
         return self._lies_in.get(value, ())
 
     def of(self, values: Iterable[fx.Node]) -> set[Region]:
-        """The regions of values; none for what is not a tensor."""
+        """The regions of values; none for values that are not tensors."""
         return {region for value in values for region in self._regions_of(value)}
 
     def _regions_of(self, value: fx.Node) -> tuple[Region, ...]:
@@ -114,9 +114,9 @@ class Regions:
         return any(_overlap(one, other) for one in self.of([value]) for other in theirs)
 
     def _extent(self, node: fx.Node, number: int) -> tuple[float, float]:
-        """First byte, and byte after the last, of a value in its storage; of all of it where that is not certain."""
+        """First byte of a value in its storage, and the byte after its last; if unknown, the whole storage."""
         whole = meta.value(self._storages[number].first)
-        # A pass may have given a view another input than its fake value was made from; it lies within that input.
+        # A pass may have replaced the input from which a view's fake value was made; the view lies within the new one.
         while not _share_storage(meta.value(node), whole) and _lies_in_its_input(node):
             node = node.all_input_nodes[0]
         value = meta.value(node)
@@ -140,7 +140,7 @@ def _share_storage(value: object, other: object) -> bool:
 
 
 def _only_views(node: fx.Node) -> bool:
-    """Whether the node reads no memory, because its result lies in its input, or is selected from results of a call."""
+    """Whether the node reads no memory, because its result is a view of its input or one of several results."""
     return _lies_in_its_input(node) and not written_arguments(node)
 
 

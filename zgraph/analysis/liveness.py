@@ -24,11 +24,11 @@ class Allocator:
     """How an allocator rounds requests.
 
     Attributes:
-        block_bytes: sizes are multiples of it.
+        block_bytes: granularity of sizes.
         header_bytes: overhead of each allocation.
-        mapped_from_bytes: requests of at least this size are rounded up to pages; None: no requests are.
+        mapped_from_bytes: smallest request that is rounded up to pages; None: none are.
         page_bytes: page size of the operating system.
-        slack_bytes: a block larger than this may exceed the request by up to as much.
+        slack_bytes: most by which a block of more than this size may exceed its request.
     """
 
     block_bytes: int = 1
@@ -51,7 +51,7 @@ CUDA = Allocator(block_bytes=512)
 # A cached block of more than 1 MiB is split if more than 1 MiB would be left over (CUDACachingAllocator.cpp:
 # should_split, kSmallSize), so each wastes 1 MiB at worst.
 CUDA_AT_WORST = Allocator(block_bytes=512, slack_bytes=2**20)
-# glibc raises its threshold to the largest mapped block that was freed, up to 32 MiB: after a first step it is there.
+# glibc raises its threshold to the largest mapped block that was freed, up to 32 MiB: assumed reached after a step.
 GLIBC = Allocator(block_bytes=16, header_bytes=8, mapped_from_bytes=32 * 2**20)
 
 
@@ -64,7 +64,7 @@ class LiveRange:
         bytes: size as allocated.
         first, last: positions in the program, inclusive; storages of outputs live to the end.
         held: whether it is held outside of the program throughout, and so costs nothing here.
-        space: memory space in which it lies.
+        space: memory space of the storage.
     """
 
     node: fx.Node
@@ -77,7 +77,7 @@ class LiveRange:
 
 @dataclass(frozen=True)
 class MemoryCurve:
-    """Bytes alive on the device, without what is held outside of the program; see `bytes_in` for other memory.
+    """Bytes alive on the device, except storages held outside of the program; see `bytes_in` for other memory.
 
     Attributes:
         nodes: the program in order; for a step the nodes of forward, then those of backward.
@@ -86,7 +86,7 @@ class MemoryCurve:
         ranges: live range of every storage, ordered by first position.
         held_bytes: bytes of inputs on the device that are held outside of the program.
         unknown: nodes whose size depends on data; they count as 0 bytes.
-        staging_bytes: of the host, through which tensors pass between a disk and a GPU.
+        staging_bytes: pinned host memory through which tensors pass between a disk and a GPU.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -120,7 +120,7 @@ class MemoryCurve:
         return [staged + alive for alive in _alive_bytes(sizes, first, last, len(self.nodes))]
 
     def peak_in(self, space: str) -> int:
-        """Most bytes in one memory space, with those of inputs that rest there."""
+        """Most bytes in one tier, including inputs that are kept there."""
         held = sum(entry.bytes for entry in self.ranges if entry.held and entry.space == space)
         return held + max(self.bytes_in(space), default=0)
 
@@ -149,10 +149,10 @@ def memory_curve(
     Args:
         graph: graph whose nodes have fake values; it is not changed.
         owned: inputs that only this program holds: they are freed after their last use, unread ones at the end.
-        allocator: how requests are rounded.
+        allocator: rounding of requests.
         threads: number of threads of CPU kernels.
         device_type: device on which the graph will run, see `workspace_bytes`.
-        agreed: count as all ranks do (`as_all_ranks_count`), so that they decide alike; otherwise as this rank does.
+        agreed: count as all ranks do (`as_all_ranks_count`), so that they decide alike; else count for this rank.
     """
     found = Finder()
     found.enter(graph.find_nodes(op="placeholder"), owned)
@@ -165,11 +165,11 @@ def memory_curve(
 
 @dataclass(frozen=True)
 class Placements:
-    """The storages in which the values of a graph lie.
+    """The storages of a graph's values.
 
     Attributes:
         storages: all storages of the graph.
-        lies_in: for each node, indices into `storages`.
+        lies_in: for each node, indices of its storages in `storages`.
         workspace_bytes: workspace of each node.
     """
 
@@ -179,7 +179,7 @@ class Placements:
 
 
 def placements(graph: fx.Graph) -> Placements:
-    """The storages of a graph as all ranks count them, with the nodes that lie in them; all inputs are held."""
+    """The storages of a graph as all ranks count them, and those of each node; all inputs are held."""
     found = Finder()
     found.enter(graph.find_nodes(op="placeholder"))
     found.run(graph.nodes)
@@ -242,7 +242,7 @@ def _enter_step(forward: fx.Graph, backward: fx.Graph, user_outputs: int) -> Fin
 
 
 def curve_of(order: Sequence[fx.Node], storages: Iterable[Storage]) -> MemoryCurve:
-    """The curve of these storages alone in the given order, without transient memory of the calls."""
+    """The curve of only these storages in the given order, without transient memory of the calls."""
     return _over(order, list(storages), [0] * len(order), ())
 
 
@@ -287,7 +287,7 @@ def _over(
 
 
 def _counts(storage: Storage) -> bool:
-    """Whether a storage takes device memory that the program frees."""
+    """Whether a storage occupies device memory that the program frees."""
     return storage.space == DEVICE and not storage.held
 
 
@@ -392,7 +392,7 @@ class Ledger:
         return Ledger(self.allocates, self.reads, self.sizes, self.readers.copy(), self.alive_bytes)
 
     def issue(self, node: int) -> int:
-        """Issue a node: returns the bytes alive while it runs, and then frees what no later node reads."""
+        """Issue a node: free the storages that no later node reads, and return the bytes alive while it runs."""
         for storage in self.allocates[node]:
             self.alive_bytes += self.sizes[storage]
         peak = self.alive_bytes

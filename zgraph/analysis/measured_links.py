@@ -30,10 +30,10 @@ from zgraph.torch_compat.collectives import all_gather, wait
 from zgraph.torch_compat.groups import backend_of
 
 POINT_S = 0.2  # seconds to measure one size of one kind of collective
-SMALL_BYTES = (256, 4096)  # sizes whose time is latency
-SMALL_AT_ONCE = 8  # how many small ones are in flight at once, as in a step: see `link_of`
+SMALL_BYTES = (256, 4096)  # sizes whose time is mostly latency
+SMALL_AT_ONCE = 8  # number of small collectives in flight together, as in a step: see `link_of`
 LARGE_BYTES = (MIB // 4, MIB, 4 * MIB)  # typical sizes of the message that a rank sends for a bucket
-LARGE_BYTES_OF_GPUS = (64 * MIB, 128 * MIB, 256 * MIB)  # on NVLink smaller ones measure latency
+LARGE_BYTES_OF_GPUS = (64 * MIB, 128 * MIB, 256 * MIB)  # on NVLink smaller sizes measure latency
 _MOST_GAIN = 2.0  # largest credible gain of several messages in flight over one
 MESSAGE_US = 25_000.0  # longest time of one of several messages in flight
 
@@ -70,7 +70,7 @@ class MeasuringRanks:
         for group in groups:
             if backend_of(group, torch.device(kind)) == "fake":
                 raise ValueError(
-                    "zgraph.calibrate: collectives of the backend fake move nothing; initialise gloo or nccl, or take "
+                    "zgraph.calibrate: collectives of the backend fake move nothing; initialise gloo or nccl, or use "
                     'zgraph.Hardware.preset("h100").'
                 )
         index = torch.accelerator.current_device_index() if kind != "cpu" else None
@@ -78,13 +78,13 @@ class MeasuringRanks:
 
     @property
     def backend(self) -> str:
-        """Backend of the groups; for a single process, the one that it would use."""
+        """Backend of the groups; for a single process, the backend that it would use."""
         if self.groups:
             return backend_of(self.groups[0], self.device)
         return KINDS[self.device.type].backend
 
     def slowest(self, values: Sequence[float]) -> list[float]:
-        """The maximum of each value over all ranks, the same on all of them: along one axis after another."""
+        """The maximum of each value over all ranks, equal on all of them; taken along one axis after another."""
         found = torch.tensor(values, dtype=torch.float64, device=self.device)
         for group in self.groups:
             found = gathered(found, group).amax(0)
@@ -131,8 +131,8 @@ class _Axis:
 def link_of(ranks: MeasuringRanks, group: ProcessGroup, ranks_per_host: int) -> _Axis | None:
     """Measure the link of one group with exchanges and gathers: a plan has both, and they take equally long.
 
-    Small collectives are timed with several in flight, because the latency of one does not delay the next. One at a
-    time they would also take ten times as long on gloo if a rank has a single core: gloo's thread then waits, for a
+    Small collectives are timed with several in flight, because in a step the latency of one does not delay the next. On
+    gloo, one at a time would also take ten times as long if a rank has a single core: gloo's thread then waits, for a
     tick of the scheduler, for a lock that the program holds while it starts to send. In a step the program computes
     meanwhile.
     """
@@ -175,7 +175,7 @@ def link_of(ranks: MeasuringRanks, group: ProcessGroup, ranks_per_host: int) -> 
 def _stream_us(ranks: MeasuringRanks, group: ProcessGroup, link: Link, makes: Sequence[Make]) -> float:
     """Microseconds per byte with three collectives of the group in flight, of the given kinds in turn."""
     world = dist.get_world_size(group)
-    # Each takes as long as a bucket does, but a limited time on a slow link.
+    # As large as a bucket, but limited in time on a slow link.
     sent_bytes = min(ranks.large_bytes[1] // 2, int(link.bytes_per_us * MESSAGE_US))
     numel = sent_bytes // (world - 1) // 4 + 1
     dispatches = [make(ranks, group, numel) for make in makes]
@@ -197,9 +197,9 @@ def _stream_us(ranks: MeasuringRanks, group: ProcessGroup, link: Link, makes: Se
 
 
 def compute_share(ranks: MeasuringRanks, group: ProcessGroup, link: Link) -> float:
-    """The share of compute that collectives in flight take: NCCL's kernels occupy multiprocessors, gloo's copies cores.
+    """The share of compute lost to collectives in flight: NCCL's kernels occupy multiprocessors, gloo's copies cores.
 
-    All ranks time matrix products alone, and again while gathers that outlast them are in flight.
+    All ranks time matrix products by themselves, and again while gathers that outlast them are in flight.
     """
     size, dtype = (256, torch.float32) if ranks.device.type == "cpu" else (4096, torch.bfloat16)
     a = random_values(size, size, dtype=dtype, device=ranks.device)
@@ -227,10 +227,10 @@ def compute_share(ranks: MeasuringRanks, group: ProcessGroup, link: Link) -> flo
 
 
 def random_values(*sizes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Normal values, drawn without touching anybody's generator.
+    """Normal values from a generator of their own, so that global random state is unchanged.
 
-    Equal values would flip fewer wires: a GPU draws less power then, keeps a higher clock, and multiplies ones some
-    ten percent faster than what a model holds.
+    Equal values would flip fewer wires: a GPU then draws less power, keeps a higher clock, and multiplies ones some ten
+    percent faster than a model's values.
     """
     generator = torch.Generator(device).manual_seed(0)
     return torch.randn(sizes, generator=generator, device=device).to(dtype)
@@ -270,7 +270,7 @@ def fit_link(points: Iterable[tuple[float, float]], messages: int) -> Link:
     """Fit a link to measured (bytes, us); medians make it robust to a few disturbed points.
 
     Sizes differ a thousandfold, so a single regression line would fit only the large or only the small ones. Instead
-    the small ones give the latency, and the time of the large ones beyond it gives the rate.
+    the small sizes give the latency, and the remaining time of the large ones gives the rate.
 
     Args:
         points: measurements, at least one of at most 4 KiB and one larger.
@@ -287,14 +287,14 @@ def fit_link(points: Iterable[tuple[float, float]], messages: int) -> Link:
 
 
 def in_a_stream(link: Link, stream_us: float, *, without_gap: bool) -> Link:
-    """Correct the rate of a link, measured with single messages, by that of a stream of messages.
+    """Correct the rate of a link, measured with single messages, by the rate of a stream of messages.
 
     Some links pass an initial burst at full speed. It may cover most of a single message, but never a stream.
 
     Args:
-        link: link as `fit_link` finds it.
+        link: link from `fit_link`.
         stream_us: microseconds per byte in a stream.
-        without_gap: collectives follow each other without gaps, so that the rate of the stream is that of each.
+        without_gap: whether collectives follow each other without gaps, so that each has the rate of the stream.
     """
     sustained = min(1 / stream_us, _MOST_GAIN * link.bytes_per_us)
     if without_gap:

@@ -1,4 +1,4 @@
-"""The storages of a graph: their sizes, and the nodes that allocate and read them, whatever the order of nodes."""
+"""The storages of a graph: their sizes, and the nodes that allocate and read them, independent of node order."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Storage:
     """One allocation.
 
     Attributes:
-        nbytes: its size.
+        nbytes: size in bytes.
         first: node that allocates it, or input that passes it in.
         readers: nodes that read it, directly, through views or by a collective; it is freed after the last one.
         outlives: whether it is never freed: it is returned, kept for a window, or an input that nothing reads.
         held: whether it is held outside of the program throughout, and so costs nothing here.
-        space: memory space in which it lies; budgets limit that of the device.
+        space: memory space of the allocation; budgets limit device memory.
     """
 
     nbytes: int
@@ -45,7 +45,7 @@ def storages_of(order: Iterable[fx.Node], *, inputs_die: bool = False, agreed: b
         order: all nodes of a graph.
         inputs_die: whether `mortal_inputs` are freed after their last reader, as in backward; all others are held
             elsewhere.
-        agreed: count as all ranks do (`as_all_ranks_count`), not as this rank does.
+        agreed: count as all ranks do (`as_all_ranks_count`), not for this rank.
     """
     order = list(order)
     found = Finder()
@@ -71,8 +71,8 @@ def mortal_inputs(order: Iterable[fx.Node]) -> frozenset[fx.Node]:
 def rows_of_its_own(order: Iterable[fx.Node]) -> list[fx.Node]:
     """Copies of this rank's rows that feed a gather.
 
-    Ranks have different numbers of rows, and may pad them, so these copies differ between ranks. What is packed from
-    them, or sent, is equal on all ranks.
+    Ranks have different numbers of rows, and may pad them, so the sizes of these copies differ between ranks. Tensors
+    packed from them, or sent, have equal sizes on all ranks.
     """
     gathers = filter(_gathers_parameters, order)
     return list(dict.fromkeys(node for start in gathers for node in _own_copies(start)))
@@ -81,16 +81,16 @@ def rows_of_its_own(order: Iterable[fx.Node]) -> list[fx.Node]:
 def as_all_ranks_count(storages: Sequence[Storage], order: Iterable[fx.Node]) -> list[Storage]:
     """The storages of a graph as all ranks count them, by the largest need of any rank, so that all make the same plan.
 
-    If ranks have different numbers of a parameter's rows, copies of rows that feed a gather count 0. Instead the chunk
-    that is sent counts, which is equally long on all ranks: while the gather is in flight or, if chunks are packed into
-    one buffer, while they are packed. Rows that come from the host or a disk for that count until the chunk is there,
-    whether a rank pads them or sends them as they are. A reduced gradient counts as the longest part of any rank.
+    If ranks have different numbers of a parameter's rows, copies of rows that feed a gather count 0. Instead the sent
+    chunk counts, which is equally long on all ranks: while the gather is in flight or, if chunks are packed into one
+    buffer, while they are packed. Rows reloaded from the host or a disk for that count until the chunk is made,
+    whether a rank pads them or sends them unpadded. A reduced gradient counts as the longest part of any rank.
 
     Returns:
         The given storages in their order, some with other sizes or readers, followed by the chunks.
     """
     uncounted: dict[fx.Node, None] = {}
-    made_by: dict[fx.Node, fx.Node] = {}  # what reads rows of a chunk, on some rank, and what makes that chunk on all
+    made_by: dict[fx.Node, fx.Node] = {}  # for nodes that read a chunk's rows on some rank: its maker on all ranks
     chunks: list[Storage] = []
     for start in filter(_gathers_parameters, order):
         copies = dataflow.copy_in(start)
@@ -111,7 +111,7 @@ def as_all_ranks_count(storages: Sequence[Storage], order: Iterable[fx.Node]) ->
 
 
 def _until_made(rows: Storage, made_by: Mapping[fx.Node, fx.Node]) -> Storage:
-    """Rows on the device until the chunk of them is made."""
+    """Let reloaded rows live on the device until their chunk is made."""
     return replace(rows, readers=tuple(dict.fromkeys(made_by.get(node, node) for node in rows.readers)))
 
 
@@ -120,7 +120,7 @@ def _own_copies(start: fx.Node) -> list[fx.Node]:
 
 
 def _longest_bytes(storage: Storage) -> int:
-    """Bytes of the longest part of any rank, if a shard, its state or a reduced gradient lies there, else its own."""
+    """Bytes of the longest part of any rank for a shard, its state or a reduced gradient; else the storage's own."""
     node = storage.first
     longest = meta.longest_bytes(node)
     if longest is not None:
@@ -156,8 +156,8 @@ class _Open:
 class Finder:
     """Finds the storages of consecutive programs, such as the graphs of a step.
 
-    A value lies in the storage of an argument if the schema of its call says so, or if its fake value shares a storage
-    with an input's; otherwise in a new storage. A collective holds what it reads until its wait, and its result exists
+    A value shares the storage of an argument if the schema of its call says so, or if its fake value shares a storage
+    with an input's; otherwise it has a new storage. A collective holds its inputs until its wait, and its result exists
     from its start on.
 
     Attributes:
@@ -167,9 +167,9 @@ class Finder:
     def __init__(self) -> None:
         self.unknown: list[str] = []
         self._found: list[_Open] = []
-        # For each item of a node's value (a tensor is one item), the storage it lies in.
+        # For each item of a node's value (a tensor is one item), the storages of its tensors.
         self._places: dict[fx.Node, list[list[_Open]]] = {}
-        # For each such item the number of its fake value's storage, which takes long to ask for.
+        # For each tensor the key of its fake value's storage, cached because it is slow to compute.
         self._keys: dict[fx.Node, list[int]] = {}
         self._aliases: dict[Any, tuple[int | None, ...]] = {}
 
@@ -248,7 +248,7 @@ class Finder:
             for source in node.all_input_nodes
             for key, storage in zip(self._keys_of(source), self._storages_of(source), strict=True)
         }
-        held = node.op == "get_attr" or meta.is_tagged_at_rest(node)  # by the module, or the optimizer
+        held = node.op == "get_attr" or meta.is_tagged_at_rest(node)  # held by the module, or by the optimizer
         self._places[node] = self._placed(node, known, held=held, shared=self._shared(node))
         if remaining := remaining_bytes(node):
             self._found.append(_Open(remaining, node, held=False, outlives=True))
@@ -256,9 +256,9 @@ class Finder:
             self.keep([node])
 
     def _shared(self, node: fx.Node) -> Sequence[_Open | None]:
-        """For each result of a call, the storage that it lies in according to the schema.
+        """For each result of a call, the argument's storage that it shares according to the schema, if any.
 
-        Fake values are not enough: a pass may have given the node another input than it was traced with.
+        Fake values are not enough: a pass may have replaced the input with which the node was traced.
         """
         if node.target not in self._aliases:
             self._aliases[node.target] = traits.shared_arguments(node)

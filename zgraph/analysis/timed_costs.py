@@ -32,16 +32,16 @@ _HARMLESS = ("aten", "prims")
 
 
 class TimedCosts(CostModel):
-    """A `CostModel` that times compute and updates on the host; it estimates collectives and copies between devices.
+    """A `CostModel` that times compute and host updates; it estimates collectives and copies between devices.
 
-    Operators run as in eager mode, on random values of the right shapes; fused kernels take less time. Each operator is
-    timed once for each set of sizes, by the first rank that needs it, and shared through the store of the default
-    group, so that all ranks make the same plan. Operators that cannot be run, and operators of other libraries, which
-    may communicate, are estimated.
+    Operators run as in eager mode, on random values of the right shapes; fused kernels would be faster. Each operator
+    is timed once for each set of sizes, by the first rank that needs it. The time is shared through the store of the
+    default group, so that all ranks make the same plan. Operators that cannot be run, and operators of other libraries,
+    which may communicate, are estimated.
 
     Args:
-        hardware: this machine, as `zgraph.calibrate` finds it.
-        store: store through which ranks share times; None: that of the default group, if there is one.
+        hardware: this machine, as measured by `zgraph.calibrate`.
+        store: store through which ranks share times; None: the default group's, if there is one.
     """
 
     def __init__(self, hardware: Hardware, store: Store | None = None) -> None:
@@ -66,7 +66,7 @@ class TimedCosts(CostModel):
 
 
 def _described(node: fx.Node) -> tuple[str, Any]:
-    """Everything that the time of a call depends on; the same on all ranks, so without ranks in its arguments."""
+    """Everything that the time of a call depends on; equal on all ranks, so without arguments that contain ranks."""
     named = arguments_by_name(node)
     own: tuple[str, ...] = ()
     if nodes.is_quantize(node) or nodes.is_dequantize_sum(node):
@@ -100,7 +100,7 @@ def _random_state_kept() -> AbstractContextManager[None]:
 
 
 def _call(node: fx.Node) -> Callable[[], object]:
-    """The call of a node's operator, on new values."""
+    """Make a call of a node's operator on new values."""
     made: dict[fx.Node, Any] = {}
     if nodes.is_quantize(node):
         made |= {handle: _new_handle() for handle in operator_arguments.QuantizeArgs.of(node).handles}
@@ -127,7 +127,7 @@ def _new_handle() -> Tensor:
 
 @dataclass(frozen=True)
 class _Shape:
-    """Properties of a tensor argument that the time of a kernel depends on, with present values of symbolic sizes."""
+    """Properties of a tensor argument that the time of a kernel depends on, with hints for symbolic sizes."""
 
     sizes: tuple[int | None, ...]
     strides: tuple[int | None, ...]
@@ -163,7 +163,7 @@ def _median_us(run: Callable[[], object]) -> float:
 
 
 def _timed(run: Callable[[], object], calls: int) -> float:
-    """Microseconds per call, over so many calls in a row."""
+    """Microseconds per call, averaged over consecutive calls."""
     _settle()
     started = time.perf_counter()
     for _ in range(calls):

@@ -1,10 +1,10 @@
 """Transient memory of operators, in addition to their results: while they run, and while they are in flight.
 
-The figures are those of CPU kernels in torch 2.13, each verified by a test; those of CUDA are in `cuda_workspace.py`.
-An operator that is not in the table counts as having no workspace. Not counted are buffers of a fixed size of a few
-KiB, and buffers that depend on the processor: oneDNN's for repacking operands of narrow matrix products, and those of
-bf16 attention, which repacks keys and values on processors with AMX, its backward with AVX512-BF16, too. They grow with
-one operand or less: at a width of 512 each takes 0.1 to 0.4 MiB, so that only peaks of small models show them.
+The figures are for CPU kernels in torch 2.13, each verified by a test; CUDA's are in `cuda_workspace.py`. An operator
+that is not in the table counts as having no workspace. Not counted are buffers of a fixed size of a few KiB, and
+buffers that depend on the processor: oneDNN's for repacking operands of narrow matrix products, and those of bf16
+attention, which repacks keys and values on processors with AMX (its backward with AVX512-BF16, too). They grow with one
+operand or less: at a width of 512 each needs 0.1 to 0.4 MiB, so that only peaks of small models show them.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def workspace_bytes(node: fx.Node, *, threads: int = 1, device_type: str | None 
 
     Args:
         node: call with fake values for itself and its arguments.
-        threads: number of threads of CPU kernels, some of which take a buffer for each.
-        device_type: device on which it will run, such as "cuda" if CPU tensors stand for those of a planned GPU. None:
-            that of its values.
+        threads: number of threads of CPU kernels, some of which need a buffer for each.
+        device_type: device on which it will run, such as "cuda" if CPU tensors stand in for those of a planned GPU.
+            None: the device of its values.
     """
     if not isinstance(node.target, OpOverload):
         return 0
@@ -66,15 +66,15 @@ def staging_bytes(started: fx.Node) -> int:
 
 
 def disk_staging_bytes(order: Iterable[fx.Node], device_type: str | None = None) -> int:
-    """Pinned memory of the host through which tensors pass between a disk and a GPU, on the rank with most of it.
+    """Pinned host memory through which tensors pass between a disk and a GPU, on the rank with most of it.
 
-    It is taken by the first such transfers, and kept.
+    It is allocated by the first such transfers, and kept.
 
     Args:
-        order: nodes of a graph, or of a step's.
-        device_type: device on which they will run; None: that of their values.
+        order: nodes of a graph, or of a step's graphs.
+        device_type: device on which they will run; None: the device of their values.
     """
-    sizes: dict[bool, list[int]] = {True: [], False: []}  # of what is read, and of what is written
+    sizes: dict[bool, list[int]] = {True: [], False: []}  # of reads, and of writes
     for start in order:
         transit = meta.transit(start)
         if transit is None or not transit.tier.is_staged or not nodes.is_copy_start(start):
@@ -90,10 +90,11 @@ def disk_staging_bytes(order: Iterable[fx.Node], device_type: str | None = None)
 
 
 def computes_elsewhere(order: Iterable[fx.Node], device_type: str | None) -> bool:
-    """Whether the device is not a CPU, so that what lies on the host is pinned.
+    """Whether the device is not a CPU, so that tensors on the host are pinned.
 
     Args:
-        device_type: of the device; None: that of the values.
+        order: nodes of a graph, or of a step's graphs.
+        device_type: type of the device; None: the device of the nodes' values.
     """
     values = [meta.value(node) for node in order] if device_type is None else []
     return (device_type or "cpu") != "cpu" or any(
@@ -102,7 +103,7 @@ def computes_elsewhere(order: Iterable[fx.Node], device_type: str | None) -> boo
 
 
 def remaining_bytes(node: fx.Node) -> int:
-    """Bytes that a call adds to a parameter's state, besides its results: the accumulated gradients of stage 1."""
+    """Bytes that a call adds to a parameter's state in addition to its results: the accumulated gradient at stage 1."""
     if node.target is not torch.ops.zgraph.accumulate_grad.default:
         return 0
     _, _, dtype, zero_stage, _ = cast("tuple[Any, ...]", node.args)
@@ -116,11 +117,11 @@ def transient_bytes(
     threads: int = 1,
     device_type: str | None = None,
 ) -> Iterator[int]:
-    """Transient bytes of each node, which storages do not include: workspace, and buffers that collectives stage.
+    """Transient bytes of each node, which storages do not include: workspace, and staging buffers of collectives.
 
     Args:
         graph: graph with fake values.
-        allocated_bytes: size that an allocator rounds a request to.
+        allocated_bytes: function that rounds a request as the allocator does.
         threads, device_type: as for `workspace_bytes`.
     """
     for node in graph.nodes:
@@ -137,7 +138,7 @@ def transient_bytes(
 
 
 def _attention(node: fx.Node, threads: int) -> int:
-    """For each thread a block of scores and one of results, in fp32; with narrow inputs another block of scores."""
+    """For each thread a block of scores and one of results, in fp32; for narrow inputs another block of scores."""
     query = _tensor(node, 0)
     rows, columns = _attention_block(node, 0)
     wide = rows * columns + 2 * rows + rows * (hint_of(query.shape[3]) or 0)
@@ -162,7 +163,7 @@ def _attention_block(node: fx.Node, query: int) -> tuple[int, int]:
 
 
 def _convolution(node: fx.Node, threads: int) -> int:
-    """oneDNN uses its own layout: copies of input and weight, then one of the result."""
+    """oneDNN uses its own layout, so it copies input and weight, then the result."""
     if not _is_relaid(node, 0):
         return 0
     return max(_bytes(_tensor(node, 0)) + _bytes(_tensor(node, 1)), _bytes(meta.tensor_value(node)))
@@ -229,7 +230,7 @@ _TABLE: Mapping[str, Callable[[fx.Node, int], int]] = MappingProxyType(
         "aten.convolution": _convolution,
         "aten.convolution_backward": _convolution_backward,
         "aten.native_batch_norm_backward": _first_argument,
-        "aten.native_dropout": _first_argument,  # the mask, as numbers
+        "aten.native_dropout": _first_argument,  # the mask in the input's dtype
         "aten.native_dropout_backward": _first_argument,
         "aten.logsumexp": _first_argument,
         "aten.mean": _reduction,

@@ -1,1 +1,1 @@
-"""Compression methods and their arithmetic: what travels instead of a tensor, and how its error is kept."""
+"""Compression methods and their arithmetic: the encoding of sent tensors, and the error kept for later."""

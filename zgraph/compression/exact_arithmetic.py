@@ -1,12 +1,12 @@
-"""Arithmetic in fp32 of which every processor makes the same bits, as the compression kernels do it."""
+"""fp32 arithmetic with the same bits on every processor, as in the compression kernels."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-RECIPROCAL = 0x7EF311C3  # minus the bits of x: within 12 % of 1 / x
-NEWTON_STEPS = 3  # each squares that error
+RECIPROCAL = 0x7EF311C3  # this minus the bits of x is within 12 % of 1 / x
+NEWTON_STEPS = 3  # each squares the relative error
 
 
 def fp32(value: float) -> float:
@@ -14,7 +14,7 @@ def fp32(value: float) -> float:
 
 
 def round_product(values: Tensor, by: Tensor | float) -> Tensor:
-    """The integer nearest to a product, which is not rounded before; of two the even one. No zero is negative."""
+    """Round an exact product to the nearest integer, ties to even. No zero is negative."""
     wide = by.double() if isinstance(by, Tensor) else by
     return torch.round(values.double() * wide).to(torch.float32) + 0.0
 
@@ -22,8 +22,8 @@ def round_product(values: Tensor, by: Tensor | float) -> Tensor:
 def reciprocal(values: Tensor) -> Tensor:
     """1 / x within a few units in the last place, for positive x that are neither tiny nor huge.
 
-    Newton's method: r (2 - x r), of which 2 - x r is rounded once. Additions and multiplications alone give the same
-    bits everywhere, at a small part of what a division costs a GPU.
+    Newton's method: r (2 - x r), where 2 - x r is rounded once. Only additions and multiplications give the same bits
+    everywhere, at a fraction of the cost of a division on a GPU.
     """
     found = (RECIPROCAL - values.view(torch.int32)).view(torch.float32)
     for _ in range(NEWTON_STEPS):

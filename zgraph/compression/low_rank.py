@@ -1,4 +1,4 @@
-"""PowerSGD: instead of a gradient two thin factors travel, whose product stands for it."""
+"""PowerSGD: send two thin factors instead of a gradient, which their product approximates."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from zgraph.runtime.chunks import MIB
 
-FACTOR_DTYPE = torch.float32  # of factors and errors, whatever gradients come in
+FACTOR_DTYPE = torch.float32  # dtype of factors and errors, for gradients of any dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,25 +25,25 @@ class LowRank:
         P = mean of M Q,  made orthonormal        one exchange of rank * rows numbers
         Q = mean of M^T P                         one exchange of rank * columns numbers
         mean gradient = P Q^T                     rebuilt by each rank: all of it, or its own rows
-        E = M - P (M^T P)^T                       what this rank has not sent
+        E = M - P (M^T P)^T                       the part of M that this rank has not sent
 
-    Sums, products and errors are fp32. The mean of all ranks' errors is the mean of what was not sent, as in the paper,
-    which subtracts the mean gradient from M instead: the rank's difference from the others then lies in the error, and
-    cancels in the sum. A rank keeps as many fp32 numbers as the gradient has, and Q.
+    Sums, products and errors are fp32. The mean of all ranks' errors is the mean of the unsent parts, as in the paper.
+    The paper subtracts the mean gradient from M instead, so that the error also contains the rank's difference from the
+    others, which cancels in the sum. A rank keeps fp32 numbers for every element of the gradient, and Q.
 
-    A gradient of more than two dims is a matrix too: of the ways to split its dims the one with the smallest factors.
-    Where factors would not save much, and for vectors, gradients travel as they are.
+    A gradient of more than two dims is treated as a matrix too; its dims are split so that the factors are smallest.
+    Vectors, and gradients whose factors would not save much, are sent uncompressed.
 
     Attributes:
-        rank: of the matrices: columns of P and of Q.
-        least_saving: how many times fewer bytes the factors of a gradient must take, or it travels as it is.
-        bucket_bytes: the most that gradients whose factors share an exchange take in fp32. Each is held until the
-            factors P of its bucket have come back.
+        rank: rank of the matrices, that is, columns of P and of Q.
+        least_saving: a gradient is sent uncompressed unless its factors need this many times fewer bytes.
+        bucket_bytes: largest fp32 size of the gradients whose factors share an exchange. Each gradient is held until
+            the factors P of its bucket have come back.
 
     Source: Vogels, Karimireddy, Jaggi 2019, "PowerSGD", arXiv 1905.13727, algorithms 1 and 2.
     """
 
-    name: ClassVar[str] = "LowRank"  # by which checkpoints know it
+    name: ClassVar[str] = "LowRank"  # the name in checkpoints
     rank: int = 4
     least_saving: float = 2.0
     bucket_bytes: int = 16 * MIB
@@ -53,8 +53,8 @@ class LowRank:
             raise ValueError(f"zgraph.passes.LowRank: rank={self.rank}; write 1 or more, such as 4.")
         if not (math.isfinite(self.least_saving) and self.least_saving >= 1):
             raise ValueError(
-                f"zgraph.passes.LowRank: least_saving={self.least_saving}; factors that take more bytes than the "
-                "gradient are of no use, write 1 or more."
+                f"zgraph.passes.LowRank: least_saving={self.least_saving}; factors that need more bytes than the "
+                "gradient are useless, write 1 or more."
             )
         if self.bucket_bytes < 1:
             raise ValueError(
@@ -70,8 +70,8 @@ class LowRank:
         """Whether factors save enough.
 
         Args:
-            shape: of the whole gradient.
-            sent_bytes: what it takes as it is, counted like both directions of an exchange of factors.
+            shape: shape of the whole gradient.
+            sent_bytes: bytes to send it uncompressed, counted like both directions of an exchange of factors.
         """
         if len(shape) < 2:
             return False
@@ -79,28 +79,29 @@ class LowRank:
 
 
 def factor_bytes() -> int:
-    """Bytes on the wire for each number of a factor, which goes to where it is summed and comes back."""
+    """Bytes on the wire for each number of a factor, which is sent to be summed and comes back."""
     return 2 * FACTOR_DTYPE.itemsize
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Rows and columns as which a tensor of two dims or more is compressed: its first dims, and the others."""
+    """Rows and columns as which a tensor of at least two dims is compressed: its first dims, and the others."""
     splits = [(math.prod(shape[:place]), math.prod(shape[place:])) for place in range(1, len(shape))]
     return min(splits, key=sum)
 
 
 def state_of_matrix(rows: int, columns: int, rank: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Name, shape and dtype of what a rank keeps for a matrix; "right" is Q^T, equal on all ranks."""
+    """Name, shape and dtype of the tensors a rank keeps for a matrix; "right" is Q^T, equal on all ranks."""
     return {"error": ((rows, columns), FACTOR_DTYPE), "right": ((rank, columns), FACTOR_DTYPE)}
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Matrices of one size, which are computed with together.
+    """Matrices of one size, processed together.
 
     Attributes:
-        members: their places in the bucket.
-        left_at, right_at: where their factors begin in the bucket's P and Q.
+        rows, columns: size of each matrix.
+        members: places of the matrices in the bucket.
+        left_at, right_at: offsets of their factors in the bucket's P and Q.
     """
 
     rows: int
@@ -112,11 +113,11 @@ class Batch:
 
 @dataclass(frozen=True)
 class FactorLayout:
-    """Where the factors of a bucket's matrices lie: transposed, [rank, rows] and [rank, columns], batch by batch.
+    """Layout of the factors of a bucket's matrices: transposed, [rank, rows] and [rank, columns], batch by batch.
 
     Attributes:
-        rows, columns: of each matrix.
-        rank: of the factors.
+        rows, columns: sizes of each matrix.
+        rank: rank of the factors.
     """
 
     rows: tuple[int, ...]
@@ -160,21 +161,21 @@ class FactorLayout:
 
 
 def orthonormalize_work(layout: FactorLayout) -> tuple[int, int]:
-    """Kernels that make all columns of P orthonormal, one after the other, and the bytes that they move.
+    """Number of kernels that make all columns of P orthonormal, one after the other, and the bytes that they move.
 
-    Counted from codegen/kernels/orthonormal.py, once for each batch, for rows of P^T that are long enough
-    to be summed in blocks; of what has one number per row only the launch counts.
+    Counted from codegen/kernels/orthonormal.py, once for each batch, for rows of P^T that are long enough to be summed
+    in blocks; for tensors with one number per row only the launch counts.
     """
     launches = moved = 0
     for batch in layout.batches():
-        numbers = len(batch.members) * batch.rows  # of one row of P^T, over the whole batch
+        numbers = len(batch.members) * batch.rows  # elements of one row of P^T, over the whole batch
         for before in range(layout.rank):
-            projections = 2 if before else 0  # how often the earlier rows' components are subtracted
+            projections = 2 if before else 0  # number of times the earlier rows' components are subtracted
             launches += _OWN_LAUNCHES + projections * _PROJECTION_LAUNCHES
             moved += (_OWN_PASSES + projections * (5 + 6 * before)) * numbers * FACTOR_DTYPE.itemsize
     return launches, moved
 
 
-# For each row its scaling, its length before and after, and its division: kernels, and how often they read or write it.
-# Then the kernels that subtract its components along the earlier rows: they access it five times, each of those six.
+# Kernels for each row's scaling, its length before and after, and its division; and their reads and writes of the row.
+# Then the kernels that subtract its components along earlier rows: they access the row 5 times, each earlier row 6.
 _OWN_LAUNCHES, _OWN_PASSES, _PROJECTION_LAUNCHES = 22, 15, 8

@@ -1,7 +1,7 @@
-"""Compression methods as text, which graphs and checkpoints hold: a registered name, and the fields.
+"""Compression methods as text for graphs and checkpoints: a registered name, and the fields.
 
-A class registers by its `name`; Python itself knows which classes a process has defined. No module's or class's own
-name is written, so both may change, and none is imported because a text says so.
+A class registers by its `name`; Python itself knows which classes a process has defined. Module and class names are
+not written, so both may change, and a text never causes an import.
 """
 
 from __future__ import annotations
@@ -21,17 +21,16 @@ Kind = type[CompressionMethod] | type[LowRank]
 
 
 def to_text(method: CompressionMethod) -> str:
-    """A method as text, which a graph can hold and `from_text` reads.
+    """Write a method as text, which a graph can hold and `from_text` reads.
 
     Raises:
-        ValueError: its class has no name of its own, or one that another class has too; or a field is nothing that can
-            be written down.
+        ValueError: its class has no name of its own, or shares it with another class; or a field cannot be written.
     """
     kind = type(method)
     name = vars(kind).get("name")
     if not isinstance(name, str):
         raise ValueError(
-            f"zgraph: the compression method {_place(kind)} has no name, by which graphs and checkpoints know it; "
+            f"zgraph: the compression method {_place(kind)} has no name, which graphs and checkpoints need; "
             f'write name: ClassVar[str] = "..." in the class itself, and keep it when the class is renamed or moved.'
         )
     if _named(name) is not kind:
@@ -47,7 +46,7 @@ def to_text(method: CompressionMethod) -> str:
 
 @functools.cache
 def from_text(text: str) -> CompressionMethod:
-    """The method that `to_text` has written.
+    """Make a method from the text of `to_text`.
 
     Raises:
         ValueError: no class of that name is defined in this process, or more than one.
@@ -63,7 +62,7 @@ def from_text(text: str) -> CompressionMethod:
 
 
 def kind_of(text: str) -> Kind | None:
-    """The class by which a text, such as a checkpoint's, was written; None where this process has none of its name."""
+    """The class that a text, such as a checkpoint's, names; None if this process has no such class."""
     try:
         name, _ = json.loads(text)
     except (ValueError, TypeError):  # damaged
@@ -72,7 +71,7 @@ def kind_of(text: str) -> Kind | None:
 
 
 def _named(name: str) -> Kind | None:
-    """The class of a name. One that was defined again, as in a notebook, replaces the one before."""
+    """The class of this name. A class that is defined again, as in a notebook, replaces the earlier one."""
     found = {_place(kind): kind for kind in _kinds() if kind.name == name}
     if len(found) > 1:
         raise ValueError(
@@ -83,7 +82,7 @@ def _named(name: str) -> Kind | None:
 
 
 def _kinds() -> Iterator[Kind]:
-    """Classes with a name of their own, as they were defined."""
+    """Classes with a name of their own, in order of definition."""
     yield LowRank
     for kind in _subclasses(CompressionMethod):
         if "name" in vars(kind):

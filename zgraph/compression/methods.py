@@ -1,4 +1,4 @@
-"""Compression methods: what travels instead of a gradient, and what each rank remembers of what it did not send."""
+"""Compression methods: the encoding sent instead of a gradient, and the error state that each rank keeps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 HADAMARD = 32  # elements that a rotation mixes: five butterfly stages
-SCALE_DTYPE = torch.bfloat16  # of fp32's range: in fp16 the scales of gradients around 1e-8 would vanish
+SCALE_DTYPE = torch.bfloat16  # has fp32's range: in fp16 the scales of gradients around 1e-8 would vanish
 BITS = (2, 4, 8)
 Hops = Literal[1, 2, "auto"]
 
@@ -21,8 +21,8 @@ class RngKey:
     """Key of the random numbers of one reduction, which may also depend on the rank that draws them.
 
     Attributes:
-        step: how many reductions of the parameter came before.
-        salt: tells apart groups that run side by side, whose members have equal ranks.
+        step: number of earlier reductions of the parameter.
+        salt: number that distinguishes parallel groups whose members have equal ranks.
     """
 
     step: int
@@ -31,40 +31,40 @@ class RngKey:
 
 @dataclass(frozen=True, kw_only=True)
 class CompressionMethod(ABC):
-    """Interface of all methods to graphs, checkpoints and payloads: how many bytes it sends, and what state it keeps.
+    """Interface of all methods to graphs, checkpoints and payloads: the bytes a method sends, and the state it keeps.
 
-    A gradient is cut into equal chunks, one for each rank of the group. They are turned into bytes, which one
-    all_to_all exchanges with those of other gradients, and the chunks that all ranks have sent to this one are summed:
-    by kernels for a `BlockMethod`, by itself for a `TensorMethod`. Both are frozen dataclasses whose fields are
-    numbers, strings, bools or dtypes.
+    A gradient is cut into equal chunks, one for each rank of the group. They are encoded as bytes, which one all_to_all
+    exchanges together with those of other gradients. Then the chunks that all ranks have sent to this one are decoded
+    and summed: by kernels for a `BlockMethod`, by the method itself for a `TensorMethod`. Both are frozen dataclasses
+    whose fields are numbers, strings, bools or dtypes.
 
     Attributes:
-        name: registers the class: graphs and checkpoints know it by this, whatever the class and its module are called.
-            A subclass has one of its own.
+        name: identifier of the class in graphs and checkpoints, independent of class and module names. Each subclass
+            needs its own.
     """
 
     name: ClassVar[str]
 
     @property
     def reset_interval(self) -> int:
-        """Optimizer steps after which what is kept starts as zeros again; 0: never."""
+        """Optimizer steps after which the kept state is reset to zeros; 0: never."""
         return 0
 
     @abstractmethod
     def sections(self, numel: int) -> tuple[int, ...]:
-        """Bytes that stand for a chunk of `numel` elements, section by section: codes, then scales, say.
+        """Bytes that encode a chunk of `numel` elements, by section, for example codes, then scales.
 
-        Sections of equal place in different gradients of a bucket lie side by side.
+        In a bucket, the first sections of all gradients are stored together, then the second ones, and so on.
         """
 
     def state(self, numel: int, chunks: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Name, shape and dtype of what a rank keeps for a gradient of `chunks` chunks; it starts as zeros."""
+        """Name, shape and dtype of the tensors a rank keeps for a gradient of `chunks` chunks; they start as zeros."""
         return {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorMethod(CompressionMethod):
-    """Base class of methods that are written in tensor operations: subclass it for one of your own.
+    """Base class of methods written in tensor operations; subclass it for a method of your own.
 
     Neither `quantize` nor `dequantize_sum` may communicate.
     """
@@ -74,9 +74,9 @@ class TensorMethod(CompressionMethod):
         """The bytes to send.
 
         Args:
-            grad: [chunks, numel] in the gradient's dtype; zeros behind its end.
-            state: what is kept, updated in place.
-            draw, rank: what random numbers may depend on.
+            grad: [chunks, numel] in the gradient's dtype, padded with zeros.
+            state: the kept tensors, updated in place.
+            draw, rank: key and rank on which random numbers may depend.
 
         Returns:
             [chunks, bytes] uint8 for each section.
@@ -84,12 +84,12 @@ class TensorMethod(CompressionMethod):
 
     @abstractmethod
     def dequantize_sum(self, sections: Sequence[Tensor], numel: int, draw: RngKey) -> Tensor:
-        """The sum of what all ranks have sent.
+        """The sum of the chunks that all ranks have sent.
 
         Args:
             sections: [ranks, bytes] uint8 for each section, by rank.
             numel: elements of the chunk.
-            draw: equal to that of all senders.
+            draw: key of random numbers, equal to all senders' key.
 
         Returns:
             [numel] fp32.
@@ -101,12 +101,12 @@ class BlockMethod(CompressionMethod):
     """Base of zgraph's own methods: integer codes, and a bf16 scale for each group of elements, made by kernels.
 
     Attributes:
-        bits: of a code: 2, 4 or 8.
-        group: elements that share a scale.
+        bits: bits of a code: 2, 4 or 8.
+        group: number of elements that share a scale.
         rotate: mix blocks of 32 elements, with signs drawn anew by each rank and step, so that outliers spread and the
             quantization errors of equal gradients cancel in the mean.
-        clip_search: of a few clipping levels take the one which loses least.
-        error_dtype: in which the error is kept: torch.int8, with a scale for each group, or torch.float32.
+        clip_search: try a few clipping levels and use the one that loses least.
+        error_dtype: dtype of the kept error: torch.int8, with a scale for each group, or torch.float32.
         error_device: device of the error-feedback state: None for the gradient's, or "cpu".
     """
 
@@ -119,12 +119,12 @@ class BlockMethod(CompressionMethod):
 
     @property
     def residual_decay(self) -> float | None:
-        """Share of the old error in the new one; None where no error is kept."""
+        """Share of the old error in the new one; None if no error is kept."""
         return None
 
     @property
     def levels(self) -> int:
-        """Number of values of a code: 16 with 4 bits."""
+        """Number of values of a code, for example 16 with 4 bits."""
         return 2**self.bits
 
     @property
@@ -135,7 +135,7 @@ class BlockMethod(CompressionMethod):
         return {2: (0.85, 0.7, 0.55), 4: (1.0, 0.87), 8: (1.0,)}[self.bits]
 
     def groups(self, numel: int) -> int:
-        """Groups of a chunk; the last is filled up with zeros."""
+        """Number of groups of a chunk; the last is padded with zeros."""
         return -(-numel // self.group)
 
     def sections(self, numel: int) -> tuple[int, ...]:
@@ -173,18 +173,18 @@ class BlockMethod(CompressionMethod):
 
 @dataclass(frozen=True, kw_only=True)
 class LoCo(BlockMethod):
-    """Low-bit gradients, and a moving average of what they lost, which is added to the next ones.
+    """Low-bit gradients, and a moving average of the lost part, which is added to the next ones.
 
     Attributes:
         beta: share of the old error in the new one.
-        reset_every: optimizer steps after which the error starts at zero again; 0: never.
-        hops: 1 sends straight to where the sum is kept: of each host as many ranks as it has send all their codes to
-            other hosts; 2 sums inside each host first, see `TwoHop`, and crosses with 1/P of that. "auto": 2 where the
-            mesh replicates shards across hosts (hybrid sharding), and where the pipeline's hardware says that several
-            ranks of the group share a host and others do not.
+        reset_every: optimizer steps after which the error is reset to zero; 0: never.
+        hops: 1 sends directly to the rank that keeps the sum, so that each of a host's P ranks sends all its codes to
+            other hosts. 2 sums inside each host first, see `TwoHop`, and sends only 1/P of that across hosts. "auto"
+            is 2 if the mesh replicates shards across hosts (hybrid sharding), or if the pipeline's hardware says that
+            several ranks of the group share a host and others do not.
 
-    Source: Xie et al. 2024, "LoCo", arXiv 2407.04480, equations 5 to 8. We differ in what a group is rotated by, how
-    it is clipped, and in scaling codes so that they are unbiased along the gradient; see codegen/kernels/reference.py.
+    Source: Xie et al. 2024, "LoCo", arXiv 2407.04480, equations 5 to 8. We differ in the rotation of groups, in
+    clipping, and in scaling codes so that they are unbiased along the gradient; see codegen/kernels/reference.py.
     """
 
     name: ClassVar[str] = "LoCo"
@@ -212,9 +212,9 @@ class LoCo(BlockMethod):
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorFeedback(BlockMethod):
-    """Classic error feedback: whatever was not sent is added to the next gradient, whole.
+    """Classic error feedback: the whole unsent part is added to the next gradient.
 
-    Its noise in a single step is twice that without feedback, where LoCo's is 2 / (1 + beta).
+    Its noise in a single step is twice the noise without feedback; LoCo's is 2 / (1 + beta) times as high.
 
     Source: Seide et al. 2014, "1-bit stochastic gradient descent"; Karimireddy et al. 2019, arXiv 1901.09847.
     """
@@ -229,7 +229,7 @@ class ErrorFeedback(BlockMethod):
 
 @dataclass(frozen=True, kw_only=True)
 class NoFeedback(BlockMethod):
-    """Plain codes; what they lose is lost."""
+    """Plain codes without error feedback."""
 
     name: ClassVar[str] = "NoFeedback"
     rotate: bool = False
@@ -238,15 +238,15 @@ class NoFeedback(BlockMethod):
 
 @dataclass(frozen=True, kw_only=True)
 class TwoHop:
-    """Codes of 8 bits inside a host, and of fewer across hosts, where links are slow.
+    """8-bit codes inside a host, and smaller codes across hosts, where links are slow.
 
-    Ranks of a host first sum their gradients, each rank a part of them; then ranks of equal place in their hosts sum
-    these sums. Across hosts each rank sends, and keeps an error of, 1/P of the gradient, for P ranks per host.
+    Ranks of a host first sum their gradients, each rank a part of them; then ranks at the same place in their hosts sum
+    these sums. With P ranks per host, each rank sends across hosts, and keeps an error of, 1/P of the gradient.
 
     Attributes:
         intra_host, inter_host: the method of each hop.
-        ranks_per_host: how many neighbouring ranks share a host. None: those that share the shards of hybrid sharding,
-            whose replicas are the hosts, else what the pipeline's hardware says; it must be given where there is none.
+        ranks_per_host: number of neighbouring ranks that share a host. None: with hybrid sharding, the ranks that share
+            one replica's shards; otherwise the number in the pipeline's hardware. Required if there is neither.
 
     Source: Jia et al. 2024, "SDP4Bit", arXiv 2410.15526, section 3.2, which keeps no error.
     """
@@ -258,5 +258,5 @@ class TwoHop:
     def __post_init__(self) -> None:
         if self.ranks_per_host is not None and self.ranks_per_host < 1:
             raise ValueError(
-                f"zgraph.passes.TwoHop: ranks_per_host={self.ranks_per_host}; write how many ranks share a host."
+                f"zgraph.passes.TwoHop: ranks_per_host={self.ranks_per_host}; write the number of ranks on a host."
             )

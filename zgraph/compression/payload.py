@@ -1,4 +1,4 @@
-"""Where the bytes of each gradient lie in the payload of a bucket."""
+"""Layout of each gradient's bytes in the payload of a bucket."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from torch import Tensor
 from zgraph.compression.methods import BlockMethod, CompressionMethod
 from zgraph.runtime.chunks import Chunk
 
-ALIGNMENT = 16  # bytes; vector units and GPUs like the payload of each rank to begin at such a multiple
+ALIGNMENT = 16  # bytes; vector units and GPUs prefer each rank's payload to begin at such a multiple
 
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """How the gradients of a bucket share one payload [world, payload_bytes], a row for each rank that receives one.
+    """How the gradients of a bucket share one payload [world, payload_bytes], with a row for each receiving rank.
 
     Every gradient is cut into `stretches * world` equal chunks, padded at the end; chunk `s * world + d` goes to rank
     d. A row holds the first section (codes) of all its chunks, gradient by gradient and stretch by stretch, then the
-    second (scales) of all of them, and is filled up to a multiple of 16 bytes.
+    second section (scales) of all chunks, and is padded to a multiple of 16 bytes.
 
     Attributes:
-        method: which decides what a section is.
+        method: method that defines the sections.
         numels: elements of a chunk, for each gradient.
-        world: ranks that a payload goes to.
-        stretches: more than 1 where what a rank receives is to be split once more, over another group.
+        world: number of ranks to which a payload goes.
+        stretches: chunks of a gradient for each rank; more than 1 if another group will split the received part again.
     """
 
     method: CompressionMethod
@@ -40,7 +40,7 @@ class BucketLayout:
         return -(-used // ALIGNMENT) * ALIGNMENT
 
     def offsets(self) -> list[tuple[int, ...]]:
-        """For each gradient, where each of its sections begins in a row, in bytes; its stretches follow one another."""
+        """For each gradient, the byte offset of each of its sections in a row; its stretches follow one another."""
         sections = [self.method.sections(numel) for numel in self.numels]
         found: list[list[int]] = [[] for _ in self.numels]
         offset = 0
@@ -63,7 +63,7 @@ class BucketLayout:
 def chunk_unit(method: CompressionMethod, chunk: Chunk, stretches: int) -> list[Chunk]:
     """The chunks that a collective carries, for `meta.set_chunks`; [] if only the method knows.
 
-    A stretch travels as a chunk of its own.
+    Each stretch is sent as a chunk of its own.
     """
     if not isinstance(method, BlockMethod):
         return []

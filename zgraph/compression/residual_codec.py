@@ -1,4 +1,4 @@
-"""How an error is kept in 8 bits: a code for each element, and a bf16 scale for each group."""
+"""8-bit encoding of a kept error: a code for each element, and a bf16 scale for each group."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ TINY = 1e-30
 def encode_error(error: Tensor, share: float = 0.0) -> tuple[Tensor, Tensor]:
     """Codes and scales of (1 - share) * error, in fp32.
 
-    No code is beyond 127: the scale is rounded by 1/512 of itself at most.
+    No code exceeds 127: rounding changes the scale by 1/512 of itself at most.
 
     Args:
         error: [..., groups, group].
-        share: which its caller has left out of it, so that the scale alone takes the factor.
+        share: the factor 1 - share is applied only to the scale.
 
     Returns:
         [..., groups, group] int8; [..., groups] bf16.
@@ -29,9 +29,9 @@ def encode_error(error: Tensor, share: float = 0.0) -> tuple[Tensor, Tensor]:
     wide = scale.to(torch.float32)
     inverse = torch.where(wide > 0, reciprocal(wide) * fp32(1 - share), 0.0)
     codes = round_product(error, inverse)
-    return torch.where(codes.isfinite(), codes, 0.0).to(torch.int8), scale.squeeze(-1)  # a NaN has no int8
+    return torch.where(codes.isfinite(), codes, 0.0).to(torch.int8), scale.squeeze(-1)  # NaN has no int8 value
 
 
 def decode_error(codes: Tensor, scale: Tensor) -> Tensor:
-    """What `encode_error` has made, in fp32: [..., groups, group]."""
+    """Decode the results of `encode_error` to fp32: [..., groups, group]."""
     return codes.to(torch.float32) * scale.unsqueeze(-1).to(torch.float32)

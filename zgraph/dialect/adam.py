@@ -1,9 +1,9 @@
-"""An update by Adam or AdamW whose moments are bf16, rounded stochastically; kernels: `zgraph.codegen.adam_kernels`.
+"""Adam and AdamW updates with stochastically rounded bf16 moments; kernels: `zgraph.codegen.adam_kernels`.
 
     fused_adam_([shard, ...], [grad, ...], [exp_avg, ...], [exp_avg_sq, ...], [step, ...], ...)
 
-It does what `aten::_fused_adamw_` does, and is called as that is. Rounded to nearest, a second moment that decays by
-0.999 would stop: a change of less than half a unit in the last place, 1/512, is lost each time.
+It computes the same as `aten::_fused_adamw_`, and is called like it. With rounding to nearest, a second moment that
+decays by 0.999 would stop changing: a change of less than half a unit in the last place, 1/512, is lost each time.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ def _(
 
     Args:
         parameters: fp32, contiguous, of any shapes; written to.
-        grads: fp32, of the same shapes; divided by `grad_scale`, in place, where there is one.
+        grads: fp32, of the same shapes; divided by `grad_scale`, in place, if given.
         exp_avgs, exp_avg_sqs: bf16, of the same shapes; written to.
-        state_steps: [] fp32 each, the number of this update, from 1 on.
-        salts: 32 bits that tell the random numbers of one parameter from those of another.
-        firsts: for each parameter, the place of the first element among those of the unsharded parameter, which
-            tells the random numbers of one rank from those of another.
-        lr, beta1, beta2, weight_decay, eps, maximize, grad_scale, found_inf: as of `aten::_fused_adamw_`.
+        state_steps: [] fp32 each, the number of this update, counted from 1.
+        salts: 32 bits for each parameter that distinguish its random numbers from other parameters'.
+        firsts: for each parameter, the index of this rank's first element in the unsharded parameter, which
+            distinguishes the random numbers of ranks.
+        lr, beta1, beta2, weight_decay, eps, maximize, grad_scale, found_inf: as in `aten::_fused_adamw_`.
         decoupled: whether weight decay shrinks parameters (AdamW), or is added to gradients (Adam).
     """
 
 
 def fused_adam_op(lr: object) -> Any:
-    """zgraph::fused_adam_, for a learning rate that is a number, or a tensor."""
+    """zgraph::fused_adam_ for a learning rate that is a number or a tensor."""
     packet = torch.ops.zgraph.fused_adam_
     return packet.tensor_lr if isinstance(lr, Tensor) else packet.default

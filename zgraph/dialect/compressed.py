@@ -5,13 +5,13 @@
     shard, ... = dequantize_sum(received, draw, ...)
 
 `quantize_grads` reads and updates the state attached to the parameters' handles, as `accumulate_grad` does. `draw` is
-the number of the reduction, on the host: ranks count alike, so each knows which signs the others have drawn.
+the number of the reduction, on the host: all ranks have the same count, so each knows the signs that others have drawn.
 
     payload = quantize_shards([shard, ...], ...)                        one row, for all ranks
     received = wait(all_gather(payload))
     unsharded = dequantize_shards(received, ...)                        for each parameter, when it is needed
 
-These two depend on their arguments alone: a parameter that is gathered twice is the same both times.
+These two depend only on their arguments: a parameter that is gathered twice has the same values both times.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def _(
             is padded with zeros.
         handles: handles of their parameters.
         errors: results of `load_errors`, for state that is kept on the host; written to, and stored there afterwards.
-        method: as `zgraph.compression.method_text.to_text` writes it.
-        slot: which of the parameter's reductions this is.
+        method: text from `zgraph.compression.method_text.to_text`.
+        slot: name of the reduction among the parameter's reductions.
         numels, world, stretches: see `BucketLayout`.
         rank, salt: see `zgraph.compression.methods.RngKey`.
         window: position of the backward in its window, see runtime/window_state.py.
@@ -99,8 +99,8 @@ def _(
     Args:
         handles: handles of the parameters.
         method, slot, numels: as in `quantize_grads`.
-        chunks: chunks of a gradient, `stretches * world` there.
-        device: where the copies are needed.
+        chunks: number of chunks of a gradient, `stretches * world` of `quantize_grads`.
+        device: device of the copies.
 
     Returns:
         Tensors of each parameter's state, one parameter after the other.
@@ -121,13 +121,13 @@ def _(
     divisor: int,
     dtype: torch.dtype,
 ) -> list[Tensor]:
-    """Decode what all ranks have sent, sum it in fp32 and in rank order, and divide once.
+    """Decode the payloads of all ranks, sum them in fp32 and in rank order, and divide once.
 
     Args:
         received: [world * payload_bytes] uint8, by rank.
         draw: result of `quantize_grads`.
-        method, numels, world, stretches, salt: as there.
-        divisor: what the sums are divided by.
+        method, numels, world, stretches, salt: as in `quantize_grads`.
+        divisor: divisor of the sums.
         dtype: dtype of the results.
 
     Returns:
@@ -146,7 +146,7 @@ def _(
     salt: int,
     dtype: torch.dtype,
 ) -> list[Tensor]:
-    """Decode what each rank has sent, rank after rank: the receiving end of a compressed all_gather.
+    """Decode each rank's payload, in rank order: the receiving end of a compressed all_gather.
 
     Args:
         received: [world * payload_bytes] uint8, by rank, each the payload of `quantize_grads` for a world of one.
@@ -160,7 +160,7 @@ def _(
 
 
 def shard_bytes(method: str, numel: int) -> int:
-    """Bytes of a shard of `numel` elements in the payload of a gather, where it is a payload of its own."""
+    """Bytes of a shard of `numel` elements in the payload of a gather, in which each shard has a payload of its own."""
     return layout_of(method, (numel,), 1, 1).payload_bytes
 
 
@@ -170,24 +170,24 @@ def _(shards: Sequence[Tensor], method: str, numels: Sequence[int], rank: int) -
 
     Args:
         shards: any shape and floating-point dtype; padded with zeros to `numel` elements.
-        method: as `zgraph.compression.method_text.to_text` writes it; it keeps nothing.
+        method: text from `zgraph.compression.method_text.to_text`, of a method that keeps no state.
         numels: elements of the longest shard of any rank, for each parameter.
-        rank: this rank in the group; chooses the signs where the method rotates, the same ones in every call.
+        rank: this rank in the group; determines the signs of rotations, which are the same in every call.
 
     Returns:
-        [sum of `shard_bytes`] uint8, parameter by parameter, so that each can be decoded alone.
+        [sum of `shard_bytes`] uint8, parameter by parameter, so that each can be decoded separately.
     """
     return shards[0].new_empty((sum(shard_bytes(method, numel) for numel in numels),), dtype=torch.uint8)
 
 
 @torch.library.register_fake("zgraph::dequantize_shards")
 def _(received: Tensor, method: str, numel: int, offset: int, world: int, dtype: torch.dtype) -> Tensor:
-    """Decode one parameter from what all ranks have sent.
+    """Decode one parameter from the payloads of all ranks.
 
     Args:
         received: [world * payload bytes] uint8, by rank.
         method, numel: as in `quantize_shards`.
-        offset: where this parameter starts in a rank's payload, in bytes.
+        offset: byte offset of this parameter in a rank's payload.
         world: number of ranks.
         dtype: dtype of the result.
 

@@ -1,17 +1,17 @@
-"""Operators that copy tensors between memory spaces: a start and a wait each, as collectives have them.
+"""Operators that copy tensors between memory spaces: a start and a wait each, like collectives.
 
     out   = offload_start(activation)     on its way to the host; the activation must not be written to
     kept  = wait_copy(out)                on the host; the activation may be freed
     back  = reload_start(kept, device)    on its way back
     again = wait_copy(back)               the same values, in new memory of the device
 
-    back  = store_start(again, kept)      on its way to where it rests; neither must be written to, nor kept be read
-    done  = wait_copy(back)               there; what it was copied from may be freed
+    back  = store_start(again, kept)      on its way over kept; neither may be written to, nor kept be read
+    done  = wait_copy(back)               stored in kept; again may be freed
 
-    back  = return_start(kept, tensor)    on its way over a tensor of the device, as what an update on the host has made
+    back  = return_start(kept, tensor)    on its way over a device tensor, for example after an update on the host
 
-Nothing but its wait reads what a start returns. In a compiled graph these copies run beside compute
-(`zgraph.runtime.offload`); the kernels here copy at once.
+The result of a start is read only by its wait. In a compiled graph these copies run concurrently with compute
+(`zgraph.tiers`); the kernels here copy immediately.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from zgraph.tiers.copy_lanes import lanes_of
 
 @torch.library.custom_op("zgraph::offload_start", mutates_args=())
 def offload_start(tensor: Tensor) -> Tensor:
-    """Copy a tensor of a device to host memory, which is pinned on CUDA: same shape, dtype and, if dense, strides."""
+    """Copy a device tensor to host memory, which is pinned on CUDA: same shape, dtype and, if dense, strides."""
     return lanes_of(tensor.device).offload(tensor).wait()
 
 
@@ -38,7 +38,7 @@ def _(tensor: Tensor) -> Tensor:
 
 @torch.library.custom_op("zgraph::reload_start", mutates_args=())
 def reload_start(kept: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor of host memory into new memory of a device: same shape, dtype and strides."""
+    """Copy a host tensor into new memory of a device: same shape, dtype and strides."""
     return lanes_of(device).reload(kept).wait()
 
 
@@ -49,7 +49,7 @@ def _(kept: Tensor, device: torch.device) -> Tensor:
 
 @torch.library.custom_op("zgraph::spill_start", mutates_args=())
 def spill_start(tensor: Tensor, folder: str) -> Tensor:
-    """Copy a tensor of a device to a new, contiguous one that lies on disk, in a folder that a model uses."""
+    """Copy a device tensor to a new, contiguous one on disk, in a folder that a model uses."""
     return lanes_of(tensor.device).spill(tensor, folder).wait()
 
 
@@ -60,11 +60,11 @@ def _(tensor: Tensor, folder: str) -> Tensor:
 
 @torch.library.custom_op("zgraph::store_start", mutates_args=("kept",))
 def store_start(source: Tensor, kept: Tensor) -> Tensor:
-    """Copy a tensor of a device over the one that it was reloaded from.
+    """Copy a device tensor over the one that it was reloaded from.
 
     Args:
-        source: on the device.
-        kept: of the same shape and dtype, where it rests.
+        source: tensor on the device.
+        kept: tensor of the same shape and dtype, on the host or on disk.
 
     Returns:
         [0] for the wait.
@@ -80,11 +80,11 @@ def _(source: Tensor, kept: Tensor) -> Tensor:
 
 @torch.library.custom_op("zgraph::return_start", mutates_args=("tensor",))
 def return_start(kept: Tensor, tensor: Tensor) -> Tensor:
-    """Copy a tensor of host memory over one of the device, which it was copied from before an update on the host.
+    """Copy a host tensor back over the device tensor that it was copied from before an update on the host.
 
     Args:
-        kept: on the host.
-        tensor: of the same shape and dtype, on the device.
+        kept: tensor on the host.
+        tensor: tensor of the same shape and dtype, on the device.
 
     Returns:
         [0] for the wait.
@@ -115,11 +115,11 @@ def _(started: Tensor) -> Tensor:
 
 @torch.library.custom_op("zgraph::wait_update", mutates_args=("written",))
 def wait_update(written: Sequence[Tensor], read: Sequence[Tensor]) -> None:
-    """Wait for an update that runs beside compute, where its tensors rest.
+    """Wait for an update that runs concurrently with compute, on the host.
 
     Args:
-        written: what the update writes to; to be read from now on.
-        read: what it reads besides, such as gradients; may be freed from now on.
+        written: tensors that the update writes to; they may be read after this.
+        read: other tensors that it reads, such as gradients; they may be freed after this.
     """
 
 
@@ -149,12 +149,12 @@ def spill_op() -> Any:
 
 
 def return_op() -> Any:
-    """zgraph::return_start(kept, tensor) -> what to wait for, until the tensor of the device holds the kept values"""
+    """zgraph::return_start(kept, tensor) -> a tensor whose wait ends when the device tensor holds the kept values"""
     return torch.ops.zgraph.return_start.default
 
 
 def store_op() -> Any:
-    """zgraph::store_start(source, kept) -> what to wait for, until kept holds the values of the source"""
+    """zgraph::store_start(source, kept) -> a tensor whose wait ends when kept holds the values of the source"""
     return torch.ops.zgraph.store_start.default
 
 

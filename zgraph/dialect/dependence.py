@@ -1,4 +1,4 @@
-"""The operator that makes one value wait for others: what a unit has gathered, whether anybody reads it or not."""
+"""The operator that makes one value depend on others, such as all gathers of a unit, even unused ones."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor
 
 @torch.library.custom_op("zgraph::depend", mutates_args=())
 def depend(value: Tensor, on: Sequence[Tensor]) -> Tensor:
-    """Return a value that is there only after others are.
+    """Return a value that is available only after others are.
 
-    A gather that nobody reads is dead code to Dynamo, AOTAutograd and passes; one that a value depends on is not. In a
-    graph it counts as a view of `value`, and lowering replaces it by `value` itself (`drop_dependences` in
-    codegen/lower_fx.py). The copy made here is what torch demands of an operator that runs as it is.
+    An unused gather is dead code to Dynamo, AOTAutograd and passes; one that a value depends on is not. In a graph the
+    result counts as a view of `value`, and lowering replaces it by `value` itself (`drop_dependences` in
+    codegen/lower_fx.py). This kernel copies, because torch does not allow operators to return their input.
 
     Args:
         value: any tensor.
-        on: any tensors, which are not read.
+        on: tensors that must be available first; their values are not read.
 
     Returns:
         A copy of `value`.

@@ -1,22 +1,23 @@
-"""Grouped gathers: one start, one wait, and one kernel that casts all members to the dtype that travels.
+"""Grouped gathers: one start, one wait, and one kernel that casts all members to the wire dtype.
 
 On NCCL such a group is one launch, whose kernel occupies multiprocessors for as long as it runs. Copy engines could
-carry it instead, through symmetric memory (torch 2.13) or NCCL's NCCL_CTA_POLICY_ZERO (2.28). They do not, because:
+transfer it instead, through symmetric memory (torch 2.13) or NCCL's NCCL_CTA_POLICY_ZERO (2.28). They are not used,
+because:
 
-- Both need what is sent, and NCCL also what is received, at equal offsets of windows that all ranks have registered
-  together (ncclCommWindowRegister; torch's `rendezvous`). A gathered parameter lies where the caching allocator has
-  room, which differs between ranks that hold different numbers of rows, and registering is a collective: a rank that
-  compiles, or allocates more, alone would hang the others.
-- `symm_mem._low_contention_all_gather` does not need this for results. But it copies what is sent into a workspace that
-  grows with the largest member, with a rendezvous each time it grows, and puts a barrier of all ranks before and after
-  each member; one member at a time, within one host.
+- Both need the sent tensors, and NCCL also the received ones, at equal offsets of windows that all ranks have
+  registered together (ncclCommWindowRegister; torch's `rendezvous`). The caching allocator places a gathered parameter
+  wherever it has room, which differs between ranks with different numbers of rows. Registering is a collective: if only
+  one rank compiles, or allocates more, the others hang.
+- `symm_mem._low_contention_all_gather` does not need this for results. But it copies the sent tensors into a workspace
+  that grows with the largest member, with a rendezvous each time it grows, and puts a barrier of all ranks before and
+  after each member; it gathers one member at a time, within one host.
 
-What would fit here is an arena for each frame. Live ranges of gathered parameters, on which ranks agree
-(`storages.as_all_ranks_count`), give offsets that are equal on all of them. The arena is allocated and registered once,
-after the agreement on collectives and before the first call; the start becomes an all_gather of views on a communicator
-whose `cta_policy` is zero, and the wait stays. Two things would have to be shown on several GPUs: that no window is
-written while a slower rank still reads its previous contents, and that copy engines beat the kernel at these sizes.
-Neither has been, so there is no such mode, and `Hardware` has no field that chooses it.
+An arena for each frame would fit here. Live ranges of gathered parameters, on which ranks agree
+(`storages.as_all_ranks_count`), give equal offsets on all ranks. The arena is allocated and registered once, after the
+agreement on collectives and before the first call; the start becomes an all_gather of views on a communicator whose
+`cta_policy` is zero, and the wait stays. Two things would have to be shown on several GPUs: that no window is written
+while a slower rank still reads its previous contents, and that copy engines beat the kernel at these sizes. Neither has
+been shown, so there is no such mode, and `Hardware` has no field to choose it.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ torch.library.define("zgraph::wait_group", "(Tensor[] started) -> Tensor[]")
 
 @torch.library.impl("zgraph::wait_group", "CompositeExplicitAutograd")
 def wait_group(started: Sequence[Tensor]) -> list[Tensor]:
-    """Wait for the results of a grouped gather, however it was started."""
+    """Wait for the results of a grouped gather, started by any method."""
     for one in started:
         wait(one)
     return list(started)

@@ -4,8 +4,8 @@
     basis, right = low_rank_right(mean of left, [delta, ...], ...)          P orthonormal, and M^T P
     mean, ... = low_rank_means(basis, mean of right, ...)                   P Q^T, or this rank's rows of it
 
-Between them the factors are reduced like replicated gradients. The first operator reads the state attached to the
-parameters' handles; the second replaces the error in it, the third Q.
+Between these operators the factors are reduced like replicated gradients. The first operator reads the state attached
+to the parameters' handles; the second replaces the error in it, and the third replaces Q.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ def _(
     Args:
         left: results of `low_rank_left`, reduced over the ranks.
         deltas: this rank's other results of `low_rank_left`; they become the errors and must not be read afterwards.
-        handles, rows, columns, rank: as there.
+        handles, rows, columns, rank: as in `low_rank_left`.
 
     Returns:
-        basis, as `left`, and right [rank * sum(columns)] fp32.
+        basis, shaped like `left`, and right [rank * sum(columns)] fp32.
     """
     return [left.new_empty(left.shape), left.new_empty((layout_of(rows, columns, rank).right_numel,))]
 
@@ -98,8 +98,8 @@ def _(
 
     Args:
         basis: result of `low_rank_right`.
-        right: mean, or sum, of its other results on all ranks.
-        handles, rows, columns, rank: as there.
+        right: mean, or sum, of all ranks' other results of `low_rank_right`.
+        handles, rows, columns, rank: as in `low_rank_left`.
         first_rows, kept_rows: this rank's part of each matrix; rows past the last one are zeros.
         dtype: dtype of the results.
         window: position of the backward in its window, see runtime/window_state.py.

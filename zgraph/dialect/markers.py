@@ -2,8 +2,8 @@
 
 `zgraph::unshard` turns a local shard into the unsharded parameter, `zgraph::reduce_grad` turns an unsharded gradient
 into the averaged gradient of the local shard. They are pure, and carry no policy and no parameter's identity: equal
-blocks differ only in the handle tensor. Passes replace them in compiled graphs; where none has, the kernels here do the
-work, and every pass that is not lossy must equal them bitwise.
+blocks differ only in the handle tensor. Passes replace them in compiled graphs; markers that remain run the kernels
+here. The result of every pass that is not lossy must equal theirs bitwise.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ def unshard(
         shard: [rows, ...] this rank's rows (all of them at stage 0).
         handle: [96] uint8, see runtime/handle.py.
         shape: shape of the unsharded parameter.
-        dtype: dtype of the result; the cast comes before the gather, so narrow types travel.
-        wire_dtype: dtype in which the gradient travels, see `wire_dtype_of`.
-        mean_dtype: dtype in which its mean is gathered where each rank computes a part, see `mean_dtype_of`.
+        dtype: dtype of the result; the cast comes before the gather, so narrow types are sent.
+        wire_dtype: dtype in which the gradient is sent, see `wire_dtype_of`.
+        mean_dtype: dtype in which its mean is gathered if each rank computes a part, see `mean_dtype_of`.
         zero_stage: 0 replicated, else sharded on dim 0.
-        reduction: "mean" or "sum" over the ranks, or what the sum is divided by, for the gradient.
+        reduction: reduction of the gradient over the ranks: "mean", "sum", or the divisor of the sum.
         window: position of this forward in its window, see runtime/window_state.py.
-        replica_group, group_name: with `shape` and `zero_stage` the parameter's `ShardLayout`.
+        replica_group, group_name: groups that, with `shape` and `zero_stage`, form the parameter's `ShardLayout`.
 
     Returns:
         [*shape] in `dtype`, never an alias of `shard`.
@@ -132,10 +132,10 @@ def reduce_grad(
         dtype: dtype of the result, the parameter's own.
 
     Returns:
-        [rows, ...] where the parameter is sharded, [*shape] at stage 0, in `dtype`: summed in fp32 in rank order over
-        the group, then over its replicas, and divided once. Where ranks then gather the parts of the mean, each first
-        rounds its own part to `mean_dtype_of`, so that all ranks get equal bits. Where gradients wait for the end of
-        the window, the placeholder that goes into `.grad`.
+        [rows, ...] if the parameter is sharded, [*shape] at stage 0, in `dtype`: summed in fp32 in rank order over the
+        group, then over its replicas, and divided once. If ranks then gather the parts of the mean, each first rounds
+        its own part to `mean_dtype_of`, so that all ranks get equal bits. If gradients wait for the end of the window,
+        the tensor that autograd adds to `.grad` instead, see `accumulate_grad`.
 
     Raises:
         CollectiveError: the exchange failed; names the parameter.
@@ -147,7 +147,7 @@ def reduce_grad(
         grad = add_accumulated(grad, handle, dtype, zero_stage)
     group, world, divisor = layout.reduce_group, layout.world, layout.divisor(reduction)
     travels = mean_dtype_of(grad.dtype, dtype, wire_dtype, mean_dtype) if layout.gathers_mean else dtype
-    wire = grad.to(wire_dtype_of(grad.dtype, wire_dtype)) if world > 1 else grad  # alone, nothing travels
+    wire = grad.to(wire_dtype_of(grad.dtype, wire_dtype)) if world > 1 else grad  # a single rank sends nothing
     pieces = _padded(wire if layout.is_sharded else wire.reshape(-1), world)
     try:
         if layout.num_replicas == 1:
@@ -165,7 +165,7 @@ def reduce_grad(
 
 
 def _padded(pieces: Tensor, world: int) -> Tensor:
-    """Rows that split into equal chunks for all ranks."""
+    """Pad rows so that they split into equal chunks for all ranks."""
     return pad_rows(pieces, world * chunk_rows(pieces.shape[0], world))
 
 
@@ -194,7 +194,7 @@ def _all_reduce(
     dtype: torch.dtype,
     handle: Tensor,
 ) -> Tensor:
-    """The sum of a partial sum over the replicas of this shard, in rank order."""
+    """Sum a partial sum over the replicas of this shard, in rank order."""
     flat = partial.reshape(-1).to(wire_dtype_of(partial.dtype, wire_dtype))
     mean = _exchange_and_sum(_padded(flat, group_size(group_name)), group_name, divisor, dtype, handle)
     return _gather_pieces(mean, group_name, partial.numel(), handle).view(partial.shape)
@@ -230,7 +230,7 @@ def _differentiated_twice(handle: Tensor) -> ZgraphError:
 
 
 def _remember_handle(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    if second_derivatives_vanish():  # nothing would call _refuse
+    if second_derivatives_vanish():  # autograd would never call _refuse
         raise _differentiated_twice(inputs[1])
     ctx.save_for_backward(inputs[1])
 

@@ -15,7 +15,7 @@ from zgraph.runtime.window_state import OPEN, state_behind
 
 @torch.library.custom_op("zgraph::all_gather_kept", mutates_args=())
 def all_gather_kept(chunk: Tensor, handle: Tensor, world: int, window: str, group_name: str) -> Tensor:
-    """Start gathering a parameter, unless the window has gathered it already; needs a wait, as every start does.
+    """Start gathering a parameter, unless the window has gathered it already; like every start it needs a wait.
 
     Args:
         chunk: [n, ...] this rank's padded rows.
@@ -35,7 +35,7 @@ def all_gather_kept(chunk: Tensor, handle: Tensor, world: int, window: str, grou
         state.keep(unsharded)
     else:
         state.release()
-    return unsharded.view(unsharded.shape)  # a new tensor: autograd writes to what an operator returns
+    return unsharded.view(unsharded.shape)  # a new tensor: autograd modifies the tensor that an operator returns
 
 
 @all_gather_kept.register_fake
@@ -48,14 +48,14 @@ def accumulate_grad(grad: Tensor, handle: Tensor, dtype: torch.dtype, zero_stage
     """Let an unsharded gradient wait for the closing backward.
 
     Args:
-        grad: [*shape], of this rank alone.
+        grad: [*shape], gradient of this rank only.
         handle: handle of the parameter, whose state keeps the sum.
         dtype: dtype of the sum, the parameter's own.
         zero_stage: 0 or 1.
         rows: rows of this rank's shard; 0 at stage 0.
 
     Returns:
-        What autograd adds to `.grad`: `grad` itself at stage 0, zeros [rows, ...] at stage 1.
+        Tensor that autograd adds to `.grad`: `grad` itself at stage 0, zeros [rows, ...] at stage 1.
     """
     with announcing([handle]):
         return state_behind(handle).add(grad, dtype, zero_stage)
@@ -68,7 +68,7 @@ def _(grad: Tensor, handle: Tensor, dtype: torch.dtype, zero_stage: int, rows: i
 
 @torch.library.custom_op("zgraph::add_accumulated", mutates_args=())
 def add_accumulated(grad: Tensor, handle: Tensor, dtype: torch.dtype, zero_stage: int) -> Tensor:
-    """Sum the last gradient of a window and all that have waited: [*shape] in `dtype`."""
+    """Sum the last gradient of a window and all waiting ones: [*shape] in `dtype`."""
     with announcing([handle]):
         return state_behind(handle).take(grad, dtype, zero_stage)
 
@@ -82,7 +82,7 @@ def _(grad: Tensor, handle: Tensor, dtype: torch.dtype, zero_stage: int) -> Tens
 def wait_in_grad(handles: Sequence[Tensor]) -> None:
     """At stage 0, let the gradients that a graph returns wait in `.grad` for the closing backward.
 
-    Comes before autograd adds them. `accumulate_grad` does the same for one gradient, which it has to copy.
+    Runs before autograd adds them. `accumulate_grad` does the same for one gradient, which it has to copy.
     """
     with announcing(handles):
         for handle in handles:

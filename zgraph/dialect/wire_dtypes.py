@@ -1,4 +1,4 @@
-"""Dtypes in which gradients travel, are summed, and their means travel back."""
+"""Dtypes in which gradients are sent and summed, and in which their means are sent back."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import torch
 
 
 def accumulate_dtype(wire: torch.dtype) -> torch.dtype:
-    """Dtype of sums over ranks: fp32, or fp64 where that is what travels."""
+    """Dtype of sums over ranks: fp32, or fp64 if that is sent."""
     return torch.float64 if wire == torch.float64 else torch.float32
 
 
 def wire_dtype_of(grad: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
-    """Dtype in which a gradient travels: the one asked for, but never wider than the gradient.
+    """Dtype in which a gradient is sent: the requested one, but never wider than the gradient.
 
-    The sum is fp32 on arrival, so widening before would send zeros and change no bit of the result.
+    The sum is fp32 on arrival, so widening before sending would add only zeros and change no bit of the result.
     """
     if asked is None or asked.itemsize > grad.itemsize:
         return grad
@@ -25,11 +25,11 @@ def mean_dtype_of(
 ) -> torch.dtype:
     """Dtype in which ranks gather a mean when each has computed a part of it.
 
-    The one asked for, else the one asked for gradients, else the gradient's own; never wider than the result, since
+    The requested one, else the one requested for gradients, else the gradient's own; never wider than the result, since
     widening changes no bit.
 
     Args:
-        grad: dtype of the unsharded gradient, before it travels.
+        grad: dtype of the unsharded gradient, before it is sent.
         dtype: dtype of the result.
         wire_dtype, asked: options of `zgraph.shard`.
     """

@@ -1,1 +1,1 @@
-"""Reading and editing FX graphs: metadata, predicates, what collectives send, text."""
+"""Reading and editing FX graphs: metadata, predicates, bytes that collectives send, text."""

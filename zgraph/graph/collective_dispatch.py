@@ -1,4 +1,4 @@
-"""Collective dispatch: which function of the room of exchanges runs in place of each functional collective."""
+"""Collective dispatch: chooses the function of `zgraph.runtime.exchanges` that runs each functional collective."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def dispatcher_of(start: fx.Node, number: int, ranks_per_host: int = 1, called_f
     Args:
         start: start of a collective.
         number: its number among the starts of its graph.
-        ranks_per_host: of the machine, the same on all ranks.
-        called_for: knows which parameters a call is for; None: nobody does, and exchanges have no identity.
+        ranks_per_host: number of ranks on a host, the same on all ranks.
+        called_for: the parameters of the current call; None: unknown, so exchanges have no identity.
     """
     about = None if called_for is None else _about(start, called_for)
     if nodes.is_all_gather(start):
@@ -61,7 +61,7 @@ def _dispatch_hierarchical_gather(number: int, ranks_per_host: int) -> Callable[
 
 
 def order_of_waits(graph: fx.Graph, ranks_per_host: int = 1) -> list[str]:
-    """A line for each wait of a hierarchical gather: all ranks must agree on these as on the order of starts.
+    """A line for each wait of a hierarchical gather; all ranks must have the same lines, as with the order of starts.
 
     A hierarchical gather ends only when its peers wait for it. If one rank waits for it before starting an exchange,
     and another first waits for that exchange, both wait forever.

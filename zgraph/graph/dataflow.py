@@ -39,7 +39,7 @@ def below_views(node: fx.Node) -> fx.Node:
 
 
 def needed_for(kept: Iterable[fx.Node], graph: fx.Graph) -> set[fx.Node]:
-    """The nodes by which some values are computed, or written to; not beyond markers, before which ranks may differ."""
+    """The nodes that compute some values or write to them, back to markers: before those, ranks may differ."""
     needed = set(kept)
     for node in reversed(graph.nodes):
         if (node in needed or not needed.isdisjoint(written_sources(node))) and not nodes.is_marker(node):
@@ -48,15 +48,15 @@ def needed_for(kept: Iterable[fx.Node], graph: fx.Graph) -> set[fx.Node]:
 
 
 def written_sources(node: fx.Node) -> list[fx.Node]:
-    """What a call writes to; for views, what they are views of."""
+    """The nodes that a call writes to; for views, their bases."""
     return list(map(below_views, written_arguments(node)))
 
 
 def parts_of(graph: fx.Graph) -> dict[fx.Node, int]:
-    """The forward or backward of a whole step that each call belongs to; a pass's own call to that of the one before.
+    """The forward or backward of a whole step that each call belongs to; a call without a record joins the one before.
 
     0 is the first forward, 1 its backward, 2 the next forward, and so on. An optimizer's step has the number of the
-    forward that would be next; where parameters that it has written to are read again, that forward has a later one.
+    forward that would be next; a forward that reads the updated parameters again has a later one.
     """
     found: dict[fx.Node, int] = {}
     part = 0
@@ -72,9 +72,9 @@ def _is_brought(node: fx.Node) -> bool:
 
 
 def copy_in(start: fx.Node) -> list[fx.Node] | None:
-    """The casts, pads and packing between the graph's inputs and a start; None where anything else is between.
+    """The casts, pads and packing between the graph's inputs and a start; None if anything else is in between.
 
-    Copies of inputs that rest elsewhere count as these inputs.
+    Reloaded copies of offloaded inputs count as inputs.
     """
     found: dict[fx.Node, None] = {}
     pending = list(start.all_input_nodes)

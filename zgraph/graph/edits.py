@@ -18,7 +18,7 @@ aten = torch.ops.aten
 def copy_of(gm: fx.GraphModule) -> fx.GraphModule:
     """A copy of a graph that can be changed freely, with the same names and meta; values in the meta are shared.
 
-    Its code is generated where somebody asks for it, not for every change.
+    Its code is generated on demand, not after every change.
     """
     graph = fx.Graph()
     output = graph.output(graph.graph_copy(gm.graph, {}))
@@ -27,7 +27,7 @@ def copy_of(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def drop_unchanging_views(node: fx.Node) -> None:
-    """Replace views that change nothing by the node that they view."""
+    """Replace views that change nothing by their source."""
     for user in list(node.users):
         if user.target is aten.view.default and meta.same_layout(meta.value(node), meta.value(user)):
             drop_unchanging_views(user)
@@ -36,13 +36,13 @@ def drop_unchanging_views(node: fx.Node) -> None:
 
 
 def restore_order(graph: fx.Graph) -> None:
-    """Move every node that stands before one of its inputs to just after the last of them; all others stay."""
+    """Move every node that precedes one of its inputs to just after the last of them; all others stay."""
     order = order_of(graph)
     missing = {node: len(node.all_input_nodes) for node in order}
     ready = [(position, node) for node, position in order.items() if not missing[node]]
     placed: dict[fx.Node, None] = {}
     while ready:
-        _, node = heapq.heappop(ready)  # the earliest node that can stand here: in a sound graph, the next one
+        _, node = heapq.heappop(ready)  # the earliest node that can be placed here: in a sound graph, the next one
         placed[node] = None
         for user in node.users:
             missing[user] -= 1
@@ -68,6 +68,6 @@ def move_before(node: fx.Node, anchor: fx.Node) -> None:
 
 def erase_dead(graph: fx.Graph, candidates: Iterable[fx.Node]) -> None:
     """Erase unused candidates, users first; inputs of the graph stay."""
-    for node in sorted(candidates, reverse=True):  # nodes compare by their place in the graph
+    for node in sorted(candidates, reverse=True):  # nodes compare by their position in the graph
         if not node.users and node.op == "call_function":
             graph.erase_node(node)

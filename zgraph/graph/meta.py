@@ -39,11 +39,11 @@ _PART = "zgraph_part"
 _OFFLOAD = "zgraph_offload"
 _AT_REST = "zgraph_at_rest"
 _EVALUATED = "zgraph_evaluated"
-# Above every region that activation checkpointing numbers, so that the partitioner never takes a gather for the border
-# between two of them (it saves what lies on such a border).
+# Above the numbers of all activation-checkpointing regions, so that the partitioner never treats a gather as a border
+# between two regions (it saves the values at such borders).
 _GATHER_REGION = 1 << 30
 
-Kept = Literal["parameters", "state"]  # buffers count as parameters; state is that of optimizers
+Kept = Literal["parameters", "state"]  # buffers count as parameters; state belongs to optimizers
 
 
 def value(node: fx.Node) -> Any:
@@ -98,58 +98,58 @@ def set_transit(node: fx.Node, tier: Tier, *, to_device: bool) -> None:
 
 
 def lane(node: fx.Node) -> Lane | None:
-    """The lane of a copy, if it was recorded; None: devices and operator tell."""
+    """The lane of a copy, if recorded; None: derive it from devices and operator."""
     found = transit(node)
     return None if found is None else found.lane
 
 
 def space(node: fx.Node) -> Tier | None:
-    """The memory space of a node's value, if it was recorded; None: devices and the lane tell."""
+    """The tier of a node's value, if recorded; None: derive it from devices and the copy."""
     return cast("Tier | None", node.meta.get(_SPACE))
 
 
 def set_space(node: fx.Node, found: Tier) -> None:
-    """Record where a value lies; it stays with the value where that becomes an input of another graph."""
+    """Record the tier of a value; it is kept when the value becomes an input of another graph."""
     node.meta[_SPACE] = found
 
 
 def rests_in(node: fx.Node) -> Tier:
-    """The tier in which what the node allocates will be after the step."""
+    """The tier for the node's allocation after the step."""
     return cast("Tier", node.meta.get(_RESTS, DEVICE))
 
 
 def set_rest(node: fx.Node, tier: Tier) -> None:
-    """Record where what the node allocates will be after the step, such as new state of the optimizer."""
+    """Record where to keep the node's allocation after the step, for example new state of the optimizer."""
     node.meta[_RESTS] = tier
 
 
 def kept_as(node: fx.Node) -> Kept | None:
-    """What the node's value is between steps, if it was recorded; None for what belongs to one step."""
+    """The kind of the node's value that is kept between steps, if recorded; None for values of one step."""
     return cast("Kept | None", node.meta.get(_KEPT))
 
 
 def set_kept(node: fx.Node, kind: Kept) -> None:
-    """Record that the node's value lies at rest between steps, as an input, or what a step makes for all later ones."""
+    """Record that the node's value is kept between steps: an input, or state that a step makes for all later ones."""
     node.meta[_KEPT] = kind
 
 
 def longest_bytes(node: fx.Node) -> int | None:
-    """Bytes of the longest part that any rank holds of what the node allocates; None: as on this rank."""
+    """Bytes of the largest part of the node's value on any rank; None: as on this rank."""
     return cast("int | None", node.meta.get(_LONGEST))
 
 
 def set_longest_bytes(node: fx.Node, size: int) -> None:
-    """Record how large the node's value is on the rank with most rows of it, so that all ranks plan alike."""
+    """Record the bytes of the node's value on the rank with the most rows, so that all ranks plan alike."""
     node.meta[_LONGEST] = size
 
 
 def beside(node: fx.Node) -> int | None:
-    """The number of an update that runs beside compute, equal on it and on its wait; None for everything else."""
+    """The number that links a concurrent update and its wait; None for other nodes."""
     return cast("int | None", node.meta.get(_BESIDE))
 
 
 def set_beside(node: fx.Node, number: int) -> None:
-    """Let an update run beside compute, until the wait with the same number."""
+    """Let an update run concurrently with compute, until the wait with the same number."""
     node.meta[_BESIDE] = number
 
 
@@ -157,7 +157,7 @@ def module_path(node: fx.Node) -> str:
     """Path of the module in whose forward the node, or the node that it differentiates, was called; "" if unknown."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     path = next((str(entry[0]) for entry in reversed(list(stack.values()))), "")
-    # L['self'].blocks[0].up, L['fn'].blocks.0.up: what was compiled, and the way from there
+    # L['self'].blocks[0].up, L['fn'].blocks.0.up: the compiled object, and the path from there
     names = re.sub(r"\['?(\w+)'?\]", r".\1", re.sub(r"^L\['\w+'\]", "", path)).split(".")
     return ".".join(name for name in names if name not in ("", "_modules"))
 
@@ -170,7 +170,7 @@ def source_line(node: fx.Node) -> str:
 
 
 def set_origin(node: fx.Node, module: str, file: str, line: int, function: str) -> None:
-    """Record what `module_path` and `source_line` tell, as a trace by Dynamo does."""
+    """Record the results of `module_path` and `source_line`, as a trace by Dynamo does."""
     node.meta["nn_module_stack"] = {"": (module, None)}
     node.meta["stack_trace"] = f'File "{file}", line {line}, in {function}'
 
@@ -234,7 +234,7 @@ def is_tagged_saved(node: fx.Node) -> bool:
 
 
 def tag_at_use(node: fx.Node) -> None:
-    """Pin this start, or wait, to where its result is needed, which saves memory: passes must not move it."""
+    """Pin this start or wait to the use of its result, which saves memory: passes must not move it."""
     node.meta[_AT_USE] = True
 
 
@@ -243,7 +243,7 @@ def is_tagged_at_use(node: fx.Node) -> bool:
 
 
 def tag_awaited(node: fx.Node) -> None:
-    """Record that compute of this graph waits for the reduction, so that no later one may join and delay its bucket."""
+    """Record that this graph's compute waits for the reduction, so that no later one may join and delay its bucket."""
     node.meta[_AWAITED] = True
 
 
@@ -252,7 +252,7 @@ def is_tagged_awaited(node: fx.Node) -> bool:
 
 
 def tag_offload(node: fx.Node) -> None:
-    """Record that the value is to lie on the host from forward to backward."""
+    """Record that the value should be kept on the host from forward to backward."""
     node.meta[_OFFLOAD] = True
 
 
@@ -261,7 +261,7 @@ def is_tagged_offload(node: fx.Node) -> bool:
 
 
 def set_part(node: fx.Node, number: int) -> None:
-    """Record in which forward or backward of a whole step a node ran: 0 a forward, 1 its backward, 2 the next, ..."""
+    """Record the forward or backward of a whole step that a node ran in: 0 a forward, 1 its backward, 2 the next ..."""
     node.meta[_PART] = number
 
 
@@ -271,12 +271,12 @@ def part(node: fx.Node) -> int | None:
 
 
 def tag_at_rest(node: fx.Node) -> None:
-    """Record that what the node allocates stays, as new state of the optimizer does, so that no budget counts it."""
+    """Record that the node's allocation outlives the step, like new optimizer state, so that no budget counts it."""
     node.meta[_AT_REST] = True
 
 
 def clear_at_rest(node: fx.Node) -> None:
-    """Record that what the node allocates is moved elsewhere within the graph, and freed."""
+    """Record that the graph moves the node's allocation elsewhere and frees it."""
     node.meta.pop(_AT_REST, None)
     node.meta.pop(_KEPT, None)
 
@@ -328,9 +328,9 @@ def create(
 
 
 def take_evaluation(node: fx.Node) -> bool:
-    """Whether `create` evaluated just this call on just these values, so that a replay would tell nothing new.
+    """Whether `create` evaluated exactly this call on exactly these values, so that a replay would be redundant.
 
-    Asked once: the record refers to other nodes, and is dropped, lest copies of the node keep a graph alive.
+    May be called once: the record refers to other nodes, so it is dropped, lest copies of the node keep a graph alive.
     """
     (target, args, kwargs), values = node.meta.pop(_EVALUATED, ((None, (), {}), []))
     if target is None:
@@ -341,15 +341,15 @@ def take_evaluation(node: fx.Node) -> bool:
 
 
 def _call_and_values(node: fx.Node) -> tuple[tuple[Any, Any, Any], list[Any]]:
-    """A node's call, and its value and those of its inputs."""
+    """A node's call, and the values of the node and its inputs."""
     return (node.target, node.args, node.kwargs), [value(known) for known in (node, *node.all_input_nodes)]
 
 
 def create_cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype, *, like: fx.Node | None = None) -> fx.Node:
-    """The node's value in another dtype; the node itself where it has that dtype.
+    """The node's value in another dtype; the node itself if it has that dtype.
 
-    Passes run after decompositions, and Inductor lowers only operators that decompositions result in. It would not know
-    `aten._to_copy`, which eager torch records.
+    Passes run after decompositions, and Inductor lowers only operators that decompositions yield, not `aten._to_copy`,
+    which eager torch records.
     """
     if tensor_value(node).dtype == dtype:
         return node

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from zgraph import dialect as dialect  # registers the operators that are asked for here
+from zgraph import dialect as dialect  # registers the operators used here
 from zgraph.graph import meta
 from zgraph.runtime.chunks import payload_bytes
 from zgraph.torch_compat.collectives import (
@@ -61,7 +61,7 @@ def low_rank_handles(node: fx.Node) -> list[fx.Node]:
 
 
 def is_low_rank(node: fx.Node) -> bool:
-    """Whether the node computes factors, or with factors, of a low-rank reduction."""
+    """Whether the node computes, or computes with, the factors of a low-rank reduction."""
     return is_low_rank_left(node) or is_low_rank_right(node) or node.target is torch.ops.zgraph.low_rank_means.default
 
 
@@ -94,7 +94,7 @@ def is_reload(node: fx.Node) -> bool:
 
 
 def is_store(node: fx.Node) -> bool:
-    """Whether the node starts a copy from the device over a tensor that rests elsewhere."""
+    """Whether the node starts a copy from the device over an offloaded tensor."""
     return node.target is torch.ops.zgraph.store_start.default
 
 
@@ -104,13 +104,13 @@ def is_spill(node: fx.Node) -> bool:
 
 
 def is_return(node: fx.Node) -> bool:
-    """Whether the node starts a copy from the host over a tensor of the device."""
+    """Whether the node starts a copy from the host over a device tensor."""
     return node.target is torch.ops.zgraph.return_start.default
 
 
 def is_copy_start(node: fx.Node) -> bool:
     """Whether the node starts a copy between memory spaces."""
-    ops, target = torch.ops.zgraph, node.target  # asked of every node, many times
+    ops, target = torch.ops.zgraph, node.target  # no helper calls: this runs many times for every node
     return (
         target is ops.offload_start.default
         or target is ops.reload_start.default
@@ -121,7 +121,7 @@ def is_copy_start(node: fx.Node) -> bool:
 
 
 def is_update_wait(node: fx.Node) -> bool:
-    """Whether the node waits for an update that runs beside compute."""
+    """Whether the node waits for an update that runs concurrently with compute."""
     return node.target is torch.ops.zgraph.wait_update.default
 
 
@@ -216,7 +216,7 @@ def group_of(start: fx.Node) -> str:
 def unsharded_bytes(start: fx.Node) -> int:
     """Bytes of the unsharded tensor of a collective: the result of a gather, the input of a reduction.
 
-    A copy between memory spaces carries as many bytes both ways.
+    A copy between memory spaces moves the same number of bytes both ways.
     """
     whole = meta.value(start) if is_gather(start) else meta.tensor_value(start.all_input_nodes[0])
     members: Iterable[Tensor] = whole if isinstance(whole, list | tuple) else [whole]

@@ -1,4 +1,4 @@
-"""Sizes of a graph's values: its tensors, and numbers for what is symbolic."""
+"""Sizes of a graph's values, with numbers in place of symbolic sizes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DATA_DEPENDENT_SIZE = 8192
 
 
 def size_hint(size: object) -> int:
-    """A size as a number, by its hint where it is symbolic."""
+    """A size as a number; for a symbolic size its hint."""
     hint = hint_of(size)
     return DATA_DEPENDENT_SIZE if hint is None else hint
 
@@ -26,7 +26,7 @@ def tensors_of(node: fx.Node) -> list[Tensor]:
 
 
 def tensor_bytes(tensor: Tensor) -> int:
-    """Bytes of a tensor's elements, symbolic sizes by their hints."""
+    """Bytes of a tensor's elements, using hints for symbolic sizes."""
     return math.prod(size_hint(size) for size in tensor.shape) * tensor.dtype.itemsize
 
 

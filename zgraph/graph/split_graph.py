@@ -1,4 +1,4 @@
-"""Split a graph in two that run one after the other: what some outputs need, and the rest."""
+"""Split a graph into two that run one after the other: the nodes that some outputs need, and the rest."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Halves:
     """Two graphs that together compute what one does.
 
     Attributes:
-        first: computes the early outputs, and returns behind them what the second one reads of it.
-        second: computes the late outputs.
-        first_inputs, second_inputs: of the whole graph's inputs, those that each takes, by place.
-        early, late: places of the outputs that each computes; others are None.
+        first: graph that returns the early outputs, then the values that the second graph reads.
+        second: graph that returns the late outputs.
+        first_inputs, second_inputs: places of the whole graph's inputs that each graph accepts.
+        early, late: places of the outputs that each graph computes; other outputs are None.
         outputs: number of outputs of the whole graph.
     """
 
@@ -37,17 +37,17 @@ class Halves:
 
 
 def split_graph(gm: fx.GraphModule, late: Iterable[int]) -> Halves | None:
-    """Split a graph so that late outputs are computed last, from what the early ones have left.
+    """Split a graph so that late outputs are computed last, from values that the first half has computed.
 
     Nodes keep their order in each half. A collective is waited for in the half that starts it.
 
     Args:
-        gm: a final graph; stays as it is.
-        late: places of outputs.
+        gm: a final graph, which is not changed.
+        late: places of the late outputs.
 
     Returns:
-        The halves, whose second inputs are those of the graph, then what the first one returns behind the early
-        outputs. None if a node writes to what the other half reads.
+        The halves. The second one's inputs are inputs of the whole graph, then the values that the first one returns
+        after the early outputs. None if a node writes to a value that the other half reads.
     """
     returned = nodes.returned_by(gm.graph)
     late_places = [place for place in sorted(set(late)) if isinstance(returned[place], fx.Node)]
@@ -77,11 +77,11 @@ def split_graph(gm: fx.GraphModule, late: Iterable[int]) -> Halves | None:
 
 
 def early_first(graph: fx.Graph, late: Iterable[int]) -> int:
-    """Put what the early outputs need in front, as `split_graph` does; returns how many nodes stand there then.
+    """Move the nodes that early outputs need to the front, as in `split_graph`; return the number of nodes there.
 
     Args:
-        graph: changed in place.
-        late: places of outputs.
+        graph: the graph, changed in place.
+        late: places of the late outputs.
     """
     returned, late_places = nodes.returned_by(graph), set(late)
     needed = _needed(
@@ -94,15 +94,16 @@ def early_first(graph: fx.Graph, late: Iterable[int]) -> int:
 
 
 def weight_gradients(joint: fx.Graph, forward_outputs: int) -> tuple[tuple[int, ...], tuple[int | None, ...]] | None:
-    """Which outputs of a joint graph's backward are gradients that are reduced.
+    """Find the outputs of a joint graph's backward that are reduced gradients.
 
     Args:
-        joint: with its markers.
+        joint: the joint graph with its markers.
         forward_outputs: number of outputs of the forward, which come first.
 
     Returns:
-        Places of these gradients; and of each gradient, the place of its tensor among the graph's tensors, None if it
-        belongs to a number. None if there are none, or a tensor is made of several inputs, as a DTensor is.
+        Places of the reduced gradients among all gradients; and for each gradient the place of its tensor among the
+        graph's tensor inputs, None for a number's. None if no gradient is reduced, or if a tensor has several inputs,
+        as a DTensor does.
     """
     inputs = [node for node in joint.find_nodes(op="placeholder") if not is_tangent(node)]
     grads = nodes.returned_by(joint)[forward_outputs:]
@@ -122,7 +123,7 @@ def weight_gradients(joint: fx.Graph, forward_outputs: int) -> tuple[tuple[int, 
 
 
 def _needed(outputs: Iterable[fx.Node]) -> dict[fx.Node, None]:
-    """Nodes that outputs depend on, with all waits for collectives among them, and all results selected from them."""
+    """Nodes that outputs depend on, the waits of all starts among them, and all results selected from them."""
     found: dict[fx.Node, None] = {}
     waiting = list(outputs)
     while waiting:
@@ -139,7 +140,7 @@ def _needed(outputs: Iterable[fx.Node]) -> dict[fx.Node, None]:
 
 
 def _written_across(graph: fx.Graph, needed: dict[fx.Node, None]) -> bool:
-    """Whether a node of one half writes to what a node of the other one reads."""
+    """Whether a node of one half writes to a value that a node of the other half reads."""
     return any(
         (user in needed) != (node in needed)
         for node in graph.nodes
@@ -157,7 +158,7 @@ def _graph_of(
     returned: Sequence[Any],
     handed: Sequence[fx.Node],
 ) -> fx.GraphModule:
-    """A graph of these nodes, under their names; it returns the outputs at these places, then what is handed on."""
+    """Make a graph of these nodes, with the same names; it returns the outputs at `places`, then `handed`."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in inputs:

@@ -1,4 +1,4 @@
-"""Graphs as text: deterministic, without adding guards, and without exceptions, even for malformed graphs."""
+"""Graphs as text: deterministic; adds no guards and raises no exceptions, even for malformed graphs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PLAIN = bool | int | float | complex | str | torch.dtype | torch.device | torch
 
 
 def graph_text(graph: fx.Graph) -> str:
-    """One line a node: `name: f32[4, 8] = target(args)`, then the parameters it works for."""
+    """One line per node: `name: f32[4, 8] = target(args)`, then the parameters it works for."""
     return "\n".join(_node_text(node) for node in list(graph.nodes))
 
 
@@ -43,10 +43,10 @@ class Line:
     """The line of one node; `str` puts its parts together.
 
     Attributes:
-        name: of the node.
-        value: that it yields; "" of the output, which yields nothing.
-        call: what makes it.
-        parameters: that it works for, "" for none.
+        name: name of the node.
+        value: description of its value; "" for the output node, which yields nothing.
+        call: the call that computes it.
+        parameters: parameters that it works for; "" if there are none.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Line:
 
 
 def line_of(node: fx.Node) -> Line:
-    """The parts of a node's line; of a part that cannot be shown what it is, and never an exception."""
+    """The parts of a node's line; a part that cannot be shown is replaced by its type. Never raises."""
     name = shown(lambda: str(node.name), node)
     if getattr(node, "op", None) == "output":
         return Line(name, "", shown(lambda: f"return {_argument_text(node.args[0])}", node), "")
@@ -92,7 +92,7 @@ def value_text(value: object) -> str:
 
 
 def _value_text(value: object, around: tuple[int, ...]) -> str:
-    """The same inside lists whose ids are given: a list that holds itself ends there."""
+    """`value_text` inside lists with the ids `around`, so that a list that contains itself ends there."""
     if isinstance(value, torch.Tensor):
         return shown(lambda: _tensor_text(value), value)
     if isinstance(value, tuple | list) and id(value) not in around:
@@ -113,7 +113,7 @@ def _tensor_text(value: torch.Tensor) -> str:
 
 
 def stride_text(value: torch.Tensor) -> str:
-    """`(1, 8)`, or "" where a tensor is contiguous."""
+    """`(1, 8)`, or "" if a tensor is contiguous."""
     strides = [str(stride) for stride in value.stride()]
     return "" if strides == _contiguous_strides([str(size) for size in value.shape]) else f"({', '.join(strides)})"
 
@@ -141,7 +141,7 @@ def target_text(target: object) -> str:
     """The name of a call's target: `aten.mm` for an operator."""
     if isinstance(target, OpOverload):  # shown as torch prints it, without the default overload
         return str(target).removesuffix(".default")
-    # Not str() of an object: it may hold an address, which would differ from run to run.
+    # Not str() of an object: it may contain an address, which would differ from run to run.
     return target if isinstance(target, str) else getattr(target, "__name__", None) or unprintable(target)
 
 
@@ -154,7 +154,7 @@ def _argument_text(argument: Any, around: tuple[int, ...] = ()) -> str:
         return shown(lambda: str(argument), argument)
     if argument is None or isinstance(argument, _PLAIN):
         return shown(lambda: repr(argument), argument)
-    # An object of its own: its repr may hold an address, which would differ from run to run, or raise.
+    # Any other object: its repr may contain an address, which would differ from run to run, or raise.
     return unprintable(argument)
 
 
@@ -168,12 +168,12 @@ def _container_text(argument: Any, around: tuple[int, ...]) -> str:
 
 
 def unprintable(thing: object) -> str:
-    """What stands where a thing cannot be shown."""
+    """The text for a thing that cannot be shown."""
     return f"<unprintable {type(thing).__name__}>"
 
 
 def shown(show: Callable[[], str], thing: object) -> str:
-    """The text about a thing, or what stands where it cannot be shown."""
+    """The text about a thing, or `unprintable` of it if `show` raises."""
     return safely(show, unprintable(thing))
 
 

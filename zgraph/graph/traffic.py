@@ -21,12 +21,12 @@ class Transfer:
 
     Attributes:
         kind: name of the op, such as "all_gather_into_tensor"; a marker counts as the collectives of its eager kernel.
-        group_name, group_size: process group.
-        dtype: dtype that is sent.
+        group_name, group_size: name and size of the process group.
+        dtype: dtype of the sent tensors.
         payload_bytes: size of this rank's input.
         sent_bytes: bytes that this rank sends, (N-1)/N of the total: exact for all_to_all, the bandwidth optimum for
             the others. An "all_gather_kept" sends only the first time in a window.
-        parameters: names of the parameters it works for.
+        parameters: names of the parameters that it works for.
         methods: compression methods of the payload, see `zgraph.compression.method_text.to_text`.
     """
 
@@ -41,7 +41,7 @@ class Transfer:
 
     @property
     def received_bytes(self) -> int:
-        """As many bytes as it sends: chunks are padded to equal size, and a ring forwards what it receives."""
+        """Equal to `sent_bytes`: chunks are padded to equal size, and a ring forwards everything it receives."""
         return self.sent_bytes
 
 

@@ -1,7 +1,7 @@
-"""Traits of operators: a table of what schemas do not tell, and one function per question.
+"""Traits of operators: a table of facts missing from schemas, and one function per question.
 
-Functions take nodes, because some operators behave differently with different arguments. Whatever torch's schemas and
-tags tell is read from them (`zgraph.torch_compat.operators`), not repeated in the table.
+Functions accept nodes, because some operators behave differently with different arguments. Facts in torch's schemas and
+tags are read from them (`zgraph.torch_compat.operators`), not repeated in the table.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ class Traits:
         reshapes: the result is a view, a cast or a copy of the first argument; other nodes among the arguments are
             symbolic sizes. Operators that return a view of their only tensor input reshape as well, and are not listed.
         decodes: turns the codes of a gathered parameter, its first argument, into values.
-        packs: takes rows, of which ranks hold different numbers, and yields a result of equal size on all ranks.
-        is_view: the result lies in the first argument, although the schema does not say so.
-        vanishes: lowering replaces it by its first argument, in which the result therefore lies.
+        packs: packs rows, of which ranks hold different numbers, into a result of equal size on all ranks.
+        is_view: the result shares memory with the first argument, although the schema does not say so.
+        vanishes: lowering replaces it by its first argument, so the result shares memory with it.
         may_copy: the schema says that the result is a view, but the operator copies if it has to.
         makes_no_values: the result is uninitialised memory.
-        overwrites: does not read its first argument, but only writes it or takes its shape.
-        reads_rows: reads only as many rows of its first argument as it returns.
+        overwrites: only writes its first argument or uses its shape, without reading it.
+        reads_rows: reads only the rows of its first argument that it returns.
         crosses_devices: copies between device and host if its argument and its result are on different ones.
         in_a_library: a library computes it, with or without a compiler.
         accumulates: adds to the accumulated gradients of a window, or reads them.
-        stays: carries a parameter, but must not be moved.
+        stays: works for a parameter, but must not be moved.
     """
 
     reshapes: bool = False
@@ -166,7 +166,7 @@ def cast_dtype(node: fx.Node) -> torch.dtype | None:
     """
     if node.target is prims.convert_element_type.default:
         return cast("torch.dtype", node.args[1])
-    # The cast that autograd records for autocast names the layout and device that the value has anyway.
+    # The cast that autograd records for autocast also names the value's own layout and device.
     if node.target is not aten._to_copy.default or set(node.kwargs) - {"dtype", "layout", "device"}:
         return None
     source, found = meta.tensor_value(node.all_input_nodes[0]), meta.tensor_value(node)
@@ -196,11 +196,11 @@ def is_fusible(node: fx.Node) -> bool:
 
 
 def is_over_lists(node: fx.Node) -> bool:
-    """Whether the call computes for each tensor of a list what a call for this tensor alone would."""
+    """Whether the call processes each tensor of a list as a separate call for that tensor would."""
     return isinstance(node.target, OpOverload) and is_elementwise_over_lists(node.target)
 
 
-# --- where does its result lie? ---------------------------------------------------------------------------------------
+# --- where is its result stored? --------------------------------------------------------------------------------------
 
 
 def is_view(node: fx.Node) -> bool:
@@ -210,21 +210,21 @@ def is_view(node: fx.Node) -> bool:
 
 
 def shared_arguments(node: fx.Node) -> tuple[int | None, ...]:
-    """For each result, the position of the argument whose memory it always shares; None, or no entry, without one."""
+    """For each result, the position of the argument whose memory it always shares; None or no entry: none."""
     row = of(node)
     return () if row.may_copy else (0,) if row.is_view or row.vanishes else alias_positions(node.target)
 
 
 def outlives_graph(node: fx.Node) -> bool:
-    """Whether a parameter's state keeps the node's result, for the rest of a window."""
+    """Whether a parameter's state keeps the node's result for the rest of a window."""
     return nodes.is_kept_gather(node) and OPEN in node.args
 
 
-# --- what does it take? -----------------------------------------------------------------------------------------------
+# --- what does it cost? -----------------------------------------------------------------------------------------------
 
 
 def is_free(node: fx.Node) -> bool:
-    """Whether the node takes no time on any lane, because no kernel runs, as for views and uninitialised memory."""
+    """Whether the node needs no time on any lane, because it runs no kernel, such as views and uninitialised memory."""
     if node.op in ("placeholder", "get_attr", "output"):
         return True
     if nodes.is_wait(node) or nodes.is_update_wait(node) or nodes.is_getitem(node):
@@ -260,9 +260,9 @@ def is_repeatable(node: fx.Node) -> bool:
 def is_movable(node: fx.Node) -> bool:
     """Whether a scheduler may move the node: the communication of a parameter, and its copies.
 
-    Copies between memory spaces are movable, too, and waits for updates that run beside compute.
-    Not movable are nodes that only accumulate gradients, which have no collective to hide and free their gradient, and
-    gathers that were pinned to where their result is needed.
+    Copies between memory spaces are movable, too, and waits for concurrent updates. Nodes that only accumulate
+    gradients are not movable, since they have no collective to hide and free their gradient; nor are gathers pinned to
+    the use of their result.
     """
     if nodes.is_copy_start(node) or nodes.is_copy_wait(node) or nodes.is_update_wait(node):
         return True

@@ -27,15 +27,15 @@ def local_rows(rows: int, world: int, rank: int) -> int:
 
 @dataclass(frozen=True)
 class Chunk:
-    """The part of a tensor that each rank holds, split over one group or over several in turn, including padding.
+    """The padded part of a tensor that each rank holds after one group, or several in turn, have split it.
 
     Attributes:
         rows, row_numel: shape of the unsplit tensor. The first group splits its rows (single elements, for a replicated
-            gradient), each further group the elements of what is left.
+            gradient), each further group the elements of the remaining part.
         group_names: groups that split it, outermost first.
-        unit: (elements, how many values of the wire's dtype they become), such as (128, 66) where bytes are sent;
+        unit: (elements, values of the wire dtype that encode them), such as (128, 66) if bytes are sent; the part is
             padded to full units.
-        filled_to: what travels is padded to a multiple of this.
+        filled_to: the sent payload is padded to a multiple of this many values.
     """
 
     rows: int
@@ -46,11 +46,11 @@ class Chunk:
 
     @property
     def is_even(self) -> bool:
-        """Whether all ranks hold equally many rows, so that nothing is padded."""
+        """Whether all ranks hold the same number of rows, so that nothing is padded."""
         return self.rows % group_size(self.group_names[0]) == 0
 
     def numel(self) -> int:
-        """Number of elements that one rank sends."""
+        """Number of values of the wire dtype that one rank sends."""
         first, *others = self.group_names
         numel = chunk_rows(self.rows, group_size(first)) * self.row_numel
         for group_name in others:

@@ -1,4 +1,4 @@
-"""Error feedback: what compression did not send of a parameter's gradients, kept for the next reduction."""
+"""Error feedback: the part of a parameter's gradients that compression lost, kept for the next reduction."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class Feedback:
 
     Attributes:
         method: compression method as text; state of another method cannot be used.
-        numel, chunks: elements of a chunk, and chunks of the gradient: how the error is cut.
-        kept: the method's tensors by name; those kept on the host may still be on their way there.
+        numel, chunks: elements per chunk, and number of chunks, into which gradient and error are cut.
+        kept: the method's tensors by name; tensors kept on the host may still be on their way there.
         reductions: compressed reductions so far; part of the key of random numbers.
         steps: closing backwards so far, which are optimizer steps.
-        open: the last reduction was not the closing one of its window.
-        before: the tensors as they were before the current step; None unless losses are scaled, and once the step is
-            known to count.
-        fetched: event after which the next reduction's tensors are on its device.
+        open: True if the last reduction was not the closing one of its window.
+        before: copies of the tensors from before the current step, while losses are scaled and the step may still be
+            dropped; else None.
+        fetched: event after which the next reduction's tensors are on the device.
         stored: event after which the last reduction's tensors are on the host.
     """
 
@@ -49,11 +49,11 @@ class Feedback:
         return self.kept
 
     def begin(self, *, reset_interval: int, keep_before: bool) -> None:
-        """Prepare for a reduction: reset the error when its interval has passed, and keep a copy if asked."""
+        """Prepare for a reduction: reset the error if its interval has passed, and keep a copy if requested."""
         if self.open:
             return
-        # A copy: kernels work in place, and the old error cannot be recomputed from the new one. Taken before the
-        # reset, so that a dropped step undoes that too.
+        # A copy, because kernels work in place and the old error cannot be recomputed from the new one. Taken before
+        # the reset, so that a dropped step undoes that too.
         self.before = {name: tensor.clone() for name, tensor in self.tensors.items()} if keep_before else None
         if reset_interval and self.steps and self.steps % reset_interval == 0:
             for tensor in self.tensors.values():
@@ -66,13 +66,13 @@ class Feedback:
         self.open = not closing
 
     def scale(self, factor: float) -> None:
-        """Multiply the error, as the gradients to come are multiplied."""
+        """Multiply the error by the same factor as future gradients."""
         scaled = self.tensors.get("error_scale", self.tensors.get("error"))
         if scaled is not None:
             scaled.mul_(factor)
 
     def fits(self, spec: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> bool:
-        """Whether the tensors have the names, shapes and dtypes that a method asks for."""
+        """Whether the tensors have the names, shapes and dtypes that a method needs."""
         return spec.keys() == self.kept.keys() and all(
             (tuple(self.kept[name].shape), self.kept[name].dtype) == wanted for name, wanted in spec.items()
         )
@@ -84,18 +84,18 @@ class Feedback:
                 self.kept[name] = tensor.to(device)
 
     def fetch(self, copies: HostCopies) -> list[Tensor]:
-        """Start copying what is kept on the host to the device."""
+        """Start copying tensors that are kept on the host to the device."""
         for name, tensor in self.kept.items():
             self.kept[name] = copies.kept(tensor)
         fetched, self.fetched = copies.fetch([*self.kept.values()], self.stored)
         return fetched
 
     def store(self, copies: HostCopies, computed: Mapping[str, Tensor]) -> None:
-        """Start copying what a reduction has left of it back to the host."""
+        """Start copying the tensors computed by a reduction back to the host."""
         self.stored = copies.store([computed[name] for name in self.kept], [*self.kept.values()])
 
     def rollback(self) -> None:
-        """Undo what the current step did to the error, because the step is dropped."""
+        """Undo the changes of the current step to the error, because the step is dropped."""
         if self.before is not None:
             for name, tensor in self.before.items():
                 self.tensors[name].copy_(tensor)
@@ -113,9 +113,9 @@ class Feedbacks:
     """Error feedback of all reductions of one parameter.
 
     Attributes:
-        by_slot: one for each reduction, by the reduction's name.
-        loss_scale: scale of the gradients to come; None: losses are not scaled.
-        warmed_steps: optimizer steps so far that warm-up ran uncompressed.
+        by_slot: feedback of each reduction, by the reduction's name.
+        loss_scale: scale of future gradients; None: losses are not scaled.
+        warmed_steps: uncompressed optimizer steps so far, during warm-up.
     """
 
     by_slot: dict[str, Feedback] = field(default_factory=dict[str, Feedback])
@@ -132,10 +132,10 @@ class Feedbacks:
         device: torch.device,
         parameter: str,
     ) -> Feedback:
-        """Return the feedback of a slot, with zeros where there was none.
+        """Return the feedback of a slot, initially zeros.
 
         Raises:
-            ZgraphError: the slot holds the state of another method, or of a gradient that was cut otherwise.
+            ZgraphError: the slot holds the state of another method, or of a gradient that was cut differently.
         """
         found = self.by_slot.get(slot)
         if found is None:
@@ -150,7 +150,7 @@ class Feedbacks:
         elif not found.fits(spec):
             shown = {name: (list(tensor.shape), tensor.dtype) for name, tensor in found.tensors.items()}
             raise ZgraphError(
-                f"zgraph: {parameter} keeps {shown} for {method}, which asks for {dict(spec)}: it was saved "
+                f"zgraph: {parameter} keeps {shown} for {method}, which needs {dict(spec)}: it was saved "
                 "by another version of the method. Load it with that one, or call zgraph.reset_error_feedback(model) "
                 "on every rank to begin with zeros."
             )
@@ -165,13 +165,13 @@ class Feedbacks:
         """Follow a change of the loss scale.
 
         Args:
-            scale: scale of the gradients to come; None: losses are no longer scaled.
-            dropped: whether the last step was dropped. None: it was if the scale has become smaller.
+            scale: scale of future gradients; None: losses are no longer scaled.
+            dropped: whether the last step was dropped; None: judged by whether the scale has become smaller.
         """
         last, self.loss_scale = self.loss_scale, scale
         if dropped is None:
             dropped = last is not None and scale is not None and scale < last
-        # The first scale multiplies nothing: the gradients so far may well have been scaled, too.
+        # The first scale multiplies nothing: earlier gradients may have been scaled, too.
         factor = 1.0 if last is None else (scale or 1.0) / last
         for feedback in self.by_slot.values():
             if dropped:

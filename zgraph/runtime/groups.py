@@ -1,4 +1,4 @@
-"""Process groups by name: their sizes and backends, and the sibling groups made for reductions, gathers and hosts."""
+"""Process groups by name: sizes and backends, and sibling groups for reductions, gathers and hosts."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from zgraph.torch_compat.groups import (
     resolve_group,
 )
 
-OF_REDUCTIONS = ".reductions"  # suffix that makes a group's name that of its twin for reductions
-OF_GATHERS = ".gathers"  # likewise, where the gathers have the twin
+OF_REDUCTIONS = ".reductions"  # suffix of the name of a group's twin for reductions
+OF_GATHERS = ".gathers"  # suffix of the name of a group's twin for gathers
 
 
 def group_size(group_name: str) -> int:
-    """Ranks of a group; the group "" is this rank alone."""
+    """Number of ranks of a group; the group "" is only this rank."""
     return dist.get_world_size(resolve_group(group_name)) if group_name else 1
 
 
@@ -30,16 +30,16 @@ def group_rank(group_name: str) -> int:
 
 
 def rank_and_world() -> tuple[int, int]:
-    """This process among all; (0, 1) where there is no process group."""
+    """Rank of this process and number of processes; (0, 1) without a process group."""
     return (dist.get_rank(), dist.get_world_size()) if is_distributed_ready() else (0, 1)
 
 
 def reduction_group(group_name: str) -> str:
-    """The group that reduces gradients over the same ranks on which a given group gathers parameters.
+    """The group that reduces gradients over the same ranks over which a given group gathers parameters.
 
     Collectives of one group run one after the other, so a gather would wait for every reduction started before it.
-    `zgraph.shard` makes the second group once for each first one. Its name follows from the first one's, so nothing has
-    to keep track of it.
+    `zgraph.shard` makes one twin for each group, whose name follows from the group's, so nothing has to keep track
+    of it.
     """
     if group_name.endswith(OF_GATHERS):
         return group_name.removesuffix(OF_GATHERS)
@@ -50,17 +50,17 @@ def reduction_group(group_name: str) -> str:
 def separate_reductions(group: ProcessGroup, device: torch.device | None = None) -> str:
     """Make sure that gathers and reductions have a group each; called by all members.
 
-    Makes the missing twin: for reductions on most backends; on NCCL for gathers, on a high-priority stream, because
-    compute waits for them. On NCCL both are connected before anything else is sent over either. Left to its first use,
-    the second communicator would be set up while gathers are outstanding on the first (torch 2.11 - 2.13: split off the
-    default group's, where that is bound to a device), and ranks could wait for one another.
+    Makes the missing twin: for reductions on most backends; on NCCL for gathers, with a high-priority stream, because
+    compute waits for them. On NCCL both are connected before anything else is sent over either. Otherwise, the second
+    communicator would be set up at its first use, while gathers are outstanding on the first (torch 2.11 - 2.13: split
+    off the default group's, if that is bound to a device), and ranks could deadlock.
 
     Args:
         group: the ranks' own group.
-        device: device of this rank on which the group works.
+        device: device of this rank that the group uses; None: the CPU.
 
     Returns:
-        Name of the group to gather on; the group's own where the twin reduces, or where it has one rank.
+        Name of the group to gather on: the group's own if the twin reduces, or if it has one rank.
     """
     if dist.get_world_size(group) == 1:
         return group.group_name
@@ -77,7 +77,7 @@ def separate_reductions(group: ProcessGroup, device: torch.device | None = None)
 
 
 def connect(group: ProcessGroup, device: torch.device) -> None:
-    """Make a group's ranks connect now, by summing one number and waiting for the result."""
+    """Connect a group's ranks now, by summing one number and waiting for the result."""
     dist.all_reduce(torch.zeros(1, device=device), group=group)
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
@@ -107,7 +107,7 @@ def make_host_groups(group_name: str, ranks_per_host: int) -> tuple[str, str]:
 
 
 def group_backend(group_name: str, device: torch.device) -> str:
-    """Backend of a group's tensors on a device: "gloo", "nccl", ...; "" for the group "", which sends nothing."""
+    """Backend of a group for tensors on a device: "gloo", "nccl", ...; "" for the group "", which sends nothing."""
     return backend_of(resolve_group(group_name), device) if group_name else ""
 
 

@@ -1,4 +1,4 @@
-"""Handles: small tensors that tell a compiled graph which parameter it works for.
+"""Handles: small tensors that tell a compiled graph which parameter it is working for.
 
 Equal blocks share one compiled graph, so nothing in the graph may name a parameter; a tensor argument can. The handle
 holds the parameter's qualified name, so that a failing collective can say which parameter it was working for.
@@ -9,12 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# One size for all handles: with others, two blocks whose names differ in length would not share a graph.
+# One size for all handles: otherwise two blocks whose names differ in length would not share a graph.
 HANDLE_BYTES = 96
 
 
 def make_handle(name: str) -> Tensor:
-    """A [96] uint8 CPU tensor that holds `name`; a longer name keeps its end, which tells blocks apart."""
+    """Make a [96] uint8 CPU tensor that holds `name`; of a longer name only the end, which tells blocks apart."""
     encoded = name.encode()
     if len(encoded) > HANDLE_BYTES:
         encoded = b"..." + encoded[3 - HANDLE_BYTES :]
@@ -22,7 +22,7 @@ def make_handle(name: str) -> Tensor:
 
 
 def name_of(handle: object) -> str:
-    """The name a handle holds; "?" for anything that cannot be read, such as a fake tensor."""
+    """The name that a handle holds; "?" for unreadable tensors, such as fake ones."""
     if type(handle) is not Tensor or handle.dtype != torch.uint8 or handle.shape != (HANDLE_BYTES,):
         return "?"
     if handle.is_meta or handle.layout != torch.strided:

@@ -1,10 +1,10 @@
-"""Copies of error-feedback state between host and device, overlapped with what the device computes.
+"""Copies of error-feedback state between host and device, overlapped with compute.
 
     load_errors       fetch: pinned memory -> device, on a stream of its own                 [==fetch==]
     quantize_grads    wait, the kernels, and store: back, on another stream        compute ..............[quantize]....
                                                                                                                 [=store=]
 
-Code that reads a kept tensor on the host waits until it has arrived there: `Feedback.tensors`.
+Code that reads a kept tensor on the host waits until it has arrived there, see `Feedback.tensors`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from zgraph.tiers.devices import is_gpu, module_of
 
 
 class Arrival(Protocol):
-    """The end of a copy, as `torch.cuda.Event` has it."""
+    """The end of a copy, such as a `torch.cuda.Event`."""
 
     def synchronize(self) -> object:
         """Block the host until the copy has ended."""
@@ -31,7 +31,7 @@ class HostCopies(Protocol):
     """Copies to and from one device. Only `Arrival.synchronize` blocks the host."""
 
     def kept(self, tensor: Tensor) -> Tensor:
-        """A host tensor in the memory that copies best; the same tensor where it is there already."""
+        """Move a host tensor to the kind of memory that copies best; returns it unchanged if it is there already."""
         ...
 
     def fetch(self, kept: Sequence[Tensor], stored: Arrival | None) -> tuple[list[Tensor], Arrival | None]:
@@ -39,11 +39,11 @@ class HostCopies(Protocol):
         ...
 
     def wait(self, fetched: Arrival | None) -> None:
-        """Order what is computed from now on after a fetch."""
+        """Make all later compute wait for a fetch."""
         ...
 
     def store(self, computed: Sequence[Tensor], kept: Sequence[Tensor]) -> Arrival | None:
-        """Start copies back of what has been computed so far; return the event of their end."""
+        """Start copying computed tensors back into the kept ones; return the event of the copies' end."""
         ...
 
 
@@ -64,7 +64,7 @@ class OnTheHost:
 
 
 class OnStreams:
-    """Copies for a GPU: pinned memory, and a stream for each direction."""
+    """Copies on CUDA: pinned memory, and a stream for each direction."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -75,7 +75,7 @@ class OnStreams:
         return tensor if tensor.is_pinned() else tensor.pin_memory()
 
     def fetch(self, kept: Sequence[Tensor], stored: Any) -> tuple[list[Tensor], Arrival]:
-        # Allocated on the compute stream, where readers free them: memory of the copy stream could be reused early.
+        # Allocated on the compute stream, where readers free them: memory of the copy stream might be reused too early.
         fetched = [torch.empty_like(tensor, device=self.device) for tensor in kept]
         self.to_device.wait_stream(self.gpu.current_stream(self.device))
         if stored is not None:
@@ -94,7 +94,7 @@ class OnStreams:
         with self.gpu.stream(self.to_host):
             for source, target in zip(computed, kept, strict=True):
                 target.copy_(source, non_blocking=True)
-                source.record_stream(self.to_host)  # it is freed before the copy has read it
+                source.record_stream(self.to_host)  # it may be freed before the copy has read it
             return self.to_host.record_event()
 
 

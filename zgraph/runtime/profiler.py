@@ -28,8 +28,8 @@ class Measured:
         calls: number of measured calls.
         us: duration of one call, communication included.
         blocked_us: time spent in the wait of each collective, by the name of its start.
-        waited_at_us: when that wait began, from the beginning of the call.
-        peak_bytes: as `Peak` counts; None where it could not be observed.
+        waited_at_us: beginning of that wait, in microseconds after the beginning of the call.
+        peak_bytes: peak memory, counted as in `Peak`; None if it could not be observed.
     """
 
     calls: int
@@ -51,25 +51,25 @@ class Probe(Protocol):
         ...
 
     def let_go(self) -> None:
-        """Release what nobody else holds; called after every node."""
+        """Release tensors that nothing else holds; called after every node."""
         ...
 
 
-# Builds the instrumented program; with calls of hold and let_go if memory is watched.
+# Builds the instrumented program; True adds calls of hold and let_go, to watch memory.
 Build = Callable[[Probe, bool], Program]
 
 
 class Clock(Protocol):
-    """Collects the begin and the end of waits."""
+    """Collects the begin and end of each wait."""
 
     waits: list[tuple[Any, Any]]
 
 
 class Runner(Protocol):
-    """Runs a graph for whoever measures it.
+    """Runs a graph and measures it.
 
     Attributes:
-        clocks: of the next call.
+        clocks: clocks for the waits of the next call.
     """
 
     clocks: Sequence[Clock]
@@ -83,7 +83,7 @@ class StepProfiler:
     """Measures every graph of a model.
 
     On the CPU torch.profiler records the memory of the first step, up to the first forward after a backward. It slows
-    that step down, so the times of its calls count only where there are no others.
+    that step down, so the times of its calls count only if there are no others.
     """
 
     def __init__(self, *, watch_allocations: bool) -> None:
@@ -209,9 +209,9 @@ def _waited_at_us(call: Call) -> dict[str, float]:
 class Allocations:
     """Allocations and frees of this thread on the CPU, as recorded by torch.profiler.
 
-    torch.profiler records what gloo's threads stage while a collective runs, but not when they free its buffers
-    afterwards, up to their next collective, if they are the last to hold them. So the buffers are held here as well,
-    and freed by this thread as soon as nothing else holds them.
+    torch.profiler records what gloo's threads stage during a collective. It does not record when they free the
+    collective's buffers, which may be as late as their next collective if they are the last to hold them. So the
+    buffers are held here as well, and freed by this thread as soon as nothing else holds them.
     """
 
     def __init__(self) -> None:
@@ -238,7 +238,7 @@ class Allocations:
         self._held = [storage for storage in self._held if holders(storage) > 1]
 
     def peaks(self) -> dict[str, int]:
-        """Highest rise of memory in each labelled call, above where the call began."""
+        """Highest rise of memory in each labelled call, above the level at its beginning."""
         spans, events = allocation_events(self._profile, "zgraph::")
         return {label: _rise(events, begin, end) for label, (begin, end) in spans.items()}
 
@@ -262,7 +262,7 @@ def now(device: torch.device | None) -> Any:
 
 
 def elapsed_us(begin: Any, end: Any) -> float:
-    """Microseconds between two `now`s; of events, both must have happened."""
+    """Microseconds between two results of `now`; if they are events, both must have completed."""
     return end - begin if isinstance(begin, float) else 1e3 * begin.elapsed_time(end)
 
 

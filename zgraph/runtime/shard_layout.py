@@ -1,4 +1,4 @@
-"""How a parameter lies on the mesh: which rows each rank keeps, and over which groups they are gathered and reduced."""
+"""Layout of a parameter on the mesh: the rows each rank keeps, and the groups that gather and reduce them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class ShardLayout:
     """Layout of one parameter and of its gradient.
 
     A sharded parameter is split on dim 0 as `torch.chunk` and `Shard(0)` split: the last ranks may hold fewer rows, or
-    none. What travels is padded, so that every rank sends equally long chunks. Graphs hold a layout as four plain
+    none. Sent data is padded, so that every rank sends equally long chunks. Graphs hold a layout as four plain
     arguments of the marker operators, see `zgraph.graph.operator_arguments`.
 
     Attributes:
-        shape: of the unsharded parameter.
-        zero_stage: 0 replicated, 1 to 3 sharded; they differ in what a window keeps.
+        shape: shape of the unsharded parameter.
+        zero_stage: 0 replicated, 1 to 3 sharded; the stages differ in what a window keeps.
         replica_group: name of the process group whose ranks hold equal shards (hybrid sharding); "" for none.
         gather_group: name of the process group over which the parameter is sharded. At stage 0 its ranks hold the same
             parameter, and share the work of averaging its gradient.
@@ -42,7 +42,7 @@ class ShardLayout:
 
     @property
     def world(self) -> int:
-        """Ranks over which the parameter is gathered and its gradient reduced, replicas aside."""
+        """Number of ranks over which the parameter is gathered and its gradient reduced, not counting replicas."""
         return group_size(self.gather_group)
 
     @property
@@ -60,12 +60,12 @@ class ShardLayout:
         return group_rank(self.replica_group)
 
     def divisor(self, reduction: str) -> int:
-        """Divisor of a summed gradient: the number of ranks for "mean", 1 for "sum", else the number written."""
+        """Divisor of a summed gradient: the number of ranks for "mean", 1 for "sum", else the number in the text."""
         if reduction == "mean":
             return self.world * self.num_replicas
         return 1 if reduction == "sum" else int(reduction)
 
-    # --- at rest ---
+    # --- between steps ---
 
     @property
     def is_sharded(self) -> bool:
@@ -73,7 +73,7 @@ class ShardLayout:
         return self.zero_stage > 0
 
     def placements(self, ndim: int) -> tuple[Placement, ...]:
-        """DTensor placements on a mesh of so many axes, of which the last one shards."""
+        """DTensor placements on a mesh of `ndim` axes, the last of which shards."""
         return (*[Replicate()] * (ndim - 1), Shard(0) if self.is_sharded else Replicate())
 
     @property
@@ -101,29 +101,29 @@ class ShardLayout:
 
     @property
     def first_row(self) -> int:
-        """Where this rank's rows start in the unsharded parameter; its end for a rank that has none."""
+        """First of this rank's rows in the unsharded parameter; the number of rows for a rank that has none."""
         return min(self.rank * self.chunk_rows, self.shape[0]) if self.is_sharded else 0
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape of what this rank keeps, and of its gradient."""
+        """Shape of this rank's part of the parameter and of the gradient."""
         return (self.local_rows, *self.shape[1:]) if self.is_sharded else self.shape
 
-    # --- what travels ---
+    # --- sent data ---
 
     @property
     def is_gathered(self) -> bool:
-        """Whether reading the parameter takes a collective."""
+        """Whether reading the parameter requires a collective."""
         return self.is_sharded and self.world > 1
 
     @property
     def is_reduced(self) -> bool:
-        """Whether its gradient takes any."""
+        """Whether reducing its gradient requires a collective."""
         return self.world * self.num_replicas > 1
 
     @property
     def gathers_mean(self) -> bool:
-        """Whether ranks compute a part of the mean each, and gather the others' parts."""
+        """Whether each rank computes a part of the mean gradient and gathers the others' parts."""
         return self.num_replicas > 1 or (not self.is_sharded and self.world > 1)
 
     @property
@@ -139,7 +139,7 @@ class ShardLayout:
 
     @property
     def replica_chunk(self) -> Chunk:
-        """The chunk that each rank then sums over the replicas of its part."""
+        """The chunk of its part that each rank then sums over the replicas."""
         return replace(self.grad_chunk, group_names=(self.reduce_group, self.replica_group))
 
     # --- windows, see `zgraph.no_sync` ---
@@ -149,5 +149,5 @@ class ShardLayout:
         return self.zero_stage in (1, 2) and window != ALONE
 
     def gradients_wait(self, window: str) -> bool:
-        """Whether gradients are summed on each rank until the closing backward."""
+        """Whether each rank sums its gradients locally until the closing backward."""
         return self.zero_stage in (0, 1) and window != ALONE

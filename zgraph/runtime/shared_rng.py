@@ -19,7 +19,7 @@ _OVERWRITING = frozenset(
 
 
 class SharedRng:
-    """Rank 0's random numbers on every rank, while this rank's own state advances as if it had drawn them itself."""
+    """Draws rank 0's random numbers on every rank, while this rank's own state advances as if it had drawn its own."""
 
     def __init__(self, mesh: DeviceMesh, seed: int | None) -> None:
         self.device_type = mesh.device_type
@@ -36,7 +36,7 @@ class SharedRng:
         if (
             self.own is not None
             and torch.Tag.nondeterministic_seeded in func.tags
-            and kwargs.get("generator") is None  # else it draws from a generator that the caller has seeded
+            and kwargs.get("generator") is None  # otherwise the caller has seeded the generator
         ):
             shared = random_state(self.device_type)
             set_random_state(self.device_type, self.own)
@@ -70,7 +70,7 @@ def set_random_state(device_type: str, states: tuple[Tensor, ...]) -> None:
 
 
 def _from_first_rank(state: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The first rank's state on all ranks of the mesh, axis after axis."""
+    """Broadcast the first rank's state to all ranks of the mesh, axis by axis."""
     sent = state.to(mesh.device_type)
     for axis in range(mesh.ndim):
         group = mesh.get_group(axis)

@@ -1,4 +1,4 @@
-"""State of a parameter while a window is open: its gathered copy, and the gradients that are not reduced yet.
+"""State of a parameter while a window is open: its gathered copy, and its gradients that are not reduced yet.
 
 A window is the forwards under `no_sync` and the next synchronising backward, the closing one. The state is attached to
 the parameter's handle, the one object that reaches a marker's kernel both in eager mode and in every compiled graph.
@@ -26,31 +26,31 @@ from zgraph.torch_compat.modules import local_parameters
 _STATE = "zgraph_state"
 
 Gradients = Sequence[Tensor | None]
-# Of gradients that a backward has computed, and of a function that computes the others; in the order of the tensors
-# that the compiled function was given.
+# Receives the gradients that a backward has computed, and a function that computes the others; both in the order of
+# the compiled function's input tensors.
 Defer = Callable[[Gradients, Callable[[], Gradients]], None]
 
 
 # Position of a forward in its window; an argument of the markers of the forward and of its backward.
-ALONE: Final = "alone"  # a window of its own: nothing is kept
-OPEN: Final = "open"  # under no_sync: its gathers are kept, its gradients wait
-CLOSING: Final = "closing"  # a last one: uses what was kept; its backward reduces what has waited
+ALONE: Final = "alone"  # the only forward of its window: nothing is kept
+OPEN: Final = "open"  # under no_sync: its gathered copies are kept, and its gradients wait for the closing backward
+CLOSING: Final = "closing"  # the last forward: uses the kept copies; its backward reduces the waiting gradients
 
-# What each waiting gradient adds to each element of `.grad` at stage 1. Not zero, which clearing leaves; a power
-# of two, so that sums of it are exact; small, for those who look at norms; and a normal number in each dtype.
+# The value that each waiting gradient adds to each element of `.grad` at stage 1. Not zero, which clearing leaves; a
+# power of two, so that its sums are exact; small, so as not to distort logged norms; and a normal number in each dtype.
 PLACEHOLDER: Final = 2.0**-14
 
 
 @dataclass(eq=False)
 class Accumulation:
-    """What the parameters of one scope hold between the forwards of their windows.
+    """Window state shared by the parameters of one scope.
 
     Attributes:
         opened: whether a forward has run under `no_sync` whose window may still be open. Each parameter closes its own
-            window; once none is left, all are closed. A plain attribute: compiled frames are guarded by it.
-        pending: parameters with gathered copies, or with gradients that wait.
-        leaves: of autograd's graph, as far as the backward of this number has met them.
-        adds_returned: whether what `torch.autograd.grad` returns is added to `.grad`, as stages of a pipeline do.
+            window; the last one clears this. A plain attribute: compiled frames are guarded by it.
+        pending: parameters with gathered copies, or with waiting gradients.
+        leaves: number of a backward, and the leaf nodes of autograd's graph that it has met so far.
+        adds_returned: whether gradients returned by `torch.autograd.grad` are added to `.grad`, as by pipeline stages.
     """
 
     opened: bool = False
@@ -64,15 +64,15 @@ class Accumulation:
         return copied
 
     def note(self, state: ParameterState) -> None:
-        """Note whether a parameter holds anything, after that has changed."""
+        """Update the record of whether a parameter holds anything; called after a change."""
         if state.waiting or state.kept:
             self.pending[state] = None
-            self.opened = True  # it may have been closed a moment ago, by a parameter that forgot what was cleared
+            self.opened = True  # a parameter whose gradients were cleared may just have closed it
         elif self.pending.pop(state, state) is None and not self.pending:
             self.opened = False
 
     def check_step(self, stepping: Container[int]) -> None:
-        """Check that an optimizer may step on parameters, and drop their gathered copies, which its step makes stale.
+        """Check that an optimizer may step on parameters, and drop their gathered copies, which become stale.
 
         Args:
             stepping: ids of the sharded parameters.
@@ -93,7 +93,7 @@ class Accumulation:
         self.settle()
 
     def use_of(self, parameter: Tensor) -> str:
-        """What the backward that is running does with a parameter's gradient; "added" where nobody knows."""
+        """How the running backward uses a parameter's gradient, as in `autograd.use_of`; "added" if unknown."""
         number = running_backward()
         if number == -1:
             return "added"
@@ -106,7 +106,7 @@ class Accumulation:
         return "added" if self.adds_returned and use == "returned" else use
 
     def settle(self) -> None:
-        """Close the window of which nothing is left, such as one whose backwards have not run."""
+        """Close the window if no parameter holds anything, for example if its backwards have not run."""
         self.opened = bool(self.pending)
 
 
@@ -115,22 +115,22 @@ class ParameterState:
     """State of one parameter between calls of compiled graphs.
 
     Attributes:
-        owner, attribute: where the sharded parameter is found.
-        name: name of the parameter, for people.
-        accumulation: shared by all parameters of a scope.
+        owner, attribute: module and attribute that hold the sharded parameter.
+        name: name of the parameter, for messages.
+        accumulation: window state shared by all parameters of a scope.
         kept: gathered copies by dtype, [N * chunk, ...], padding included.
-        version: of the sharded parameter when these were gathered.
+        version: version of the sharded parameter when the copies were gathered.
         waiting: whether a backward of the open window has left gradients.
         accumulated: stage 1: sum of this rank's own unsharded gradients, [*shape].
-        placeholder: stage 1: what each element of `.grad` is while gradients wait, unless the user edits it; 0-d.
-        earlier: the `.grad` from before the window, already reduced. Meanwhile `.grad` holds what waits at stage 0, and
-            the placeholder at stage 1.
-        begun: the tensor that took its place in `.grad`.
-        writes: version of that tensor if only backwards have written to it.
-        backward: number of the last one.
+        placeholder: stage 1: value of each element of `.grad` while gradients wait, unless the user edits it; 0-d.
+        earlier: the `.grad` from before the window, already reduced. Meanwhile `.grad` holds the waiting gradients at
+            stage 0, and the placeholder at stage 1.
+        begun: the tensor that has replaced `earlier` in `.grad`.
+        writes: version that `begun` has if only backwards have written to it.
+        backward: number of the last backward that has written to `begun`.
         tensors: this rank's own tensors, kept from step to step by name; checkpoints store and restore them.
-        feedbacks: error feedback of its compressed reductions.
-        defer: takes what yields gradients of weights out of a compiled backward; None: the backward runs whole.
+        feedbacks: error feedback of the parameter's compressed reductions.
+        defer: receives the part of a compiled backward that computes weight gradients; None: the backward runs whole.
     """
 
     owner: nn.Module
@@ -157,7 +157,7 @@ class ParameterState:
         self.accumulation.note(self)
 
     def gathered(self, dtype: torch.dtype) -> Tensor | None:
-        """The copy that the window has gathered, if the parameter has not been written to since."""
+        """The copy gathered in this window, if the parameter has not been written to since."""
         if self.kept and self.version != _version(self.parameter):
             self.kept.clear()
         return self.kept.get(dtype)
@@ -171,12 +171,12 @@ class ParameterState:
         """Let a gradient wait for the closing backward.
 
         Args:
-            grad: [*shape], of this rank alone.
+            grad: [*shape], gradient of this rank only.
             dtype: dtype of the sum, the parameter's own.
             zero_stage: 0 or 1.
 
         Returns:
-            What autograd adds to `.grad`: the gradient itself at stage 0, zeros of the shard's shape at stage 1.
+            Tensor for autograd to add to `.grad`: the gradient at stage 0, zeros of the shard's shape at stage 1.
         """
         if zero_stage == 0:
             self.wait_in_grad()
@@ -195,23 +195,23 @@ class ParameterState:
         else:
             self.accumulated += grad
         assert self.placeholder is not None and self.parameter.grad is not None
-        # Here and now, not by autograd, which adds to `.grad` only after all readers of a tied parameter.
+        # Added here, not by autograd, which adds to `.grad` only after all readers of a tied parameter.
         _local(self.parameter.grad).add_(PLACEHOLDER)
         self.placeholder = self.placeholder + PLACEHOLDER
         return torch.zeros_like(_local(self.parameter), device=grad.device)
 
     def wait_in_grad(self) -> None:
-        """At stage 0, let `.grad` hold nothing but what waits; a gradient of the window is about to be added to it."""
+        """At stage 0, let `.grad` hold only waiting gradients; one of the window is about to be added to it."""
         if self._is_unused():
             return
         grad = self.parameter.grad
         if grad is None:
-            # The user has cleared the gradients, or a forward before this one has the same backward, whose gradient
-            # autograd adds with this one. Not `forget`: the last parameter to hold anything would close the window.
+            # The user has cleared the gradients, or an earlier forward belongs to the same backward, in which autograd
+            # adds both gradients together. Not `forget`: the last parameter to hold anything would close the window.
             self.earlier = self.begun = None
         elif not self.waiting:
-            # Zeros, not None: should autograd add nothing (it broke off, or was asked for other gradients), what was
-            # there before must not look as if the user had cleared it.
+            # Zeros, not None: if autograd adds nothing (it failed, or only other gradients were requested), the
+            # earlier gradient must not look as if the user had cleared it.
             self._put_aside(torch.zeros_like(grad))
         self._follow_clearing()
         self._wait()
@@ -219,7 +219,7 @@ class ParameterState:
     def take(self, grad: Tensor, dtype: torch.dtype, zero_stage: int) -> Tensor:
         """Return the sum of all gradients of the window, `grad` being the last; nothing waits afterwards.
 
-        A gradient that is not for `.grad`, as that of `torch.autograd.grad`, leaves the window as it is.
+        A gradient that is not for `.grad`, such as one from `torch.autograd.grad`, leaves the window unchanged.
         """
         if self.waiting and self.accumulation.use_of(self.parameter) != "added":
             return grad.to(dtype, copy=True, memory_format=torch.contiguous_format)
@@ -229,20 +229,20 @@ class ParameterState:
         if not self.waiting:
             return grad.to(dtype, copy=True, memory_format=torch.contiguous_format)
         if zero_stage == 0:
-            total = _local(cast(Tensor, self.parameter.grad)).to(grad.device)  # from the host where it rests there
+            total = _local(cast(Tensor, self.parameter.grad)).to(grad.device)  # it may be kept on the host
         else:
             assert self.accumulated is not None
             total = self.accumulated
-        self.parameter.grad = self.earlier  # to which autograd adds the mean
+        self.parameter.grad = self.earlier  # autograd adds the mean to it
         total += grad
         self.forget()
         return total
 
     def _is_unused(self) -> bool:
-        """Whether only a compiled backward computes this gradient, which nobody has asked for.
+        """Whether a compiled backward computes this gradient although the caller has not requested it.
 
         Raises:
-            ZgraphError: it is returned, and whoever gets it would take this rank's own for the mean.
+            ZgraphError: `torch.autograd.grad` would return this rank's own gradient in place of the mean.
         """
         use = self.accumulation.use_of(self.parameter)
         if use == "returned":
@@ -254,26 +254,26 @@ class ParameterState:
 
     def _wait(self) -> None:
         self.waiting = True
-        # One backward adds to `.grad` once, however often it has read the parameter.
+        # A backward adds to `.grad` once, even if it reads the parameter several times.
         if self.backward != running_backward():
             self.backward, self.writes = running_backward(), self.writes + 1
         self.accumulation.note(self)
 
     def _is_cleared(self) -> bool:
-        """Whether the user has set `.grad` to None, and so has discarded what waited."""
+        """Whether the user has set `.grad` to None, and so has discarded the waiting gradients."""
         return self.waiting and self.parameter.grad is None
 
     def _put_aside(self, zeros: Tensor) -> None:
-        """Put the reduced gradient from before the window aside; `.grad` begins anew."""
+        """Put the reduced gradient from before the window aside, and start `.grad` with zeros."""
         self.earlier, self.parameter.grad = self.parameter.grad, zeros
         self.begun, self.writes, self.backward = weakref.ref(zeros), zeros._version, -1
 
     def _is_edited(self, grad: Tensor) -> bool:
-        """Whether something other than a backward has replaced `.grad`, or written to it in place, past `.data`."""
+        """Whether something other than a backward has replaced `.grad` or written to it in place (not via `.data`)."""
         return self.begun is None or self.begun() is not grad or grad._version > self.writes
 
     def _follow_clearing(self) -> None:
-        """At stage 0, drop the gradient that was put aside, too, if the user has set `.grad` to zero in place."""
+        """At stage 0, if the user has zeroed `.grad` in place, drop the gradient that was put aside as well."""
         grad = self.parameter.grad
         if self.earlier is None or grad is None or not self._is_edited(grad):
             return
@@ -282,7 +282,7 @@ class ParameterState:
         self.earlier = None
 
     def _follow_edits(self) -> None:
-        """At stage 1, do to the sum what the user has done to its placeholder in `.grad`: set to zero, or scale."""
+        """At stage 1, apply the user's edit of the placeholder in `.grad` (zeroing or scaling) to the sum."""
         grad, held = self.parameter.grad, self.placeholder
         if not self.waiting or grad is None or held is None:
             return
@@ -298,14 +298,14 @@ class ParameterState:
                 raise _edited(self.name, "at stage 1 the sum itself is kept elsewhere")
             if factor == 1:
                 return
-        # On a device nothing is read, which would stop the host: an edit that cannot be followed becomes NaN.
+        # On a device nothing is read, because that would block the host: an edit that cannot be followed becomes NaN.
         sums = [self.accumulated, None if self.earlier is None else _local(self.earlier)]
         for part in (one for one in sums if one is not None):
             scaled = torch.where(factor.to(part.device) == 0, 0, part * factor.to(part.device, part.dtype))
             part.copy_(torch.where(is_even.to(part.device), scaled, torch.nan))
 
     def _follow_others(self, grad: Tensor) -> None:
-        """On a rank without rows of the parameter an edit shows in the version, and its kind in other gradients."""
+        """Follow an edit on a rank without rows of the parameter: the version shows it, other gradients its kind."""
         if not self._is_edited(grad):
             return
         others = (_local(one.parameter.grad) for one in self.accumulation.pending if one.parameter.grad is not None)
@@ -316,7 +316,7 @@ class ParameterState:
 
     @property
     def has_waiting_gradients(self) -> bool:
-        """Whether gradients wait that the user has not cleared."""
+        """Whether there are waiting gradients that the user has not cleared."""
         return self.waiting and self.parameter.grad is not None
 
     @property
@@ -325,11 +325,11 @@ class ParameterState:
         return cast(Tensor, local_parameters(self.owner)[self.attribute])
 
     def is_among(self, ids: Container[int]) -> bool:
-        """Whether these are ids of tensors of which the parameter is one; it may have been removed from its module."""
+        """Whether the parameter's id is among these; it may have been removed from its module."""
         return id(local_parameters(self.owner).get(self.attribute)) in ids
 
     def forget(self) -> None:
-        """Drop what waits."""
+        """Drop the waiting gradients."""
         self.waiting = False
         self.accumulated = self.placeholder = self.earlier = self.begun = None
         self.accumulation.note(self)
@@ -340,7 +340,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _version(tensor: Tensor) -> int:
-    """How often a tensor was written to, past `.data` and kernels on local shards; 0 where nothing counts."""
+    """Number of writes to a tensor, except via `.data` or by kernels on local shards; 0 for inference tensors."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -358,7 +358,7 @@ def attach_state(handle: Tensor, owner: nn.Module, attribute: str, accumulation:
 
 
 def state_behind(handle: Tensor) -> ParameterState:
-    """State of the parameter that a handle stands for.
+    """State of a handle's parameter.
 
     Raises:
         ZgraphError: the handle is a copy, which has no state.

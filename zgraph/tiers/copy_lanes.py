@@ -28,6 +28,8 @@ from zgraph.tiers.tier import Copy, Store
 class CopyLanes(Protocol):
     """The lanes of one device. Copies of one lane end in the order in which they were started.
 
+    Copies from the device, copies over its tensors, and updates start after everything computed so far.
+
     Attributes:
         stores: memory of tiers other than the host's.
     """
@@ -40,40 +42,39 @@ class CopyLanes(Protocol):
         ...
 
     def offload(self, tensor: Tensor) -> Copy:
-        """Start copying a tensor of the device to host memory, after everything computed so far."""
+        """Start copying a device tensor to new host memory."""
         ...
 
     def reload(self, kept: Tensor) -> Copy:
-        """Start copying a tensor of another tier, whose copy has been waited for, into new device memory."""
+        """Start copying a tensor of another tier, whose own copy has been waited for, to new device memory."""
         ...
 
     def store(self, source: Tensor, kept: Tensor) -> Copy:
-        """Start copying a tensor of the device, after everything computed so far, over one of another tier."""
+        """Start copying a device tensor over one of another tier."""
         ...
 
     def spill(self, tensor: Tensor, key: str) -> Copy:
-        """Start copying a tensor of the device, after everything computed so far, to new memory of a tier."""
+        """Start copying a device tensor to a new one of the tier with this key."""
         ...
 
     def give_back(self, kept: Tensor, tensor: Tensor) -> Copy:
-        """Start copying a tensor of the host over one of the device, after everything computed so far."""
+        """Start copying a host tensor over a device tensor."""
         ...
 
     def update(self, operator: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Future[Any]:
-        """Start an update of tensors of the host, after everything computed so far, and after earlier updates.
+        """Start an update of host tensors, after everything computed so far and after earlier updates.
 
-        The result is there once it has ended, which the host waits for. Copies that bring what it reads have been
-        waited for, as by compute.
+        The host waits for its end. The caller must already have waited for copies that bring its inputs.
         """
         ...
 
     def drain(self) -> None:
-        """Let the host wait for all that has been started: from then on it may read and write what rests there.
+        """Let the host wait for all started copies and updates, after which it may access the tensors stored there.
 
-        As after a program that failed, whose copies and updates go on.
+        For example after a program that failed, whose copies and updates go on.
 
         Raises:
-            DiskError: a write failed that nobody has waited for, on a GPU.
+            DiskError: on a GPU, a write failed that has not been waited for.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Host memory where the device is a CPU: memory of its own, which no allocator of torch knows."""
+"""Host memory for a CPU device: a separate pool that torch's allocators do not know."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from torch import Tensor
 
 @dataclass
 class HostPool:
-    """Blocks of pages that tensors take and give back when their storage is freed; a block serves equal sizes again.
+    """Blocks of pages for tensors; a block returns when its tensor's storage is freed, and is reused for equal sizes.
 
     Attributes:
-        in_use_bytes, peak_bytes: what tensors hold now, and the most that they have held at once.
+        in_use_bytes, peak_bytes: bytes that tensors hold now, and their maximum so far.
     """
 
     in_use_bytes: int = 0
     peak_bytes: int = 0
     _free: dict[int, list[mmap.mmap]] = field(default_factory=dict[int, "list[mmap.mmap]"])
-    _held: set[int] = field(default_factory=set[int])  # where the blocks of tensors begin
+    _held: set[int] = field(default_factory=set[int])  # addresses of blocks in use
 
     def empty_like(self, tensor: Tensor) -> Tensor:
-        """An uninitialised tensor of equal shape, dtype and, if dense, strides."""
+        """Make an uninitialised tensor of equal shape, dtype and, if dense, strides."""
         layout = torch.empty_like(tensor, device="meta")
         nbytes = layout.untyped_storage().nbytes()
         if not nbytes:
@@ -32,7 +32,7 @@ class HostPool:
         size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         free = self._free.setdefault(size, [])
         block = free.pop() if free else mmap.mmap(-1, size)
-        # The tensor holds this view, and nobody else does: it is gone when the storage is.
+        # Only the tensor holds this view, so it dies with the storage.
         view = memoryview(block)
         begin = torch.frombuffer(view, dtype=torch.uint8).data_ptr()
         weakref.finalize(view, self._give_back, block, size, begin).atexit = False
@@ -43,7 +43,7 @@ class HostPool:
         return flat.as_strided(layout.shape, layout.stride())
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor of a CPU lies in one of the blocks."""
+        """Whether a CPU tensor is stored in one of the blocks."""
         return tensor.untyped_storage().data_ptr() in self._held
 
     def release(self) -> None:

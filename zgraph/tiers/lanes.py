@@ -33,4 +33,4 @@ COMPUTE = Lane("compute")
 HOST_TO_DEVICE = Lane("host_to_device")
 DEVICE_TO_HOST = Lane("device_to_host")
 DISK = Lane("disk")
-HOST_UPDATES = Lane("host_updates")  # a worker of the host, which updates what rests there
+HOST_UPDATES = Lane("host_updates")  # a host thread that updates offloaded tensors

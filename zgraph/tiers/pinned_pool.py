@@ -1,4 +1,4 @@
-"""Host memory where the device is a GPU: pinned, so that copies run beside compute."""
+"""Host memory for a GPU device: pinned, so that copies run concurrently with compute."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def pinned_bytes(nbytes: int) -> int:
-    """Size of the block that torch's allocator of pinned memory gives for a tensor: the next power of two.
+    """Size of the block that torch's pinned-memory allocator uses for a tensor: the next power of two.
 
     CachingHostAllocator.h of torch 2.11 - 2.13: `roundSize = c10::llvm::PowerOf2Ceil(size)`.
     """
@@ -15,12 +15,12 @@ def pinned_bytes(nbytes: int) -> int:
 
 
 class PinnedPool:
-    """Tensors of torch's own allocator of pinned memory, which gives a block to others once no stream copies it."""
+    """Tensors from torch's pinned-memory allocator, which reuses a freed block once no stream copies it any more."""
 
     def empty_like(self, tensor: Tensor) -> Tensor:
-        """An uninitialised tensor of equal shape, dtype and, if dense, strides."""
+        """Make an uninitialised tensor of equal shape, dtype and, if dense, strides."""
         return torch.empty_like(tensor, device="cpu", pin_memory=True)
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies on the host, pinned or not: nothing of the model computes there."""
+        """Whether a tensor is on the host, pinned or not: the model does not compute there."""
         return tensor.device.type == "cpu"

@@ -1,11 +1,11 @@
 """Staging: pinned memory of a bounded size through which tensors pass between a disk and a GPU, piece by piece.
 
     disk        [read 1][read 2][read 3]              the thread that reads, or writes
-    pinned       buffer A   B       A                 a buffer serves again once its copy, or its write, has ended
+    pinned       buffer A   B       A                 a buffer is reused once its copy, or its write, has ended
     GPU                 [copy 1][copy 2][copy 3]      a stream
 
-A GPU copies to and from pinned memory alone beside its compute, and a disk reads into the host's memory alone: so two
-buffers each way, of which one is copied while the other is read or written.
+A GPU can overlap only copies of pinned memory with compute, and a disk can read only into host memory. So there are two
+buffers each way: one is copied while the other is read or written.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from torch import Tensor
 from zgraph.tiers.disk.system_calls import blocks
 
 BUFFERS = 2  # each way
-PIECE_BYTES = 16 * 2**20  # a multiple of blocks; half of it is as much as a disk takes at once to be fast
+PIECE_BYTES = 16 * 2**20  # a multiple of blocks; a disk is fast with requests of half this size
 
 MOST_STAGING_BYTES = 2 * BUFFERS * PIECE_BYTES
 
 
 def buffer_bytes(nbytes: int, piece_bytes: int = PIECE_BYTES) -> int:
-    """Size of a buffer for a transfer of so many bytes: a power of two, as torch's allocator of pinned memory gives."""
+    """Size of a buffer for a transfer of `nbytes`: a power of two, as torch's pinned-memory allocator uses."""
     return min(piece_bytes, 1 << (blocks(nbytes) - 1).bit_length())
 
 
 def staging_bytes(reads: Iterable[int], writes: Iterable[int], piece_bytes: int = PIECE_BYTES) -> int:
-    """Bytes of pinned memory that transfers of these sizes take together, those from the disk and those to it."""
+    """Bytes of pinned memory needed by transfers of these sizes from the disk (reads) and to it (writes)."""
     each_way = (max(sizes, default=0) for sizes in (reads, writes))
     return sum(BUFFERS * buffer_bytes(largest, piece_bytes) for largest in each_way if largest)
 
 
 class Staging:
-    """The buffers of one direction, for one thread, that of the disk.
+    """The buffers of one direction, used only by the disk's thread.
 
     Args:
-        device: that is copied from or to.
+        device: the device that is copied from or to.
         lane: the stream of the copies.
         cuda: module with streams.
-        allocate: makes flat pinned memory, uint8, of so many bytes.
-        piece_bytes: size of a buffer at most.
+        allocate: makes a flat pinned uint8 tensor of the given number of bytes.
+        piece_bytes: maximum size of a buffer.
     """
 
     def __init__(
@@ -52,21 +52,21 @@ class Staging:
         self.device, self.lane, self.cuda = device, lane, cuda
         self.allocate, self.piece_bytes = allocate, piece_bytes
         self._buffers: list[Tensor | None] = [None] * BUFFERS
-        self._ends: list[Any] = [None] * BUFFERS  # of the copies that read or fill them
+        self._ends: list[Any] = [None] * BUFFERS  # events after the copies that read or fill them
         self._turn = 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes of pinned memory that it holds."""
+        """Bytes of pinned memory held."""
         return sum(buffer.nbytes for buffer in self._buffers if buffer is not None)
 
     def to_device(self, target: Tensor, reached: Any, ends: list[Any]) -> Generator[Tensor]:
-        """Buffers to be filled one after the other, each of which is then copied to its part of a tensor.
+        """Yield buffers to be filled one after the other, and copy each to its part of a tensor.
 
         Args:
-            target: on the device, contiguous.
-            reached: event of the compute stream behind which the memory of the target is free.
-            ends: receives the event of the end of all copies, also where the disk fails in between.
+            target: contiguous tensor on the device.
+            reached: event of the compute stream after which the memory of the target is free.
+            ends: receives the event of the end of all copies, even if the disk fails in between.
         """
         bytes_of_target = target.view(-1).view(torch.uint8)
         try:
@@ -84,11 +84,11 @@ class Staging:
                 ends.append(self._record())
 
     def from_device(self, source: Tensor, reached: Any) -> Generator[Tensor]:
-        """Buffers that hold a tensor's parts one after the other; while one is written the next one is copied.
+        """Yield buffers with a tensor's parts one after the other; while one is written, the next one is copied.
 
         Args:
-            source: on the device, contiguous.
-            reached: event of the compute stream behind which it has its values.
+            source: contiguous tensor on the device.
+            reached: event of the compute stream after which the source has its values.
         """
         with self._on_device():
             self.lane.wait_event(reached)
@@ -110,13 +110,13 @@ class Staging:
         return ((begin, min(begin + self.piece_bytes, nbytes)) for begin in range(0, nbytes, self.piece_bytes))
 
     def _take(self, nbytes: int, of: int) -> tuple[int, Tensor]:
-        """The next buffer, once nothing copies from or to it, for a piece of a transfer of so many bytes."""
+        """The next buffer, once its last copy has ended, for a piece of `nbytes` of a transfer of `of` bytes."""
         turn, self._turn = self._turn, (self._turn + 1) % BUFFERS
         if self._ends[turn] is not None:
             self._ends[turn].synchronize()
         buffer, size = self._buffers[turn], buffer_bytes(of, self.piece_bytes)
         if buffer is None or buffer.nbytes < size:
-            self._buffers[turn] = buffer = None  # before the new one is there
+            self._buffers[turn] = buffer = None  # freed before the new one is allocated
             self._buffers[turn] = buffer = self.allocate(size)
         return turn, buffer[:nbytes]
 
@@ -126,9 +126,9 @@ class Staging:
         return buffer
 
     def _record(self) -> Any:
-        event = self.cuda.Event(blocking=True)  # a thread that spins would take a core of compute's
+        event = self.cuda.Event(blocking=True)  # a spinning thread would occupy a core that compute needs
         event.record(self.lane)
         return event
 
     def _on_device(self) -> Any:
-        return self.cuda.device(self.device)  # a thread's own is the first GPU, which may be another rank's
+        return self.cuda.device(self.device)  # a new thread's default is GPU 0, which may be another rank's

@@ -23,7 +23,7 @@ from zgraph.torch_compat.modules import tree_flatten
 
 
 class _OnStream:
-    """A copy on a stream; what it reads lives until compute is ordered behind it."""
+    """A copy on a stream; its source is kept alive until compute is ordered after it."""
 
     __slots__ = ("copied", "end", "lanes", "source")
 
@@ -36,7 +36,7 @@ class _OnStream:
         return self.copied
 
     def __del__(self) -> None:
-        """A program that fails lets go of copies under way: their memory is freed behind them all the same."""
+        """A failing program drops copies under way: their memory must still be freed only after they end."""
         self._order_compute()
 
     def _order_compute(self) -> None:
@@ -46,7 +46,7 @@ class _OnStream:
 
 
 class _FromDisk:
-    """A tensor on its way from a disk to the device, by a thread that reads and a stream behind it."""
+    """A tensor on its way from a disk to the device: a thread reads it, and a stream copies it."""
 
     __slots__ = ("copied", "ends", "lanes", "read")
 
@@ -54,7 +54,7 @@ class _FromDisk:
         self.read, self.copied, self.ends, self.lanes = read, copied, ends, lanes
 
     def wait(self) -> Tensor:
-        """The host waits for the disk, and compute alone for the copies.
+        """Wait on the host for the disk, and on the compute stream for the copies.
 
         Raises:
             DiskError: the tensor could not be read.
@@ -66,7 +66,7 @@ class _FromDisk:
         return self.copied
 
     def __del__(self) -> None:
-        """A program that fails lets go of it: the memory is freed behind the copies all the same."""
+        """A failing program drops it: its memory must still be freed only after the copies end."""
         with contextlib.suppress(Exception):
             self.read.wait()
         self._order_compute()
@@ -78,14 +78,14 @@ class _FromDisk:
 
 @dataclass(frozen=True, slots=True)
 class _ToDisk:
-    """A tensor on its way to a disk; the thread that writes holds what it reads."""
+    """A tensor on its way to a disk; the writing thread keeps its source alive."""
 
     write: Write
     copied: Tensor
     lanes: StreamLanes
 
     def wait(self) -> Tensor:
-        """The host waits: what is copied may be freed, or overwritten, once all of it is in the file.
+        """Wait on the host until the whole tensor is in the file; then the source may be freed or overwritten.
 
         Raises:
             DiskError: the tensor could not be written.
@@ -98,25 +98,25 @@ class _ToDisk:
 class StreamLanes:
     """Lanes of a CUDA device: a stream for each direction, pinned host memory, folders on disk, and an update thread.
 
-    Memory of the device is allocated and freed on the compute stream. A copy begins after that stream has come to where
-    it was started; what it reads is held until the compute stream waits for its end, so it cannot be given to others
-    before. Memory of the host is freed by torch's allocator of pinned memory, which asks the streams that used it. A
-    reload follows the offload or store before it because the compute stream, which it waits for, has waited for that
-    one. An update's thread waits until the compute stream has come to where it was started, by then the copies that the
-    stream has waited for have landed, or left. The host itself waits for nothing but in `finish`, for updates, and for
-    the disk.
+    Device memory is allocated and freed on the compute stream. A copy begins once that stream has reached the point at
+    which the copy was started; its source is held until the compute stream waits for its end, so it cannot be reused
+    before. Host memory is freed by torch's pinned-memory allocator, which checks the streams that used it. A reload
+    follows an earlier offload or store of its tensor because it waits for the compute stream, which has waited for
+    that copy. An update's thread waits until the compute stream has reached the point at which the update was started;
+    by then all copies that the stream has waited for have ended. The host itself waits only in `finish`, for updates,
+    and for the disk.
 
-    What rests on disk passes through pinned memory of a bounded size, see `zgraph.runtime.offload.staging`. The disk's
-    own threads start those copies as they read and write; transfers of one tensor keep their order there.
+    Tensors on disk pass through pinned memory of a bounded size, see `zgraph.tiers.staging`. The disk's own
+    threads start those copies as they read and write; transfers of one tensor keep their order there.
 
     Args:
-        device: of the copies.
-        cuda: module with streams, such as torch.cuda.
-        piece_bytes: most bytes of a tensor that pass between a disk and the device at once.
+        device: device of the copies.
+        cuda: module with streams, which a test without a GPU replaces.
+        piece_bytes: most bytes of a tensor that pass between a disk and the device in one piece.
 
     Attributes:
-        stores: memory of other tiers than the host's.
-        writes: those of disks that nobody has waited for.
+        stores: memory of tiers other than the host's.
+        writes: writes to disks that have not been waited for.
     """
 
     def __init__(self, device: torch.device, cuda: Any, piece_bytes: int = PIECE_BYTES) -> None:
@@ -179,10 +179,10 @@ class StreamLanes:
         return self.updates.submit(run)
 
     def finish(self) -> None:
-        """Let the host wait for all copies: from then on it may read and write what rests there.
+        """Let the host wait for all copies, after which it may access the tensors stored there.
 
         Raises:
-            DiskError: a write failed that nobody has waited for.
+            DiskError: a write failed that has not been waited for.
         """
         while self.writes:
             write, _ = self.writes.popitem()
@@ -195,7 +195,7 @@ class StreamLanes:
         self.finish()
 
     def staging(self, disk: DiskFolder) -> tuple[Staging, Staging]:
-        """The pinned memory through which tensors of a folder pass, from it and to it."""
+        """The pinned memory through which tensors pass from a folder, and to it."""
         if disk not in self._staging:
             self._staging[disk] = self.staging_on(self.back), self.staging_on(self.out)
         return self._staging[disk]
@@ -211,7 +211,7 @@ class StreamLanes:
         return self.pinned_like(torch.empty(nbytes, dtype=torch.uint8, device="meta"))
 
     def _reached(self) -> Any:
-        """Event of where compute is now."""
+        """Event at the current end of the compute stream."""
         event = self.cuda.Event(blocking=True)  # a thread that spins would take the core of one that updates
         event.record(self.cuda.current_stream(self.device))
         return event

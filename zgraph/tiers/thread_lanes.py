@@ -52,14 +52,13 @@ class _Written:
 
 @dataclass
 class ThreadLanes:
-    """Lanes of a CPU: a thread for each direction, those of folders on disk, and one for updates.
+    """Lanes of a CPU: a thread for each direction, the threads of folders on disk, and a thread for updates.
 
     Attributes:
-        bytes_per_us: rate that copies do not exceed; None: as fast as memory is.
-        waits_at_once: whether the program waits for each copy where it starts: what copying beside compute is compared
-            with.
+        bytes_per_us: maximum rate of copies; None: unlimited.
+        waits_at_once: whether to wait for each copy where it starts, as a baseline for overlapped copies.
         pool: the host memory.
-        stores: memory of other tiers.
+        stores: memory of tiers other than the host's.
     """
 
     bytes_per_us: float | None = None
@@ -112,7 +111,7 @@ class ThreadLanes:
 
     @contextlib.contextmanager
     def limited(self, bytes_per_us: float) -> Generator[None]:
-        """Let copies run at the rate of a slower link, as for comparisons with what was predicted for it."""
+        """Let copies run at the rate of a slower link, for example to check predictions for it."""
         before, self.bytes_per_us = self.bytes_per_us, bytes_per_us
         try:
             yield

@@ -23,7 +23,7 @@ class Copy(Protocol):
     """A copy that has been started."""
 
     def wait(self) -> Tensor:
-        """The copied tensor, usable by whatever the caller computes from now on.
+        """The copied tensor, usable by all later compute of the caller.
 
         Raises:
             RuntimeError: the copy has failed.

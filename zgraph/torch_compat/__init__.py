@@ -1,8 +1,8 @@
 """The only room that touches private torch names; each entry says on which versions it was checked.
 
 Everything here was read and run on torch 2.13.0, and run with the CUDA builds of 2.11.0, 2.12.1, 2.13.0, 2.14.1 and
-2.15.0; notes of single versions say what differs there. A new torch release is adopted by running the suite
-(`make test TORCH=...`, which ends with what it breaks) and reading this page, nothing else.
+2.15.0; notes on single versions say what differs there. A new torch release is adopted by running the suite
+(`make test TORCH=...`, which ends with a list of failures) and reading this page, nothing else.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from zgraph.errors import ZgraphWarning
 
 OLDEST = (2, 11)
 NEWEST = (2, 15)
-# What builds of one and the same version have or lack, or what is asked for only where it is there.
+# Names that only some builds of a version have, or that are used only if present.
 OPTIONAL = frozenset({"torch.distributed.ProcessGroupNCCL", "torch.distributed.all_gather_into_tensor"})
 CHECKED = "torch>={}.{},<{}.{}".format(*OLDEST, NEWEST[0], NEWEST[1] + 1)
 
@@ -33,10 +33,10 @@ def release_of(version: str) -> tuple[int, int]:
 
 
 def require_supported_torch(version: str) -> None:
-    """Refuse a torch that is too old, and warn of one that is newer than all that zgraph was checked with.
+    """Refuse a torch that is too old, and warn of one newer than any version zgraph was checked with.
 
     Raises:
-        ImportError: version is too old, or newer and without a name that zgraph uses.
+        ImportError: version is too old, or is newer and lacks a name that zgraph uses.
     """
     release = release_of(version)
     if release < OLDEST:
@@ -49,7 +49,7 @@ def _look_at_newer_torch(version: str) -> None:
     missing = missing_names()
     if missing:
         raise ImportError(
-            f"zgraph: torch {version} lacks what zgraph uses of it: {', '.join(missing)}; install {CHECKED} or a newer "
+            f"zgraph: torch {version} lacks names that zgraph uses: {', '.join(missing)}; install {CHECKED} or a newer "
             "zgraph."
         )
     warnings.warn(
@@ -62,9 +62,9 @@ def _look_at_newer_torch(version: str) -> None:
 
 
 def names_used() -> list[str]:
-    """Every name of torch in this room's files, in full; what is read of objects of an unknown class is not among them.
+    """Every dotted torch name used in this room's files, except attributes of objects whose class is unknown.
 
-    Empty where zgraph was installed without its source.
+    Empty if zgraph was installed without its source.
     """
     found: dict[str, None] = {}
     for path in sorted(Path(__file__).parent.glob("*.py")):
@@ -73,12 +73,12 @@ def names_used() -> list[str]:
 
 
 def names_in(tree: ast.AST) -> Iterator[str]:
-    """The names of torch in a piece of source: what it imports, and the attributes that it reads of that."""
+    """The torch names in a piece of source: its imports, and the attributes it reads from them."""
     return _names_in(tree, {})
 
 
 def _names_in(node: ast.AST, meaning: dict[str, str]) -> Iterator[str]:
-    """Args: a node, and what each imported name means around it."""
+    """Args: a node, and the full name of each imported name in its scope."""
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         meaning = dict(meaning)
     if isinstance(node, ast.Import):
@@ -94,7 +94,7 @@ def _names_in(node: ast.AST, meaning: dict[str, str]) -> Iterator[str]:
         start, _, rest = ast.unparse(node).partition(".")
         if start in meaning and _is_of_torch(meaning[start]) and rest.replace(".", "").isidentifier():
             yield f"{meaning[start]}.{rest}"
-            return  # with all that it is an attribute of
+            return  # the full name includes every inner attribute
     for child in ast.iter_child_nodes(node):
         yield from _names_in(child, meaning)
 
@@ -104,7 +104,7 @@ def _is_of_torch(name: str) -> bool:
 
 
 def missing_names() -> list[str]:
-    """The names that this torch lacks. Imports the modules that they lie in, which takes seconds."""
+    """The used names that this torch lacks. Imports every module in question, which takes seconds."""
     return [name for name in names_used() if not _is_optional(name) and not exists(name)]
 
 
@@ -113,7 +113,7 @@ def _is_optional(name: str) -> bool:
 
 
 def exists(name: str) -> bool:
-    """Whether a dotted name can be imported, or is an attribute of what can be."""
+    """Whether a dotted name is an importable module, or an attribute of one."""
     parts = name.split(".")
     try:
         found = importlib.import_module(parts[0])

@@ -1,4 +1,4 @@
-"""AOTAutograd and `make_fx`: traced graphs, their inputs, their partition, and calls that empty their lists."""
+"""AOTAutograd and `make_fx`: traced graphs, their inputs, their partition, and boxed calls."""
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false, reportUntypedBaseClass=false
 
@@ -30,10 +30,10 @@ def aot_autograd(
 ) -> Callable[..., Any]:
     """A Dynamo backend that traces forward and backward (2.11 - 2.15).
 
-    `decompose` takes operators apart as Inductor needs it; else they stay what they are in eager mode.
+    `decompose` applies Inductor's decompositions; otherwise operators stay as in eager mode.
 
-    `functorch.compile.aot_module_simplified` is the public part of it, but would leave the generated backward visible
-    to Dynamo.
+    `functorch.compile.aot_module_simplified` is its public part, but would leave the generated backward visible to
+    Dynamo.
     """
     from torch._dynamo.backends.common import aot_autograd as build
 
@@ -53,9 +53,9 @@ def aot_autograd(
 def _donate_nothing() -> None:
     """Let a backward with `retain_graph=True` follow one without, on the same graph (2.11 - 2.15).
 
-    AOTAutograd lists the saved tensors that a compiled backward may overwrite, and then refuses to keep them. Islands
-    overwrite none, and its option (`donated_buffer`) would have to be off when the user calls backward. The metadata
-    that the refusal reads and the metadata of the context hold one list.
+    AOTAutograd lists the saved tensors that a compiled backward may overwrite, and then refuses `retain_graph=True`.
+    Islands overwrite none, so the list is emptied here: AOTAutograd's check and the tracing context share it. Its
+    option (`donated_buffer`) would have to be off when the user calls backward.
     """
     from torch._guards import TracingContext
 
@@ -67,8 +67,8 @@ def _donate_nothing() -> None:
 def min_cut_partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
     """torch's min-cut partitioner, which honours `meta["recompute"]`.
 
-    2.11 - 2.15: where Inductor may draw in its own way (`fallback_random` is off), operators on GPUs that backward
-    computes again draw from generators of the graph instead of the device's.
+    2.11 - 2.15: if Inductor may generate random numbers in its own way (`fallback_random` is off), GPU operators that
+    backward recomputes draw from generators of the graph instead of the device's.
     """
     from functorch.compile import min_cut_rematerialization_partition
     from torch._inductor import config
@@ -78,19 +78,19 @@ def min_cut_partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tupl
 
 
 def fusible_operators() -> frozenset[object]:
-    """What torch's partitioner counts on compilers to fuse, overloads together (`get_default_op_list`, 2.11 - 2.15)."""
+    """Operators torch's partitioner expects to be fused, as overload packets (`get_default_op_list`, 2.11 - 2.15)."""
     from torch._functorch.partitioners import get_default_op_list
 
     return frozenset(get_default_op_list().fusible_ops)
 
 
 def may_be_written(node: fx.Node) -> bool:
-    """Whether AOTAutograd lets a saved tensor change until backward reads it (2.11 - 2.15)."""
+    """Whether AOTAutograd allows a saved tensor to be modified before backward reads it (2.11 - 2.15)."""
     return bool(node.meta.get("saved_tensor_with_no_vc_check", False))
 
 
 def rng_state_operators() -> tuple[object, object]:
-    """What the partitioner wraps random operators in that backward computes again (2.11 - 2.15).
+    """The operators `save` and `run`, in which the partitioner wraps recomputed random operators (2.11 - 2.15).
 
     `save(operator, ...)` returns the generator's state and the operator's result, `run(state, operator, ...)` the
     result.
@@ -101,7 +101,7 @@ def rng_state_operators() -> tuple[object, object]:
 
 
 def aot_input_index(node: fx.Node) -> int | None:
-    """Which input of the Dynamo graph a joint-graph placeholder came from; None for tangents and unknown kinds.
+    """Index of the Dynamo graph input that a joint-graph placeholder came from; None for tangents and unknown kinds.
 
     2.11 - 2.15 leave a descriptor in `meta["desc"]`; DTensor inputs are flattened, so several placeholders may share
     one index.
@@ -114,14 +114,14 @@ def aot_input_index(node: fx.Node) -> int | None:
 
 
 def is_tangent(node: fx.Node) -> bool:
-    """Whether a joint-graph placeholder is a gradient of an output, by its name as in the partitioner (2.11 - 2.15)."""
+    """Whether a joint-graph placeholder is an output's gradient, judged by name as in the partitioner (2.11 - 2.15)."""
     return node.op == "placeholder" and "tangents" in str(node.target)
 
 
 def mutated_inputs(graph: fx.Graph) -> list[fx.Node]:
-    """Inputs of a joint graph that hold something else once the step has run (2.11 - 2.15).
+    """Inputs of a joint graph that the step modifies (2.11 - 2.15).
 
-    Nodes write to them, or an output describes itself (`meta["desc"]`) as what is copied into one afterwards.
+    A node writes to the input, or an output's descriptor (`meta["desc"]`) says that it is copied into it afterwards.
     """
     written = [node for call in graph.nodes for node in written_arguments(call)]
     output = next(iter(reversed(graph.nodes)))
@@ -134,15 +134,15 @@ def mutated_inputs(graph: fx.Graph) -> list[fx.Node]:
 
 
 def boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """Tell AOTAutograd that `run` takes one list and empties it (`_boxed_call`, 2.11 - 2.15)."""
+    """Tell AOTAutograd that `run` accepts one list and empties it (`_boxed_call`, 2.11 - 2.15)."""
     run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
     return run
 
 
 class BoxedCodeGen(CodeGen):
-    """Generated code takes one list and empties it, so that each input dies at its last use.
+    """Generate code that accepts one list of inputs and empties it, so that each input is freed at its last use.
 
-    2.12 and newer carry the same class under a private name; 2.11 does not.
+    2.12 and newer have the same class under a private name; 2.11 does not.
     """
 
     def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, *, expanded_def: bool = False) -> str:
@@ -155,13 +155,13 @@ class BoxedCodeGen(CodeGen):
 
 
 def trace(function: Callable[..., Any], fakes: Sequence[Any], mode: Any, *, decompose: bool) -> fx.GraphModule:
-    """`make_fx` of a function of fake tensors and numbers: forward, backward and whatever it runs, as one graph.
+    """`make_fx` of a function of fake tensors and numbers: everything it runs, backward included, as one graph.
 
     Args:
         function: returns a flat list of tensors.
         fakes: its arguments, made by the mode.
-        mode: what `step_mode` returned.
-        decompose: take operators apart as Inductor needs it.
+        mode: the mode from `step_mode`.
+        decompose: apply Inductor's decompositions.
     """
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -179,26 +179,26 @@ def _graph() -> fx.Graph | None:
 
 
 def without_graph() -> AbstractContextManager[Any]:
-    """Keep what is done with symbolic numbers out of the graph (`disable_proxy_modes_tracing`, 2.11 - 2.15)."""
+    """Keep operations on symbolic numbers out of the graph (`disable_proxy_modes_tracing`, 2.11 - 2.15)."""
     from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
     return disable_proxy_modes_tracing()
 
 
 def newest_node() -> fx.Node | None:
-    """The last node of the graph that `make_fx` is making (`get_proxy_mode`, 2.11 - 2.15)."""
+    """The last node of the graph that `make_fx` is tracing (`get_proxy_mode`, 2.11 - 2.15)."""
     graph = _graph()
     return None if graph is None else next(iter(reversed(graph.nodes)), graph._root)
 
 
 def nodes_after(node: fx.Node | None) -> Iterator[fx.Node]:
-    """The nodes that were made since; their doubly linked list ends at its root (`_root`, 2.11 - 2.15)."""
+    """The nodes after this one; the graph's doubly linked list ends at its root (`_root`, 2.11 - 2.15)."""
     while node is not None and (node := node.next).op != "root":
         yield node
 
 
 def node_of_number(number: Any) -> fx.Node:
-    """The node whose result a symbolic number is, in the graph that is being made (`get_proxy_slot`, 2.11 - 2.15)."""
+    """The node that produces a symbolic number in the graph being traced (`get_proxy_slot`, 2.11 - 2.15)."""
     from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
     mode: Any = get_proxy_mode()
@@ -206,11 +206,11 @@ def node_of_number(number: Any) -> fx.Node:
 
 
 def forget_constant(literal: Tensor) -> None:
-    """Let the tensor of a literal be like any other in the graph that is being made (2.11 - 2.15).
+    """Treat the tensor of a literal like any other in the graph being traced (2.11 - 2.15).
 
-    FakeTensorMode and `make_fx` compute at once what is computed of literals alone (`FakeTensor.constant`,
-    `_ProxyTensor.constant`). For the former a symbolic number among the arguments is a NaN; the latter misses what
-    foreach operators write.
+    FakeTensorMode and `make_fx` fold operators whose tensor inputs are all literals (`FakeTensor.constant`,
+    `_ProxyTensor.constant`). The former reads a symbolic number among the arguments as NaN; the latter misses the
+    writes of foreach operators.
     """
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot

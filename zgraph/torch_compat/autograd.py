@@ -34,7 +34,7 @@ def running_backward() -> int:
 
 
 def leaves_below(node: torch.autograd.graph.Node, depth: int = 4) -> dict[int, torch.autograd.graph.Node]:
-    """Nodes that add to the `.grad` of a leaf, a few steps from a node, by the leaf's id (`variable`, 2.11 - 2.15)."""
+    """AccumulateGrad nodes within `depth` steps of a node, by the id of their leaf (`variable`, 2.11 - 2.15)."""
     found: dict[int, torch.autograd.graph.Node] = {}
     level = [node]
     for _ in range(depth):
@@ -44,12 +44,12 @@ def leaves_below(node: torch.autograd.graph.Node, depth: int = 4) -> dict[int, t
 
 
 def use_of(leaf: torch.autograd.graph.Node) -> str:
-    """What the backward that this thread is running does with the gradient of a leaf.
+    """How the backward that this thread is running uses the gradient of a leaf.
 
     `_will_engine_execute_node` (2.11 - 2.15) raises for a leaf whose gradient `torch.autograd.grad` returns.
 
     Returns:
-        "added" to `.grad`, "returned" by `torch.autograd.grad`, or "unused", where only others were asked for.
+        "added" to `.grad`, "returned" by `torch.autograd.grad`, or "unused" if only other gradients were requested.
     """
     try:
         return "added" if torch._C._will_engine_execute_node(leaf) else "unused"  # pyright: ignore[reportAttributeAccessIssue]
@@ -60,13 +60,13 @@ def use_of(leaf: torch.autograd.graph.Node) -> str:
 def forward_number() -> int:
     """Number of the operator that this thread is recording for backward (`_get_sequence_nr`, 2.11 - 2.15).
 
-    To be asked while it runs; operators that record nothing have that of the last one that did.
+    Call it while the operator runs; an operator that records nothing has the number of the last one that did.
     """
     return torch.autograd._get_sequence_nr() - 1  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def backward_number() -> int:
-    """`forward_number` of what this thread is differentiating (`_current_autograd_node`, 2.11 - 2.15); -1: nothing."""
+    """`forward_number` of the operator being differentiated (`_current_autograd_node`, 2.11 - 2.15); -1: none."""
     node: Any = torch._C._current_autograd_node()  # pyright: ignore[reportAttributeAccessIssue]
     return -1 if node is None else node._sequence_nr()
 
@@ -84,21 +84,21 @@ def is_leaf(node: torch.autograd.graph.Node) -> bool:
 def current_node() -> torch.autograd.graph.Node:
     """The node of autograd's graph that this thread is running (`_current_autograd_node`, 2.11 - 2.15).
 
-    That of a function written in Python has one entry in `next_functions` for each tensor it was given, in its order.
+    The node of a Python `autograd.Function` has one entry in `next_functions` per tensor argument, in order.
     """
     return torch._C._current_autograd_node()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def drop_graph(value: Tensor) -> None:
-    """Detach a tensor in place, if it can be: views cannot (`_is_view`, 2.11 - 2.15)."""
+    """Detach a tensor in place unless it is a view, which cannot be detached (`_is_view`, 2.11 - 2.15)."""
     if not value._is_view():
         value.detach_()
 
 
 def hooks_of(tensors: Iterable[Tensor]) -> tuple[list[dict[int, Any] | None], list[dict[int, Any] | None]]:
-    """Hooks on the gradient of each tensor, and those behind its accumulation, by handle ids.
+    """Gradient hooks and post-accumulate hooks of each tensor, by handle id.
 
-    `_backward_hooks` and `_post_accumulate_grad_hooks` (2.11 - 2.13), past the search for a `__torch_function__`.
+    `_backward_hooks` and `_post_accumulate_grad_hooks` (2.11 - 2.13), read without the `__torch_function__` lookup.
     """
     given = list(tensors)
     with torch._C.DisableTorchFunctionSubclass():
@@ -107,23 +107,23 @@ def hooks_of(tensors: Iterable[Tensor]) -> tuple[list[dict[int, Any] | None], li
 
 
 def at_end_of_backward(function: Callable[[], None]) -> None:
-    """Call a function when the backward that this thread is running has come to its end (2.11 - 2.15)."""
+    """Call a function at the end of the backward that this thread is running (2.11 - 2.15)."""
     torch.autograd.Variable._execution_engine.queue_callback(function)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def second_derivatives_vanish() -> bool:
-    """Whether what `DTensor.to_local` passes to its tensor as gradient has no graph of its own.
+    """Whether the gradient that `DTensor.to_local` passes to its DTensor is detached from autograd's graph.
 
-    2.11: `_ToTorchTensor.backward` makes a DTensor by hand, so that `create_graph=True` yields a leaf, and the second
-    derivative of what was computed from it is silently zero. From 2.12 on it calls `DTensor.from_local`.
+    2.11: `_ToTorchTensor.backward` makes a DTensor by hand, so that `create_graph=True` yields a leaf, and second
+    derivatives through it are silently zero. From 2.12 on it calls `DTensor.from_local`.
     """
     return release_of(torch.__version__) < (2, 12)
 
 
 def tangents_outlive_backward() -> bool:
-    """Whether gradients of outputs are held until a compiled backward has ended, although it empties its list of them.
+    """Whether the gradients of outputs stay alive until a compiled backward ends, although it empties its list of them.
 
-    2.11 and 2.12: AOTAutograd's `CompiledFunction.backward` takes them as `*flat_args`; 2.13 hands the tuple on.
+    2.11 and 2.12: AOTAutograd's `CompiledFunction.backward` receives them as `*flat_args`; 2.13 hands the tuple on.
     """
     return release_of(torch.__version__) < (2, 13)
 
@@ -131,8 +131,8 @@ def tangents_outlive_backward() -> bool:
 class AgreeingGradScaler(torch.amp.GradScaler):
     """A GradScaler that shows its overflow flags to `agree` before it acts on them.
 
-    `_unscale_grads_` (2.11 - 2.15) makes all of them: for `unscale_`, for a step without it, and for the fused
-    optimizers, which unscale on their own.
+    `_unscale_grads_` (2.11 - 2.15) makes all the flags: for `unscale_`, for a step without it, and for the fused
+    optimizers, which unscale by themselves.
     """
 
     def agree(self, optimizer: torch.optim.Optimizer, flags: dict[torch.device, Tensor]) -> None:
@@ -143,13 +143,13 @@ class AgreeingGradScaler(torch.amp.GradScaler):
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         flags = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        flags = flags or {found_inf.device: found_inf}  # a rank without gradients takes part all the same
+        flags = flags or {found_inf.device: found_inf}  # a rank without gradients participates, too
         self.agree(optimizer, flags)
         return flags
 
 
 def scaler_tensors(scaler: torch.amp.GradScaler) -> dict[str, Tensor]:
-    """What an enabled scaler keeps from step to step, once it has begun (`_scale`, `_growth_tracker`, 2.11 - 2.15)."""
+    """The state tensors of an enabled scaler, once it has made them (`_scale`, `_growth_tracker`, 2.11 - 2.15)."""
     if not scaler.is_enabled() or scaler._scale is None or scaler._growth_tracker is None:
         return {}
     return {"scale": scaler._scale, "growth_tracker": scaler._growth_tracker}
@@ -165,17 +165,17 @@ def begin_scaling(scaler: torch.amp.GradScaler, device: torch.device) -> None:
 def steps_decided_by(
     scaler: torch.amp.GradScaler, decide: Callable[[torch.optim.Optimizer, Tensor], None]
 ) -> Generator[None]:
-    """Let a scaler hand the optimizer and the sum of its flags to `decide`, which skips the step where it is not 0.
+    """Let a scaler pass the optimizer and the sum of its flags to `decide`, which skips the step if the sum is not 0.
 
-    2.11 - 2.15: `_maybe_opt_step`, which fused optimizers do not need, reads the flags.
+    2.11 - 2.15: replaces `_maybe_opt_step`, which reads the flags and which fused optimizers do not need.
 
     Raises:
-        RuntimeError: gradients were unscaled without an `update()` behind.
+        RuntimeError: gradients were unscaled without a following `update()`.
     """
 
     def step(optimizer: torch.optim.Optimizer, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         if args or kwargs:
-            raise RuntimeError("scaler.step() was given more than the optimizer")
+            raise RuntimeError("scaler.step() accepts only the optimizer here")
         flags = list(state["found_inf_per_device"].values())
         total = flags[0]
         for flag in flags[1:]:
@@ -188,17 +188,17 @@ def steps_decided_by(
     try:
         yield
         if scaler._per_optimizer_states:
-            raise RuntimeError("gradients were unscaled without scaler.update() behind")
+            raise RuntimeError("gradients were unscaled, but scaler.update() was not called afterwards")
     finally:
         del scaler.__dict__["_maybe_opt_step"]
         scaler._per_optimizer_states = states
 
 
 def share_hooks(tensor: Tensor, other: Tensor) -> None:
-    """Let another leaf run the hooks of a leaf, in their order; removing one removes it from both.
+    """Let another leaf run the hooks of a leaf, in the same order; removing a hook removes it from both.
 
-    `_backward_hooks` and `_post_accumulate_grad_hooks` (2.11 - 2.13): dicts that `register_hook` adds to, and
-    from which its handle removes.
+    `_backward_hooks` and `_post_accumulate_grad_hooks` (2.11 - 2.13) are dicts that `register_hook` and its handles
+    modify.
     """
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if getattr(tensor, hooks):
@@ -206,9 +206,9 @@ def share_hooks(tensor: Tensor, other: Tensor) -> None:
 
 
 def refuse_gradients(leaf: Tensor, refuse: Callable[[], NoReturn]) -> None:
-    """Call a function, which raises, when a backward reaches a leaf, instead of the hooks that others may share.
+    """When a backward reaches a leaf, call a function that raises, instead of the leaf's (perhaps shared) hooks.
 
-    `_backward_hooks` (2.11 - 2.13): as in `share_hooks`.
+    `_backward_hooks` (2.11 - 2.13), as in `share_hooks`.
     """
     if leaf.requires_grad and leaf.is_leaf:
         cast(Any, leaf)._backward_hooks = OrderedDict([(0, lambda grad: refuse())])

@@ -1,7 +1,7 @@
-"""Operators as torch's Python functions call them, which takes half as long as calling `torch.ops`.
+"""Operators called through torch's Python functions, in half the time of a call through `torch.ops`.
 
-An overload in `torch.ops` takes its arguments apart by its schema in every call. `torch.mm` and its like are compiled
-parsers that go straight to the dispatcher. Both end at the same kernel, so results are the same bits.
+An overload in `torch.ops` parses its arguments by its schema in every call. `torch.mm` and its like are compiled
+parsers that go straight to the dispatcher. Both end at the same kernel, so results are bitwise equal.
 """
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false, reportUntypedBaseClass=false
@@ -26,7 +26,7 @@ _SAME_NAMES = (
     *("tanh", "sigmoid", "relu", "exp", "log", "neg", "abs", "sqrt", "rsqrt", "reciprocal", "sin", "cos", "erf"),
     *("maximum", "minimum", "mean", "amax", "_softmax", "_log_softmax", "_foreach_sqrt", "_foreach_neg"),
 )
-# Functions that take the arguments of an overload as they are, by place and by name, and call just this overload
+# Functions that accept the arguments of an overload unchanged, by position and by name, and call exactly that overload
 # (2.11 - 2.15).
 FUNCTIONS: Mapping[OpOverload, Callable[..., Any]] = MappingProxyType(
     {
@@ -60,7 +60,7 @@ FUNCTIONS: Mapping[OpOverload, Callable[..., Any]] = MappingProxyType(
 
 
 def function_for(node: fx.Node) -> Callable[..., Any]:
-    """What calls a node's operator fastest with these arguments: a function of torch, or else its bound entry (`_op`).
+    """The fastest callable for a node's operator and arguments: a torch function, or else its bound entry (`_op`).
 
     A number in place of a tensor is left to the operator's schema (`_schema`, 2.11 - 2.15).
     """
@@ -73,32 +73,32 @@ def function_for(node: fx.Node) -> Callable[..., Any]:
         if all(isinstance((given | node.kwargs).get(name), fx.Node) for name in names):
             return function
     entry: Any = partial(operator._op)
-    # What the generated program calls it.
+    # Its name in the generated program.
     entry.__name__, entry.__module__ = str(operator).replace(".", "_"), __name__
     return entry
 
 
 def flatten_each(tensors: Sequence[Tensor]) -> Tensor:
-    """Copy contiguous tensors into one vector, one behind the other (`flatten_dense_tensors`, 2.11 - 2.15)."""
+    """Copy contiguous tensors into one vector, one after the other (`flatten_dense_tensors`, 2.11 - 2.15)."""
     return cast(Any, torch._C)._nn.flatten_dense_tensors(tensors)
 
 
 def views_of(buffer: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Views of a vector with the shapes of these tensors, one behind the other.
+    """Split a vector into consecutive views with the shapes of these tensors.
 
-    `unflatten_dense_tensors`, 2.11 - 2.15. None of them may be empty: torch would make its shape [0].
+    `unflatten_dense_tensors`, 2.11 - 2.15. No tensor may be empty: torch would give its view the shape [0].
     """
     return cast(Any, torch._C)._nn.unflatten_dense_tensors(buffer, like)
 
 
 def rows_as(buffer: Tensor, index: Tensor, width: int, like: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Copy rows of a contiguous buffer, seen as [rows, width], and view them, one behind the other, as `views_of`.
+    """Copy rows of a contiguous buffer, seen as [rows, width], into one vector and split it as `views_of` does.
 
     Args:
-        buffer: of any shape.
-        index: [n] int64, which rows in which order.
-        width: of a row.
-        like: tensors of n * width elements in all, of which only the shapes are read; none of them empty.
+        buffer: contiguous tensor of any shape.
+        index: [n] int64, the rows to copy, in order.
+        width: elements of a row.
+        like: non-empty tensors with n * width elements in all; only their shapes are read.
     """
     return views_of(buffer.view(-1, width).index_select(0, index).view(-1), like)
 

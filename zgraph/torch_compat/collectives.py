@@ -26,7 +26,7 @@ def all_gather(output: Tensor, input: Tensor, group: ProcessGroup, *, async_op: 
 
 
 def reduce_scatter(output: Tensor, input: Tensor, group: ProcessGroup) -> dist.Work | None:
-    """Start to sum equal pieces, one for each rank. 2.13 renames reduce_scatter_tensor and warns of the old name."""
+    """Start summing equal pieces, one for each rank. 2.13 renames reduce_scatter_tensor and warns of the old name."""
     scatter: Any = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor")  # noqa: B009
     return scatter(output, input, group=group, async_op=True)
 
@@ -40,27 +40,27 @@ def all_gather_op() -> Any:
 
 
 def all_gather_into(output: Tensor, input: Tensor, group_name: str) -> Tensor:
-    """What `all_gather_op` computes, through its variant that fills a given tensor.
+    """Gather as `all_gather_op` does, into a given tensor.
 
     2.11 - 2.13: all_gather_into_tensor runs as gloo's ALLGATHER_COALESCED. Each gloo worker thread stores the name of
-    the operation it has finished into one string of the group, without a lock (ProcessGroupGloo::runLoop). A name of
-    more than 15 characters lies on the heap, so two such gathers that finish at once free it twice. The out variant
-    runs as ALLGATHER.
+    the operation it has finished in one string of the group, without a lock (ProcessGroupGloo::runLoop). A name of
+    more than 15 characters is on the heap, so two such gathers that finish simultaneously free it twice. The out
+    variant runs as ALLGATHER.
     """
     world = dist.get_world_size(resolve_group(group_name))
     return torch.ops._c10d_functional.all_gather_into_tensor_out.default(input, world, group_name, out=output)
 
 
 def grouped_gather_op() -> Any:
-    """all_gather_into_tensor_coalesced(inputs, group_size, group_name) -> as all_gather_into_tensor, of each"""
+    """all_gather_into_tensor_coalesced(inputs, group_size, group_name) -> all_gather_into_tensor of each input"""
     return torch.ops._c10d_functional.all_gather_into_tensor_coalesced.default
 
 
 def gather_group(outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: ProcessGroup) -> dist.Work:
-    """Gather each input into its output, launched as one where the backend can (NCCL); one work for all.
+    """Gather each input into its output, as a single launch where the backend can (NCCL); one work for all.
 
-    2.11 - 2.15: `ProcessGroup.allgather_into_tensor_coalesced`, which the functional op calls as well. That one leaves
-    its work with every output, to be waited for once for each.
+    2.11 - 2.15: `ProcessGroup.allgather_into_tensor_coalesced`, which the functional op calls as well; but that op
+    registers its work for every output, so each output must be waited for.
     """
     return group.allgather_into_tensor_coalesced(list(outputs), list(inputs))
 
@@ -91,12 +91,12 @@ def wait(started: Tensor) -> Tensor:
 
 
 def register_work(result: Tensor, work: dist.Work) -> None:
-    """Let `wait(result)` wait for this as well; several works of one tensor add up (`_register_work`, 2.11 - 2.15)."""
+    """Make `wait(result)` wait for this work too; a tensor may have several (`_register_work`, 2.11 - 2.15)."""
     _register_work(result, work)
 
 
 def works_waited_for() -> int:
-    """How much is registered to be waited for (`_get_work_registry_size`, 2.11 - 2.15)."""
+    """Number of registered works not yet waited for (`_get_work_registry_size`, 2.11 - 2.15)."""
     from torch._C._distributed_c10d import _get_work_registry_size
 
     return _get_work_registry_size()

@@ -1,4 +1,4 @@
-"""DTensors without what their public functions cost in every call."""
+"""DTensor access without the per-call overhead of the public functions."""
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false, reportUntypedBaseClass=false
 
@@ -19,9 +19,9 @@ from zgraph.torch_compat.operators import OpOverload
 
 
 def local_of(tensor: DTensor) -> Tensor:
-    """This rank's part, without a place in autograd's graph (`_local_tensor`, 2.11 - 2.15).
+    """This rank's part, outside autograd's graph (`_local_tensor`, 2.11 - 2.15).
 
-    `to_local()` of it takes forty times as long, more yet where gradients are enabled.
+    `to_local()` takes forty times as long, even longer with gradients enabled.
     """
     return tensor._local_tensor
 
@@ -32,7 +32,7 @@ def put_local(tensor: DTensor, local: Tensor) -> None:
 
 
 def put_whole(tensor: DTensor, whole: Tensor) -> None:
-    """Replace its values by those of a tensor that all ranks have (`_local_tensor`, `_spec`, 2.11 - 2.15)."""
+    """Replace its values by a whole tensor that all ranks have (`_local_tensor`, `_spec`, 2.11 - 2.15)."""
     from torch.distributed.tensor import Replicate
 
     tensor._local_tensor = whole
@@ -40,7 +40,7 @@ def put_whole(tensor: DTensor, whole: Tensor) -> None:
 
 
 def allow_lists_of(kind: type[DTensor]) -> None:
-    """Let optimizers and clipping take lists of a subclass at once, as DTensor lets them take its own.
+    """Let optimizers and clipping use foreach kernels for a subclass, as they do for DTensor.
 
     `_foreach_supported_types` of torch.optim and torch.utils, 2.11 - 2.15.
     """
@@ -53,7 +53,7 @@ def allow_lists_of(kind: type[DTensor]) -> None:
 
 
 def dtensor_like(local: Tensor, like: DTensor) -> DTensor:
-    """A DTensor of the class, mesh, placements and shape of another, around this local tensor (`_spec`, 2.11 - 2.15).
+    """Wrap a local tensor in a DTensor of the class, mesh, placements and shape of another (`_spec`, 2.11 - 2.15).
 
     `DTensor.from_local` checks first, and `DTensor(...)` goes through a guard against Dynamo: both take far longer.
     """
@@ -61,33 +61,33 @@ def dtensor_like(local: Tensor, like: DTensor) -> DTensor:
 
 
 def locals_of(tensors: Iterable[DTensor]) -> list[Tensor]:
-    """`local_of` of each, many at once (`_local_tensor`, 2.11 - 2.15)."""
+    """`local_of` each of many tensors, without a Python loop (`_local_tensor`, 2.11 - 2.15)."""
     return list(map(attrgetter("_local_tensor"), tensors))
 
 
 def gradients_of(tensors: Iterable[Tensor]) -> list[Tensor | None]:
-    """`.grad` of each; of a DTensor it takes a third of the time past the search for a `__torch_function__`.
+    """`.grad` of each tensor, read without the `__torch_function__` lookup: for DTensors in a third of the time.
 
-    `DisableTorchFunctionSubclass`, 2.11 - 2.15; DTensor's own is the disabled one.
+    `DisableTorchFunctionSubclass`, 2.11 - 2.15; DTensor's own `__torch_function__` is the disabled one.
     """
     with torch._C.DisableTorchFunctionSubclass():
         return list(map(attrgetter("grad"), tensors))
 
 
 def requires_grad_of(tensors: Iterable[Tensor]) -> list[bool]:
-    """`.requires_grad` of each, past the same search as in `gradients_of` (2.11 - 2.15)."""
+    """`.requires_grad` of each tensor, without the same lookup as in `gradients_of` (2.11 - 2.15)."""
     with torch._C.DisableTorchFunctionSubclass():
         return list(map(attrgetter("requires_grad"), tensors))
 
 
 def layouts_of(tensors: Iterable[DTensor]) -> list[Any]:
-    """What says how each lies on its mesh, of which shape and dtype; tensors may share one (`_spec`, 2.11 - 2.15)."""
+    """Spec of each tensor: mesh, placements, shape and dtype; tensors may share one (`_spec`, 2.11 - 2.15)."""
     return list(map(attrgetter("_spec"), tensors))
 
 
 @contextlib.contextmanager
 def own_placements() -> Generator[None]:
-    """Let DTensor find placements anew, and forget what it finds here.
+    """Run the body with empty placement caches, and empty them again afterwards.
 
     Caches of `ShardingPropagator` (2.11 - 2.15) compare arguments, and fail on a symbolic number of another trace,
     which has no proxy in this one.
@@ -105,10 +105,10 @@ def _forget_placements() -> None:
 
 
 def on_local_parts(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call an operator; if it is pointwise and has symbolic numbers, on the local parts of DTensors that lie alike.
+    """Call an operator; a pointwise one with symbolic numbers runs on the local parts of equally placed DTensors.
 
-    DTensor hashes the arguments of its operators (`OpSchema.__hash__`, 2.11 - 2.15), and the hash of a symbolic number
-    makes a constant of it: each new learning rate would need another graph.
+    DTensor hashes the arguments of its operators (`OpSchema.__hash__`, 2.11 - 2.15), and hashing a symbolic number
+    turns it into a constant: each new learning rate would need another graph.
     """
     from torch.distributed.tensor._dtensor_spec import TensorMeta
 
@@ -133,9 +133,9 @@ def _lies_like(tensor: Tensor, like: DTensor) -> bool:
 
 
 def sharded_rows(local: Tensor, mesh: DeviceMesh, rows: int) -> DTensor:
-    """This rank's rows of a tensor whose `rows` lie on all ranks of a mesh in order (`DTensorSpec`, 2.11 - 2.15).
+    """Wrap this rank's rows of a tensor of `rows` rows, split in order over a mesh (`DTensorSpec`, 2.11 - 2.15).
 
-    `DTensor.from_local` would move a tensor of the host to the mesh's device.
+    `DTensor.from_local` would move a host tensor to the mesh's device.
     """
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -147,7 +147,7 @@ def sharded_rows(local: Tensor, mesh: DeviceMesh, rows: int) -> DTensor:
 
 
 def replicated_scalar(local: Tensor, mesh: DeviceMesh) -> DTensor:
-    """A number that all ranks of a mesh have, without what `DTensor.from_local` checks (`DTensorSpec`, 2.11 - 2.15)."""
+    """Wrap a number that all ranks of a mesh have, without the checks of `from_local` (`DTensorSpec`, 2.11 - 2.15)."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
@@ -157,9 +157,9 @@ def replicated_scalar(local: Tensor, mesh: DeviceMesh) -> DTensor:
 
 
 def partial_norms(norms: Tensor, mesh: DeviceMesh, split: Sequence[bool], norm_type: float) -> DTensor:
-    """Norms of what each rank has of some tensors, which are split along these axes of a mesh (2.11 - 2.15).
+    """Wrap the norms of each rank's parts of tensors that are split along the `split` axes of a mesh (2.11 - 2.15).
 
-    `_NormPartial` is what DTensor's own norms of sharded tensors return.
+    DTensor's own norms of sharded tensors return `_NormPartial`, too.
     """
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor._ops._math_ops import _NormPartial
@@ -169,21 +169,21 @@ def partial_norms(norms: Tensor, mesh: DeviceMesh, split: Sequence[bool], norm_t
 
 
 def joined_mesh(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-    """The mesh of the axes of several, as FSDP2 makes it beside tensor parallelism (`_concatenate`, 2.11 - 2.15).
+    """Concatenate the axes of several meshes, as FSDP2 does with tensor parallelism (`_concatenate`, 2.11 - 2.15).
 
     Raises:
-        RuntimeError: they overlap, or are slices of different meshes.
+        RuntimeError: the meshes overlap, or are slices of different meshes.
     """
     return DeviceMesh._concatenate(list(meshes))
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:
-    """Placement of what another axis has split into so many parts on this dim before (`_StridedShard`, 2.11 - 2.15)."""
+    """Shard a dim that another axis has already split into `split_factor` parts (`_StridedShard`, 2.11 - 2.15)."""
     from torch.distributed.tensor.placement_types import _StridedShard
 
     return _StridedShard(dim, split_factor=split_factor)
 
 
 def mixes_dtensors(error: RuntimeError) -> bool:
-    """Whether an operator has refused DTensors together with plain tensors (2.11 - 2.13, by the text)."""
+    """Whether the error's text says that an operator refused to mix DTensors and plain tensors (2.11 - 2.13)."""
     return "mixed torch.Tensor and DTensor" in str(error)

@@ -1,4 +1,4 @@
-"""Dynamo: which frames it compiles, what it saw of them, and errors through it."""
+"""Dynamo: which frames it compiles, what it recorded about them, and raising errors through it."""
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false, reportUntypedBaseClass=false
 
@@ -14,7 +14,7 @@ from typing import Any, NoReturn, ParamSpec, TypeVar, cast
 import torch
 from torch import fx, nn
 
-# Names of operators whose bodies run never, once or many times, as data says (2.11 - 2.13).
+# Names of operators whose bodies run zero, one or more times, depending on data (2.11 - 2.13).
 CONTROL_FLOW = frozenset({"cond", "while_loop", "while_loop_stack_output", "scan", "associative_scan", "map_impl"})
 
 P = ParamSpec("P")
@@ -24,10 +24,10 @@ R = TypeVar("R")
 
 
 def never_a_frame(function: Callable[P, R]) -> Callable[P, R]:
-    """Let Dynamo trace the function as part of its caller, and run it as it is where the caller is not traced.
+    """Let Dynamo trace the function as part of its caller, and run it uncompiled if the caller is not traced.
 
-    A function that Dynamo compiles alone has its integers turned into symbols as soon as two calls differ in them.
-    2.11 - 2.15: `torch._dynamo.eval_frame.skip_code` does the same, and would load Dynamo at import.
+    In a function that Dynamo compiles as a frame of its own, integers become symbols as soon as two calls differ in
+    them. 2.11 - 2.15: `torch._dynamo.eval_frame.skip_code` does the same, but would load Dynamo at import.
     """
     from torch._C._dynamo.eval_frame import _FrameAction
 
@@ -35,7 +35,7 @@ def never_a_frame(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def no_frames_inside(function: Callable[P, R]) -> Callable[P, R]:
-    """As `never_a_frame`, and what the function calls is run as it is too, such as `DTensor.to_local` (2.11 - 2.15)."""
+    """As `never_a_frame`, and its callees, such as `DTensor.to_local`, run uncompiled too (2.11 - 2.15)."""
     from torch._C._dynamo.eval_frame import _FrameAction
 
     return _skip_frames(function, inside=_FrameAction.SKIP)
@@ -51,9 +51,9 @@ def _skip_frames(function: Callable[P, R], inside: Any) -> Callable[P, R]:
 
 @never_a_frame
 def compiles_frames() -> bool:
-    """Whether Dynamo compiles the frames that are called now: a function given to torch.compile is running.
+    """Whether Dynamo compiles frames called now, that is, a function given to torch.compile is running.
 
-    False where `torch.compiler.disable`, or anything else that switches it off, is around (2.11 - 2.13).
+    False inside `torch.compiler.disable` or anything else that switches Dynamo off (2.11 - 2.13).
     """
     from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
@@ -61,14 +61,14 @@ def compiles_frames() -> bool:
 
 
 def register_late(name: str, module: str) -> None:
-    """Make a backend known to a Dynamo that has looked for entry points before this one could be found.
+    """Register a backend with Dynamo if Dynamo searched the entry points before this one could be found.
 
-    Otherwise Dynamo finds it itself: a second registration under its name would be an error. `_lazy_import` looks for
-    entry points, once (2.11 - 2.13).
+    Otherwise Dynamo finds it itself, and a second registration under its name would be an error. `_lazy_import`
+    searches the entry points, once (2.11 - 2.13).
 
     Args:
-        name: of the backend, and of the function in the module.
-        module: imported when something is compiled.
+        name: name of the backend and of the function in the module.
+        module: module to import when something is compiled.
     """
     registry: Any = sys.modules.get("torch._dynamo.backends.registry")
     if registry is None or not registry._lazy_import.cache_info().currsize:
@@ -82,17 +82,17 @@ def register_late(name: str, module: str) -> None:
 
 
 def checkpoint_operator() -> object:
-    """What calls a checkpointed region in a Dynamo graph: `(body, *operands, **options of checkpoint)`; 2.11 - 2.15."""
+    """Operator of checkpointed regions in Dynamo graphs: `(body, *operands, **options of checkpoint)`; 2.11 - 2.15."""
     return torch.ops.higher_order.tag_activation_checkpoint
 
 
 @torch.compiler.assume_constant_result
 def traced_body() -> str:
-    """What Dynamo is tracing the body of, which may write to nothing that was there before.
+    """Kind of the operator whose body Dynamo is tracing; such a body may not write to anything made outside it.
 
-    "checkpoint": of a checkpointed region, and of others like it around that. "control_flow": `torch.cond` and its like
-    is around it. "other": any other operator. "": of none. The chain of tracers (`current_tracer`, `parent`,
-    `source_target`) is that of 2.11 - 2.13.
+    "checkpoint": checkpointed regions only, perhaps nested. "control_flow": inside `torch.cond` or the like. "other":
+    any other operator. "": none. Read from the chain of tracers (`current_tracer`, `parent`, `source_target`,
+    2.11 - 2.13).
     """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
@@ -109,12 +109,12 @@ def traced_body() -> str:
 
 
 def break_graph(message: str) -> None:
-    """Let Dynamo break the graph here (`torch._dynamo.graph_break`, 2.11 - 2.13); nothing where it does not trace."""
+    """Make Dynamo break the graph here (`torch._dynamo.graph_break`, 2.11 - 2.13); does nothing outside tracing."""
     torch._dynamo.graph_break(message)
 
 
 def is_inlining(function: Callable[..., Any]) -> bool:
-    """Whether Dynamo is tracing code that this function has called (`output.current_tx` and `parent`, 2.11 - 2.13)."""
+    """Whether Dynamo is tracing inside a call of this function (`output.current_tx` and `parent`, 2.11 - 2.13)."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     frame: Any = InstructionTranslator.current_tx().output.current_tx
@@ -124,14 +124,14 @@ def is_inlining(function: Callable[..., Any]) -> bool:
 
 
 def is_compiled_wrapper(module: nn.Module) -> bool:
-    """Whether torch.compile made it around another module (2.11 - 2.15)."""
+    """Whether the module is torch.compile's wrapper around another (2.11 - 2.15)."""
     from torch._dynamo import OptimizedModule
 
     return isinstance(module, OptimizedModule)
 
 
 def without_compile(module: nn.Module) -> nn.Module:
-    """The module inside what torch.compile returned, else the module itself (`_orig_mod`, 2.11 - 2.15)."""
+    """The module inside torch.compile's wrapper, or else the module itself (`_orig_mod`, 2.11 - 2.15)."""
     return cast(nn.Module, module._orig_mod) if is_compiled_wrapper(module) else module
 
 
@@ -146,7 +146,7 @@ def inline_compiled() -> AbstractContextManager[Any]:
 
 
 def trace_artifact(name: str, encoding: str, payload: Callable[[], str]) -> None:
-    """Add a text to torch's structured trace of this compile; made only where TORCH_TRACE is on (2.11 - 2.15)."""
+    """Add a text to torch's structured trace of this compile; made only if TORCH_TRACE is on (2.11 - 2.15)."""
     from torch._logging import trace_structured
 
     trace_structured("artifact", lambda: {"name": name, "encoding": encoding}, payload_fn=payload)
@@ -155,7 +155,7 @@ def trace_artifact(name: str, encoding: str, payload: Callable[[], str]) -> None
 def is_to_local(node: fx.Node) -> bool:
     """Whether a node of a Dynamo graph is `DTensor.to_local()`, without arguments.
 
-    2.12 - 2.15: a call of the method. 2.11: of a function that Dynamo has made for it, which hides the arguments
+    2.12 - 2.15: a call of the method. 2.11: a call of a function made by Dynamo, which hides the arguments
     (`to_local_fn_with_prim_types`).
     """
     if node.op == "call_method":
@@ -185,23 +185,23 @@ def compile_id() -> str:
 
 
 def recompile_reason() -> str:
-    """The guard that failed, when the frame being compiled was compiled before; "" else.
+    """The failed guard, if the frame being compiled was compiled before; else "".
 
-    Dynamo notes it for its own metrics (`get_metrics_context`, 2.11 - 2.15), of the variant it asked first. "" also
-    where it has noted nothing: wording and place are Dynamo's affair.
+    Dynamo records the failure of the first variant it checked in its metrics (`get_metrics_context`, 2.11 - 2.15).
+    "" also if it has recorded nothing; wording and place are up to Dynamo.
     """
     from torch._dynamo.utils import get_metrics_context
 
     noted = get_metrics_context()._metrics.get("recompile_reason")
-    # "0/1: guard    # line of code that it comes from", and then lines of a stack; 0/1 is the variant.
+    # "0/1: guard    # source line of the guard", followed by lines of a stack; 0/1 is the variant.
     return "" if noted is None else str(noted).partition("\n")[0].partition(": ")[2].partition(" # ")[0].strip()
 
 
 def graph_breaks() -> dict[str, int]:
     """Graph breaks that Dynamo has met in this process, by reason (`counters`, 2.11 - 2.15).
 
-    A break counts each time Dynamo traces up to it: once for the outermost frame, again for each frame inside it that
-    Dynamo then compiles alone.
+    A break counts each time Dynamo traces up to it: once for the outermost frame, and again for each inner frame that
+    Dynamo then compiles separately.
     """
     from torch._dynamo.utils import counters
 
@@ -227,15 +227,15 @@ def graph_break_reasons() -> dict[str, int]:
 
 
 def raise_through_dynamo(message: str, kind: type[Exception] = ValueError) -> NoReturn:
-    """Raise an error while Dynamo traces or compiles so that the caller of the compiled model gets it as it is.
+    """Raise an error while Dynamo traces or compiles so that the caller of the compiled model gets it unwrapped.
 
-    Dynamo wraps what backends raise in BackendCompilerFailed, and what traced functions raise in
-    InternalTorchDynamoError. 2.11 - 2.15: a ShortenTraceback passes, less Dynamo's own part of the traceback, and with
-    a hint for Dynamo's developers added to its arguments.
+    Dynamo wraps errors of backends in BackendCompilerFailed, and errors of traced functions in
+    InternalTorchDynamoError. 2.11 - 2.15: a ShortenTraceback passes, without Dynamo's own part of the traceback, and
+    with a hint for Dynamo's developers added to its arguments.
 
     Args:
-        message: what `str` of the error is.
-        kind: class of the error; what is raised is a subclass of the same name.
+        message: text of the error (its `str`).
+        kind: class of the error; the raised error is of a subclass with the same name.
     """
     from torch._dynamo.exc import ShortenTraceback
 

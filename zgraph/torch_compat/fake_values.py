@@ -14,39 +14,39 @@ from torch import Tensor
 
 
 def fake_mode() -> Any:
-    """A mode whose tensors have shapes and no values; real ones may be beside them (FakeTensorMode, 2.11 - 2.15)."""
+    """A mode whose tensors have shapes but no values; real tensors may be mixed in (FakeTensorMode, 2.11 - 2.15)."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def size_expression(size: Any) -> Any:
-    """An integer as it is, a symbolic one (or a product of some) as its sympy expression (`node.expr`, 2.11 - 2.15)."""
+    """A symbolic integer as its sympy expression, any other unchanged (`node.expr`, 2.11 - 2.15)."""
     return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
 def fake_storage_key(value: Tensor) -> int:
-    """One number for all fake tensors that share storage, good while they are alive (`_cdata`, 2.11 - 2.15).
+    """A key shared by all fake tensors on one storage, valid while they are alive (`_cdata`, 2.11 - 2.15).
 
-    Sparse tensors, which have no storage of their own, share none.
+    A sparse tensor, which has no storage of its own, has a key of its own.
     """
     return value.untyped_storage()._cdata if value.layout == torch.strided else id(value)
 
 
 def hint_of(size: object) -> int | None:
-    """A size as a number, without a guard; None for one that only the data will tell (`SymNode.hint`, 2.11 - 2.15)."""
+    """A size as a number, without a guard; None if it depends on data (`SymNode.hint`, 2.11 - 2.15)."""
     if not isinstance(size, torch.SymInt):
         return cast(int, size)
     try:
         hint = size.node.hint
-    except Exception:  # 2.11 - 2.15 raise errors of their own, of the shape environment, for data-dependent sizes
+    except Exception:  # 2.11 - 2.15 raise the shape environment's own errors for data-dependent sizes
         return None
     return hint if isinstance(hint, int) else None
 
 
 @contextlib.contextmanager
 def replaying(mode: Any) -> Generator[None]:
-    """A fake mode in which an operator runs once more, so that nothing is decided and no symbol is new.
+    """Enter a fake mode to run an operator again without adding guards or symbols.
 
     2.11 - 2.15: `ShapeEnv.suppress_guards` and `ignore_fresh_unbacked_symbols`.
     """
@@ -60,7 +60,7 @@ def replaying(mode: Any) -> Generator[None]:
 
 
 def without_fake_mode() -> AbstractContextManager[Any]:
-    """Real tensors in the middle of a compile: torch._subclasses.fake_tensor.unset_fake_temporarily (2.11 - 2.15)."""
+    """Allow real tensors during a compile (torch._subclasses.fake_tensor.unset_fake_temporarily, 2.11 - 2.15)."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     return unset_fake_temporarily()
@@ -89,12 +89,12 @@ def step_mode() -> Any:
 
 
 def fake_of(mode: Any, tensor: Tensor, device: torch.device | None = None) -> Tensor:
-    """A leaf without gradient that looks like the tensor (`from_tensor`, 2.11 - 2.15), which may be another mode's.
+    """Make a fake leaf that looks like the tensor and needs no gradient (`from_tensor`, 2.11 - 2.15).
 
     Args:
-        mode: in which it is.
-        tensor: real, or fake.
-        device: on which it is to lie; None: the tensor's.
+        mode: mode of the new tensor.
+        tensor: a real tensor, or a fake one of any mode.
+        device: device of the new tensor; None: the tensor's.
     """
     if is_fake(tensor) or device is not None:
         with mode:
@@ -105,14 +105,14 @@ def fake_of(mode: Any, tensor: Tensor, device: torch.device | None = None) -> Te
 
 
 def fake_on_cpu(mode: Any, tensor: Tensor) -> Tensor:
-    """A leaf on the CPU, without values, whose shape, strides, dtype and need of a gradient are the tensor's."""
+    """Make a fake leaf on the CPU with the tensor's shape, strides, dtype and `requires_grad`."""
     with mode:
         made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
     return made.requires_grad_(tensor.requires_grad)
 
 
 def data_dependent_errors() -> tuple[type[BaseException], ...]:
-    """What is raised where Python asks for a value that only the run will know (2.11 - 2.15)."""
+    """The errors raised when Python reads a value that is known only at run time (2.11 - 2.15)."""
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
@@ -120,12 +120,12 @@ def data_dependent_errors() -> tuple[type[BaseException], ...]:
 
 
 def fake_number(mode: Any, value: float, name: str) -> Any:
-    """A number that a graph takes as an input; what Python decides by it is noted (`create_symfloatnode`, 2.11 - 2.15).
+    """A number that is a graph input; Python's branches on it become guards (`create_symfloatnode`, 2.11 - 2.15).
 
     Args:
-        mode: what `step_mode` returned.
-        value: by which Python decides while tracing.
-        name: unique in the trace.
+        mode: the mode from `step_mode`.
+        value: the number's value while tracing, which decides branches in Python.
+        name: a name that is unique in the trace.
     """
     from torch._dynamo.source import ConstantSource
     from torch.fx.experimental.symbolic_shapes import DimDynamic
@@ -136,25 +136,25 @@ def fake_number(mode: Any, value: float, name: str) -> Any:
 
 
 def unknown_number(number: torch.SymFloat) -> Any:
-    """Another number, of which nothing is known (`create_unbacked_symfloat`, 2.11 - 2.15)."""
+    """A new number of unknown value in the same shape environment (`create_unbacked_symfloat`, 2.11 - 2.15)."""
     env = number.node.shape_env
     with env.ignore_fresh_unbacked_symbols():
         return env.create_unbacked_symfloat()
 
 
 def number_hint(number: torch.SymFloat) -> float:
-    """The value that a number of `fake_number` has while tracing (`SymNode.hint`, 2.11 - 2.15)."""
+    """The value of a number from `fake_number` while tracing (`SymNode.hint`, 2.11 - 2.15)."""
     return float(number.node.hint)
 
 
 class NumberGuards:
-    """What Python, and compilers since, have decided by numbers of `fake_number` (`ShapeEnv.guards`, 2.11 - 2.15).
+    """Guards that Python, and compilers since, have put on numbers of `fake_number` (`ShapeEnv.guards`, 2.11 - 2.15).
 
-    A number that was found to equal a constant is this constant to `SymNode.expr`, and still a symbol in `_expr`.
+    A number that was found to equal a constant is this constant in `SymNode.expr`, but still a symbol in `_expr`.
 
     Args:
-        mode: what `step_mode` returned.
-        numbers: that it made, by name.
+        mode: the mode from `step_mode`.
+        numbers: numbers made by `fake_number` in this mode, by name.
     """
 
     def __init__(self, mode: Any, numbers: Mapping[str, torch.SymFloat]) -> None:
@@ -163,7 +163,7 @@ class NumberGuards:
         self._seen, self._guards = 0, list[Any]()
 
     def current(self) -> int:
-        """How many there are."""
+        """Number of guards so far."""
         if len(self._decided) != self._seen:
             known = set(self._symbols.values())
             every = dict.fromkeys(decided.expr for decided in self._decided)
@@ -172,13 +172,13 @@ class NumberGuards:
         return len(self._guards)
 
     def broken(self, values: Mapping[str, float]) -> str:
-        """The first of the decisions that other values would change, as text; "" if there is none."""
+        """The first guard that does not hold for these values, as text; "" if all hold."""
         self.current()
         from torch.utils._sympy.interp import sympy_interp
         from torch.utils._sympy.reference import PythonReferenceAnalysis
 
         given = {self._symbols[name]: value for name, value in values.items()}
-        known: dict[Any, bool] = {}  # decisions about many parameters are alike, and so are their numbers
+        known: dict[Any, bool] = {}  # guards about many parameters are alike, and so are their numbers
         for guard, kind, symbols in self._guards:
             numbers = (kind, *(given[symbol] for symbol in symbols))
             if numbers not in known:
@@ -195,7 +195,7 @@ class NumberGuards:
 
 
 def _anonymous(guard: Any) -> tuple[Any, str, list[Any]]:
-    """A guard, its text without the names of its symbols, and these in the order in which they come."""
+    """Return a guard, its text with placeholders for its symbols, and the symbols in the placeholders' order."""
     symbols = sorted(guard.free_symbols, key=str)
     text = str(guard)
     for place, symbol in enumerate(symbols):

@@ -1,4 +1,4 @@
-"""Process groups: by name, by device, made beside others, and fake ones."""
+"""Process groups: lookup by name and device, sibling groups, and fake ones."""
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false, reportUntypedBaseClass=false
 
@@ -25,10 +25,10 @@ def resolve_group(group_name: str) -> ProcessGroup:
 
 
 def backend_of(group: ProcessGroup, device: torch.device) -> str:
-    """ "gloo", "nccl", ...: what moves a group's tensors of a device; "" where nothing does.
+    """Name of a group's backend for a device, such as "gloo" or "nccl"; "" if it has none.
 
-    2.11 - 2.15: `dist.get_backend` says "undefined" of a group that serves several devices, such as `init_device_mesh`
-    makes where nobody has called `init_process_group`; hence `_get_backend`.
+    2.11 - 2.15: `dist.get_backend` says "undefined" for a group that serves several devices, such as the one that
+    `init_device_mesh` makes if `init_process_group` was not called; hence `_get_backend`.
     """
     try:
         return str(group._get_backend(device).name())
@@ -37,14 +37,14 @@ def backend_of(group: ProcessGroup, device: torch.device) -> str:
 
 
 def find_group(group_name: str) -> ProcessGroup | None:
-    """The process group of that name, None where there is none (`_world.pg_names`, 2.11 - 2.15)."""
+    """The process group of that name; None if there is none (`_world.pg_names`, 2.11 - 2.15)."""
     from torch.distributed.distributed_c10d import _world
 
     return next((group for group, name in _world.pg_names.items() if name == group_name), None)
 
 
 def groups_of_ranks() -> int:
-    """How many groups of more than one rank this rank is in (`_world.pg_names`, 2.11 - 2.15)."""
+    """Number of groups of more than one rank that this rank is in (`_world.pg_names`, 2.11 - 2.15)."""
     from torch.distributed.distributed_c10d import _world
 
     return sum(dist.get_world_size(group) > 1 for group in _world.pg_names)
@@ -53,21 +53,21 @@ def groups_of_ranks() -> int:
 def make_sibling_group(
     group: ProcessGroup, group_name: str, members: Sequence[int] | None = None, *, high_priority: bool = False
 ) -> ProcessGroup:
-    """A second group of the same ranks, backend and timeout, of this name; called by its members alone.
+    """Make a second group with the ranks, backend and timeout of a group; only its members call this.
 
     Args:
-        group: whose ranks they are.
-        group_name: of the new one.
-        members: which of them, by their rank in the group; None: all.
-        high_priority: of the stream on which its collectives run, where it is NCCL's
+        group: the existing group.
+        group_name: name of the new group.
+        members: ranks within `group` that the new group has; None: all.
+        high_priority: run its NCCL collectives on a high-priority stream
             (`ProcessGroupNCCL.Options.is_high_priority_stream`).
 
-    Where the default group is bound to a device (`init_process_group(device_id=...)`) the new one is as well, and is
-    split off its communicator here and now; all ranks of the world take part in that.
+    If the default group is bound to a device (`init_process_group(device_id=...)`), so is the new one, which is then
+    split off the default group's communicator immediately; all ranks of the world take part in that.
 
     2.11 - 2.15: `dist.new_group` would need every rank of the world, and `use_local_synchronization` names a group by
-    how many groups a rank is in, which members of one group need not agree on. `_new_process_group_helper` takes a
-    name. `destroy_process_group()` destroys what it has made with all others.
+    how many groups a rank is in, on which its members may disagree. `_new_process_group_helper` accepts a name.
+    `destroy_process_group()` destroys the new group with all others.
     """
     from torch.distributed.distributed_c10d import _new_process_group_helper, _world
 
@@ -75,8 +75,8 @@ def make_sibling_group(
     if members is not None:
         ranks = [ranks[member] for member in members]
     backend, store = _world.pg_map[group]
-    device = next(iter(group._device_types), torch.device("cpu"))  # none of a group that is its own backend
-    options = getattr(group._get_backend(device), "options", None)  # a fake one has none
+    device = next(iter(group._device_types), torch.device("cpu"))  # empty for a group that is its own backend
+    options = getattr(group._get_backend(device), "options", None)  # a fake backend has none
     timeout = options._timeout if options is not None else timedelta(minutes=30)
     chosen: Any = None
     if high_priority and "nccl" in str(backend):
@@ -101,12 +101,12 @@ def make_sibling_group(
 
 
 def keep_gloo_from_preempting() -> None:
-    """Let the threads on which gloo reads its sockets wait for the thread that runs on their core; only on Linux.
+    """Keep the threads on which gloo reads its sockets from preempting others on their core; only on Linux.
 
-    gloo sends on the thread that starts a send, and locks the connection meanwhile. Data that arrives wakes the reading
-    thread, which preempts the sender on its core, finds the lock taken, and asks for it again until its time slice ends
-    (gloo's `Pair::handleEvents`, 2.11 - 2.15): about three milliseconds a bucket where a rank has one core. A thread of
-    SCHED_BATCH does not preempt another when it wakes (sched(7)).
+    gloo sends on the thread that starts a send, and locks the connection meanwhile. Arriving data wakes the reading
+    thread, which preempts the sender on its core, finds the lock taken, and retries until its time slice ends (gloo's
+    `Pair::handleEvents`, 2.11 - 2.15): about three milliseconds a bucket if a rank has one core. A SCHED_BATCH thread
+    does not preempt another when it wakes (sched(7)).
     """
     for task in Path("/proc/self/task").glob("*"):
         with suppress(OSError):  # the thread has ended, or the system does not allow it
@@ -115,7 +115,7 @@ def keep_gloo_from_preempting() -> None:
 
 
 def collectives_so_far(group: ProcessGroup) -> int:
-    """How many collectives a group has started, as its flight recorder counts them in `collective_seq_id`.
+    """Number of collectives a group has started, as counted by its flight recorder's `collective_seq_id`.
 
     2.11 - 2.15: `_get_sequence_number_for_group` of its backend, which counts a coalesced collective once.
     """
@@ -123,7 +123,7 @@ def collectives_so_far(group: ProcessGroup) -> int:
 
 
 def flight_recorder_directory() -> Path:
-    """Where torch's flight recorder writes its dump when the watchdog ends a process.
+    """Directory to which torch's flight recorder dumps when the watchdog ends a process.
 
     2.13: the directory of TORCH_FR_DUMP_TEMP_FILE, or TORCH_NCCL_DEBUG_INFO_TEMP_FILE, a path without the rank; else
     `torch` in the user's cache (DebugInfoWriter in FlightRecorder.cpp; 2.11 and 2.12 know both variables).
@@ -135,11 +135,11 @@ def flight_recorder_directory() -> Path:
 
 
 class NoMessageToItself:
-    """Base, before torch's `PipelineStage`, of a stage whose neighbour may lie on the same rank.
+    """Mixin, listed before torch's `PipelineStage`, for a stage whose neighbour may be on the same rank.
 
-    2.11: a schedule opens with a message between each pair of neighbours (`_get_init_p2p_neighbors_ops`), also where
-    both are on one rank, as in a V, and gloo refuses to send to itself. What stages of one rank hand each other is no
-    message in any version. 2.12 - 2.15 open otherwise, and do not ask.
+    2.11: a schedule opens with a message between each pair of neighbours (`_get_init_p2p_neighbors_ops`), even if both
+    are on one rank, as in a V schedule, and gloo refuses to send to itself. Stages of one rank exchange no messages in
+    any version. 2.12 - 2.15 open differently and never call this.
     """
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
@@ -148,10 +148,10 @@ class NoMessageToItself:
 
 
 def kept_of_forward(stage: Any, chunk: int) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Outputs and inputs that torch's `PipelineStage` keeps of a micro-batch's forward until its backward.
+    """Outputs and inputs of a micro-batch's forward that torch's `PipelineStage` keeps until its backward.
 
-    2.11 - 2.14: `fwd_cache`. 2.15: `_forward_chunk_states`; in place of an output that has been sent stands its edge of
-    autograd's graph (`GradientEdge`), or None.
+    2.11 - 2.14: `fwd_cache`. 2.15: `_forward_chunk_states`, where an output that has been sent is replaced by its
+    autograd edge (`GradientEdge`) or None.
     """
     states: Any = getattr(stage, "_forward_chunk_states", None)
     if states is None:
@@ -160,11 +160,11 @@ def kept_of_forward(stage: Any, chunk: int) -> tuple[Sequence[Any], Sequence[Any
 
 
 def stages_hold_messages() -> bool:
-    """Whether torch's `PipelineStage` holds what it sends and receives longer than it needs it.
+    """Whether torch's `PipelineStage` holds sent and received tensors longer than it needs them.
 
     2.11 - 2.14: outputs stay until their backward, their messages until the step ends, and there is a buffer for each
-    micro-batch's activation and gradient. 2.15 lets go of an output that has been sent (`release_fwd_send_outputs`),
-    and has one buffer for gradients.
+    micro-batch's activation and gradient. 2.15 releases an output that has been sent (`release_fwd_send_outputs`) and
+    has one buffer for gradients.
     """
     from torch.distributed.pipelining import PipelineStage
 
@@ -180,9 +180,9 @@ def default_store() -> Store:
 
 @contextmanager
 def fake_world(world: int) -> Generator[None]:
-    """This process as rank 0 of a group of its own making, whose collectives return at once and move nothing.
+    """Make this process rank 0 of a fake default group, whose collectives return immediately and move nothing.
 
-    torch.testing._internal.distributed.fake_pg, which registers the backend "fake" (2.11 - 2.15).
+    torch.testing._internal.distributed.fake_pg registers the backend "fake" (2.11 - 2.15).
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -194,7 +194,7 @@ def fake_world(world: int) -> Generator[None]:
 
 
 def is_fake_world() -> bool:
-    """Whether the default group has nobody else in it (backend "fake", 2.11 - 2.15)."""
+    """Whether the default group is fake, without other processes (backend "fake", 2.11 - 2.15)."""
     return dist.get_backend() == "fake"
 
 

@@ -21,7 +21,7 @@ from zgraph.torch_compat.fake_values import fake_mode_of, without_fake_mode
 
 
 def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
-    """What Inductor expects to be taken apart, random operators as eager torch draws them (2.11 - 2.15)."""
+    """Inductor's decompositions, but random operators draw as in eager torch (2.11 - 2.15)."""
     from torch._inductor import config
     from torch._inductor.decomposition import select_decomp_table
 
@@ -33,9 +33,9 @@ def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
 
 
 def _lerp(start: Tensor, end: Tensor, weight: Any) -> Tensor:
-    """`torch.lerp` by a number, as it is taken apart from 2.12 on, where a graph is compiled for any weight.
+    """`torch.lerp` by a number, decomposed as from 2.12 on, so that one graph serves any weight.
 
-    2.11 makes a tensor of the weight first (`aten.full`), whose value Inductor makes a constant.
+    2.11 turns the weight into a tensor first (`aten.full`), whose value Inductor makes a constant.
     """
     if weight >= 0.5 or weight <= -0.5:
         return torch.add(end, end - start, alpha=weight - 1.0)
@@ -48,14 +48,14 @@ def _lerp_in_place(start: Tensor, end: Tensor, weight: Any) -> Tensor:
 
 @functools.cache
 def _attention_patterns(device: torch.device) -> Any:
-    """Inductor's patterns of attention written by hand, alone: `joint_graph.patterns` has them among others."""
+    """Only Inductor's patterns of hand-written attention: `joint_graph.patterns` has them among others."""
     from torch._guards import tracing
     from torch._inductor.fx_passes.fuse_attention import _get_sfdp_patterns
     from torch._inductor.pattern_matcher import PatternMatcherPass, gen_register_replacement
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     patterns = PatternMatcherPass(pass_name="fuse_attention")
-    with tracing(None), without_fake_mode(), FakeTensorMode():  # examples of their inputs
+    with tracing(None), without_fake_mode(), FakeTensorMode():  # for the patterns' example inputs
         for name, described in _get_sfdp_patterns(device):
             given: dict[str, Any] = {**described, "pass_dicts": patterns}
             gen_register_replacement(name, **given)
@@ -63,15 +63,18 @@ def _attention_patterns(device: torch.device) -> Any:
 
 
 def fuse_attention(gm: fx.GraphModule, device: torch.device) -> int:
-    """Put `scaled_dot_product_attention` where a joint graph spells it out; returns how often (2.11 - 2.15).
+    """Replace hand-written attention in a joint graph by `scaled_dot_product_attention` (2.11 - 2.15).
 
-    As Inductor's joint-graph passes do it, forward and backward together, and by the graph alone. Patterns describe
-    graphs without views and copies that change nothing, so those go first, found or not.
+    Like Inductor's joint-graph passes, it matches forward and backward together and looks only at the graph. Patterns
+    describe graphs without no-op views and copies, so those are removed first, even if nothing matches.
 
     Args:
-        gm: taken apart by `inductor_decompositions`. New nodes may be left standing before their inputs, and those that
-            read them may have been traced with other strides.
-        device: where the attention is.
+        gm: joint graph, decomposed by `inductor_decompositions`. New nodes may end up before their inputs, and their
+            users may have been traced with other strides.
+        device: device of the attention.
+
+    Returns:
+        Number of replacements.
     """
     from torch._inductor.fx_passes.joint_graph import early_patterns
     from torch._inductor.fx_passes.post_grad import remove_noop_ops
@@ -85,7 +88,7 @@ def compile_with_inductor(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable
     """Compile a functional aten graph that returns a tuple; called inside a compile (compile_fx_inner, 2.11 - 2.15).
 
     Args:
-        gm: its output tensors keep the strides that `meta["val"]` says.
+        gm: the graph; its outputs keep the strides in `meta["val"]`.
         inputs: fake values of its placeholders.
 
     Returns:
@@ -101,7 +104,7 @@ def compile_with_inductor(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable
     context = TracingContext.try_get()
     strides = None if context is None else context.output_strides
     if context is not None:
-        context.output_strides = None  # AOTAutograd would take the island's for those of its own graph
+        context.output_strides = None  # AOTAutograd would mistake the island's strides for its own graph's
     try:
         with V.set_fake_mode(fake_mode_of(inputs)), config.patch(dict(_ISLAND_OPTIONS)):
             return cast("Callable[[list[Any]], Any]", compile_fx_inner(gm, list(inputs)))
@@ -110,24 +113,24 @@ def compile_with_inductor(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable
             context.output_strides = strides
 
 
-# What may be set for whole programs, and is wrong or useless for an island of one:
-# - random operators as eager torch draws them;
+# Overrides of options that a user may have set for whole programs but that are wrong or useless for an island:
+# - random operators draw as in eager torch;
 # - a CUDA graph for each island would copy its inputs, keep its outputs in a pool of its own, and be captured again for
-#   each set of addresses: what collectives write lies elsewhere in each step;
-# - what lies outside was traced with the strides that outputs have.
-# max_autotune and its like may stay: they choose kernels, by measurements on this rank, and change no order.
+#   each set of addresses, which change every step for the outputs of collectives;
+# - users outside the island were traced with its outputs' unpadded strides.
+# max_autotune and the like may stay: they choose kernels, by measurements on this rank, and change no order.
 _ISLAND_OPTIONS = MappingProxyType({"fallback_random": True, "triton.cudagraphs": False, "pad_outputs": False})
 
 
 def load_cpp(source: str) -> ctypes.CDLL:
-    """C++ without headers of torch, compiled as Inductor compiles, and loaded.
+    """Compile C++ that includes no torch headers with Inductor's toolchain, and load it.
 
     The library is kept in Inductor's cache directory, by source, command line and processor, so that it is compiled
-    once on a machine; processes that come at the same time wait for the first. Exact: no multiplication is contracted
-    with an addition, and nothing is assumed of NaNs, signed zeros or the order of sums.
+    once per machine; concurrent processes wait for the first. Arithmetic is exact: no multiplication is contracted
+    with an addition, and nothing is assumed about NaNs, signed zeros or the order of sums.
 
     Run on 2.11 - 2.15 (`cpp_builder`, `codecache.write`, `torch.utils._filelock`). Inductor's own options
-    (`CppOptions`) turn off the vectorization of loops, so they are not taken.
+    (`CppOptions`) are not used because they turn off the vectorization of loops.
 
     Raises:
         RuntimeError: a compiler was not found, or rejected the source.
@@ -157,7 +160,7 @@ def load_cpp(source: str) -> ctypes.CDLL:
     library = os.path.join(os.path.dirname(path), f"{key}.so")
     with FileLock(os.path.join(get_lock_dir(), f"{key}.lock"), timeout=LOCK_TIMEOUT):
         if not os.path.exists(library):
-            # Under a name of its own first: a process that is killed leaves nothing that looks whole.
+            # First under a temporary name: a process that is killed leaves no file that looks complete.
             builder = CppBuilder(f"{key}.{os.getpid()}", path, options, output_dir=os.path.dirname(path))
             builder.build()
             os.replace(builder.get_target_file_path(), library)
@@ -165,7 +168,7 @@ def load_cpp(source: str) -> ctypes.CDLL:
 
 
 def _processor() -> str:
-    """What "native" stands for here: kind and features of the processor."""
+    """Kind and features of this processor, for which "native" code is built."""
     try:
         with open("/proc/cpuinfo") as file:
             first = file.read().partition("\n\n")[0]
@@ -176,24 +179,24 @@ def _processor() -> str:
 
 
 def cpp_compiler() -> str | None:
-    """The C++ compiler that Inductor calls; None where it finds none (`get_cpp_compiler`, 2.11 - 2.15)."""
+    """The C++ compiler that Inductor calls; None if it finds none (`get_cpp_compiler`, 2.11 - 2.15)."""
     from torch._inductor.cpp_builder import get_cpp_compiler
 
     try:
         return get_cpp_compiler()
-    except RuntimeError:  # InvalidCxxCompiler, and on Windows others
+    except RuntimeError:  # InvalidCxxCompiler, or others on Windows
         return None
 
 
 def inductor_cache_directory() -> str:
-    """Where Inductor keeps what it has compiled, whether it is there yet or not (`default_cache_dir`, 2.11 - 2.15)."""
+    """Inductor's cache directory, which may not exist yet (`default_cache_dir`, 2.11 - 2.15)."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     return os.path.abspath(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir())
 
 
 def cpu_features() -> dict[str, bool]:
-    """Features of this processor by name, such as "avx512_f" and "avx512_bf16"; empty where torch does not say.
+    """Features of this processor by name, such as "avx512_f" and "avx512_bf16"; empty if torch reports none.
 
     `torch.cpu.get_capabilities` is public (2.11 - 2.15).
     """

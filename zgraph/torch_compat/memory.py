@@ -1,4 +1,4 @@
-"""Storages and allocations, as the allocator and the profiler see them; and a GPU that is kept busy."""
+"""Storages and allocations as the allocator and the profiler see them, and a way to keep a GPU busy."""
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false, reportUntypedBaseClass=false
 
@@ -16,7 +16,7 @@ class DispatchMode(TorchDispatchMode):
 
 
 def storage_key(tensor: Tensor) -> int | None:
-    """One number for all views of a plain tensor, also while its storage is resized (`_cdata`, 2.11 - 2.15).
+    """A key shared by all views of a plain tensor, even when its storage is resized (`_cdata`, 2.11 - 2.15).
 
     None for tensors without a storage of their own: sparse ones, and subclasses that wrap others.
     """
@@ -26,33 +26,33 @@ def storage_key(tensor: Tensor) -> int | None:
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often a tensor or a view of it was written to (`_version`, 2.11 - 2.13); 0 for inference tensors."""
+    """Number of writes to a tensor or its views so far (`_version`, 2.11 - 2.13); 0 for inference tensors."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def traced_storage_key(tensor: Tensor) -> int:
-    """`storage_key` of what is traced, which is fake (`_cdata`, 2.11 - 2.13); of a sparse one its own id."""
+    """`storage_key` of a traced (fake) tensor (`_cdata`, 2.11 - 2.13); for a sparse tensor its own id."""
     return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
 
 
 def holders(storage: torch.UntypedStorage) -> int:
-    """How many tensors and storages share it in Python and C++, itself too (`_storage_Use_Count`, 2.11 - 2.15)."""
+    """Number of references to a storage in Python and C++, including this one (`_storage_Use_Count`, 2.11 - 2.15)."""
     return torch._C._storage_Use_Count(storage._cdata)
 
 
 def is_profiling() -> bool:
-    """Whether a profile is being taken already: they do not nest (`_profiler_enabled`, 2.11 - 2.15)."""
+    """Whether a profile is already being taken; profiles do not nest (`_profiler_enabled`, 2.11 - 2.15)."""
     return torch.autograd._profiler_enabled()
 
 
 def allocation_events(
     taken: torch.profiler.profile, prefix: str
 ) -> tuple[dict[str, tuple[int, int]], list[tuple[int, int]]]:
-    """What a profile with memory has seen on the CPU, in nanoseconds (`kineto_results`, 2.11 - 2.15).
+    """Labels and allocations on the CPU in a profile with memory, in nanoseconds (`kineto_results`, 2.11 - 2.15).
 
     Returns:
-        Begin and end of each label that starts with the prefix; and for each allocation or release when it was and its
-        bytes, in order.
+        Begin and end of each label that starts with the prefix; and time and bytes of each allocation or release, in
+        order.
     """
     spans: dict[str, tuple[int, int]] = {}
     events: list[tuple[int, int]] = []
@@ -66,5 +66,5 @@ def allocation_events(
 
 
 def keep_busy(cycles: int) -> None:
-    """Let the current stream of the current GPU do nothing for so many cycles (`torch.cuda._sleep`, 2.11 - 2.13)."""
+    """Keep the current stream of the current GPU busy for `cycles` cycles (`torch.cuda._sleep`, 2.11 - 2.13)."""
     torch.cuda._sleep(cycles)

@@ -1,4 +1,4 @@
-"""Modules, optimizers, trees and checkpoints: what they keep under private names."""
+"""Private attributes and functions of modules, optimizers, pytrees and checkpoints."""
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false, reportUntypedBaseClass=false
 
@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 
 
 def tree_flatten(tree: object) -> tuple[list[Any], Any]:
-    """torch's own pytree, which knows Hugging Face's ModelOutput (2.11 - 2.15)."""
+    """Flatten with torch's own pytree, which knows Hugging Face's ModelOutput (2.11 - 2.15)."""
     from torch.utils._pytree import tree_flatten as flatten
 
     return flatten(tree)
@@ -26,7 +26,7 @@ def tree_unflatten(leaves: list[Any], spec: Any) -> Any:
 
 
 def tree_leaves_with_paths(tree: object) -> list[tuple[str, Any]]:
-    """Leaves with the way to each, such as "['loss']" or "[0]" (`tree_flatten_with_path`, 2.11 - 2.13)."""
+    """Leaves with their paths, such as "['loss']" or "[0]" (`tree_flatten_with_path`, 2.11 - 2.13)."""
     from torch.utils._pytree import keystr, tree_flatten_with_path
 
     return [(keystr(path), leaf) for path, leaf in tree_flatten_with_path(tree)[0]]
@@ -40,7 +40,7 @@ def lazy_graph_module(root: torch.nn.Module | dict[str, Any], graph: fx.Graph) -
 
 
 def generate_code(gm: fx.GraphModule) -> Callable[..., Any]:
-    """Generate the code of a graph module as it is now; its `forward` (`_LazyGraphModule`, 2.11 - 2.15)."""
+    """Generate a graph module's code from its graph now and return `forward` (`_LazyGraphModule`, 2.11 - 2.15)."""
     from torch.fx._lazy_graph_module import _LazyGraphModule
 
     gm.recompile()
@@ -49,15 +49,15 @@ def generate_code(gm: fx.GraphModule) -> Callable[..., Any]:
 
 
 def replace_parameter(owner: torch.nn.Module, name: str, value: Tensor) -> None:
-    """Put value where owner keeps the parameter `name` (`_parameters`, all versions).
+    """Set the parameter `name` of owner to value (`_parameters`, all versions).
 
-    `setattr` would do, were it not for modules that intercept it (`nn.RNNBase`) or forbid it.
+    Not through `setattr`, which some modules intercept (`nn.RNNBase`) or forbid.
     """
     owner._parameters[name] = cast(torch.nn.Parameter, value)
 
 
 def local_parameters(owner: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
-    """The module's own parameters by name, without the detour over attribute access (`_parameters`, all versions)."""
+    """The module's own parameters by name, without attribute lookup (`_parameters`, all versions)."""
     return owner._parameters
 
 
@@ -88,14 +88,14 @@ def note_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def storage_info(name: str, offset: int, length: int) -> Any:
-    """Where a DCP checkpoint keeps an entry (`_StorageInfo`, 2.11 - 2.15); torch's reader looks for this class."""
+    """Location of an entry in a DCP checkpoint (`_StorageInfo`, 2.11 - 2.15); torch's reader expects this class."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo(name, offset, length)
 
 
 def apply_keeping(base: type[nn.Module], attribute: str) -> Callable[..., Any]:
-    """A class's `_apply` (2.11 - 2.13), which swaps DTensors and their attributes, but for one attribute."""
+    """Wrap a class's `_apply` (2.11 - 2.13), which swaps DTensors and their attributes, to keep one attribute."""
 
     @functools.wraps(base._apply)
     def apply(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What an operator's schema says of it, and kernels for many tensors at once."""
+"""Facts from operators' schemas, and foreach kernels."""
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false, reportUntypedBaseClass=false
 
@@ -15,12 +15,12 @@ from torch._ops import OpOverloadPacket as OpOverloadPacket
 
 
 def foreach_norms(tensors: Sequence[Tensor], norm_type: float) -> tuple[Tensor, ...]:
-    """The norm of each, as torch's own clipping takes it (`_foreach_norm`, 2.11 - 2.15)."""
+    """The norm of each tensor, as torch's own clipping computes it (`_foreach_norm`, 2.11 - 2.15)."""
     return tuple(torch._foreach_norm(list(tensors), norm_type))
 
 
 def foreach_scale(tensors: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply all in place, as torch's own clipping does (`_foreach_mul_`, 2.11 - 2.15)."""
+    """Multiply all tensors in place, as torch's own clipping does (`_foreach_mul_`, 2.11 - 2.15)."""
     torch._foreach_mul_(list(tensors), factor)
 
 
@@ -28,11 +28,11 @@ def arguments_by_name(node: fx.Node) -> dict[str, Any]:
     """The arguments of an operator's call by the names in its schema (`_schema`, 2.11 - 2.15)."""
     assert isinstance(node.target, torch._ops.OpOverload)
     names = [argument.name for argument in node.target._schema.arguments]
-    return dict(zip(names, node.args, strict=False)) | node.kwargs  # fewer, where defaults are left out
+    return dict(zip(names, node.args, strict=False)) | node.kwargs  # args may be fewer: defaults are left out
 
 
 def argument_of(node: fx.Node, name: str) -> object:
-    """A named argument of an operator's call, or its default; None where there is none (`_schema`, 2.11 - 2.15)."""
+    """A named argument of an operator's call, or its default; None if there is none (`_schema`, 2.11 - 2.15)."""
     if not isinstance(node.target, OpOverload):
         return None
     for place, argument in enumerate(node.target._schema.arguments):
@@ -42,7 +42,7 @@ def argument_of(node: fx.Node, name: str) -> object:
 
 
 def overwritten(node: fx.Node) -> list[fx.Node]:
-    """What a node's call writes to.
+    """The nodes that a node's call really overwrites.
 
     Fused updates declare that they write to gradients, too, but do so only to divide out a scale.
     """
@@ -83,7 +83,7 @@ def _aliases(target: OpOverload) -> bool:
 
 
 def alias_positions(target: object) -> tuple[int | None, ...]:
-    """For each result of an operator which argument it shares storage with, by its schema (`_schema`, 2.11 - 2.15)."""
+    """For each result of an operator, the argument whose storage it shares, by its schema (`_schema`, 2.11 - 2.15)."""
     if not isinstance(target, OpOverload):
         return ()
     arguments = target._schema.arguments
@@ -108,13 +108,13 @@ def is_mutable(target: OpOverload) -> bool:
 
 
 def assigns_data(target: object) -> bool:
-    """Whether it is `tensor.data = value`, as Dynamo traces it (`set_` to 2.13, then `shallow_copy_data_`, to 2.15)."""
+    """Whether target is `tensor.data = value` as Dynamo traces it (`set_` to 2.13, `shallow_copy_data_` to 2.15)."""
     names = ("aten.set_.source_Tensor", "aten.shallow_copy_data_")
     return target is Tensor.set_ or str(target).startswith(names)
 
 
 def is_binary(target: OpOverload) -> bool:
-    """Whether the operator computes with two tensors alike, self and other, by its schema (`_schema`, 2.11 - 2.15)."""
+    """Whether the operator is pointwise in two tensors, self and other, by its schema (`_schema`, 2.11 - 2.15)."""
     arguments = target._schema.arguments
     return len(arguments) > 1 and arguments[1].name == "other" and torch.Tag.pointwise in target.tags
 
@@ -130,7 +130,7 @@ def has_kernel(name: str, key: str) -> bool:
 
 
 def is_fused_update(target: object) -> bool:
-    """Whether it updates lists of parameters in one kernel: one of torch's, or of zgraph's (2.11 - 2.15)."""
+    """Whether target updates lists of parameters in one kernel, torch's or zgraph's (2.11 - 2.15)."""
     return str(target).startswith(("aten._fused_", "zgraph.fused_adam_."))
 
 
@@ -151,7 +151,7 @@ def is_tagged_random(target: OpOverload) -> bool:
 
 
 def overloads_of(operator: OpOverload | OpOverloadPacket) -> list[OpOverload]:
-    """All overloads of an operator (`OpOverloadPacket`, 2.11 - 2.15); of one overload itself."""
+    """All overloads of an operator (`OpOverloadPacket`, 2.11 - 2.15); for an overload, only itself."""
     if isinstance(operator, OpOverload):
         return [operator]
     return [getattr(operator, name) for name in operator.overloads()]
@@ -163,9 +163,9 @@ def is_higher_order(target: object) -> bool:
 
 
 def flop_formula(target: object) -> Callable[..., Any] | None:
-    """torch's count of the flops of an operator, from shapes in place of tensors, and `out_val`.
+    """torch's flop formula of an operator, a function of shapes in place of tensors and of `out_val`.
 
-    2.11 - 2.15: torch.utils.flop_counter.flop_registry, by operators without overload; the module does not export it.
+    2.11 - 2.15: torch.utils.flop_counter.flop_registry, keyed by overload packet; the module does not export it.
     """
     from torch.utils.flop_counter import flop_registry
 
@@ -180,7 +180,7 @@ def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 def zero_each(targets: Sequence[Tensor]) -> None:
-    """Fill each with zeros; one kernel on CUDA (`_foreach_zero_`, 2.11 - 2.15)."""
+    """Fill each tensor with zeros; one kernel on CUDA (`_foreach_zero_`, 2.11 - 2.15)."""
     torch._foreach_zero_(list(targets))
 
 

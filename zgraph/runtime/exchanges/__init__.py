@@ -1,1 +1,1 @@
-"""Exchanges between ranks: how they are started, which one each is, and a watch over those that do not end."""
+"""Exchanges between ranks: starting them, their identity, and a watch that detects mismatched ones."""

@@ -1,13 +1,13 @@
-"""How the lines of a loop change weights and gradients: in the same way on all ranks, or the next exchange is refused.
+"""Record of the loop's changes to weights and gradients: if ranks differ, the next exchange is refused.
 
-`p.grad.mul_(1 / tokens)` scales each shard by its own rank's number, `if loss.isnan(): p.grad.zero_()` clears those of
-one rank, and `model.load_state_dict(best)` may bring back another step's weights on each. Such operators communicate
-nothing. So each sharded tensor carries
+`p.grad.mul_(1 / tokens)` scales each shard by its own rank's number, `if loss.isnan(): p.grad.zero_()` clears shards
+of one rank only, and `model.load_state_dict(best)` may restore a different step's weights on each rank. Such operators
+do not communicate. So each sharded tensor carries
 
 - its origin: a hash of the parameters, operators, numbers and step that it was computed from;
 - its digest: a hash of the operators and numbers that have written to it since the last step.
 
-The exchange that ends a step carries both for all that the optimizer steps, and every exchange the digests of weights.
+The exchange that ends a step compares both for all tensors of the optimizer; every exchange compares weights' digests.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ ADVICE_ON_CHANGES = (
     "Change gradients and weights alike on all ranks: average numbers over the ranks first, and decide together to "
     "skip a step."
 )
-_NAN = 0.5  # whose own hash is that of the object
-_DIGESTS = 1e9  # integers as large as these are digests, which are not shown
+_NAN = 0.5  # hashed in place of NaN, whose own hash depends on the object
+_DIGESTS = 1e9  # integers from this size on are digests, which are not shown
 _MASK = 2**61 - 1
 
 
@@ -38,10 +38,10 @@ class Changes:
     """The record of one model's changes between two steps.
 
     Attributes:
-        are_noted: False while an optimizer steps, whose options are compared.
-        last: for errors: the last operator that has written, after the last one that has read numbers.
+        are_noted: whether changes are recorded; False while an optimizer steps, whose options are compared instead.
+        last: the last operators that read numbers and that wrote, for errors.
         steps: number of steps that have ended.
-        pending: sum of what each exchange compares until the step ends: digests of all writes to parameters, and more.
+        pending: sum that each exchange compares until the step ends: digests of all writes to parameters, and more.
     """
 
     are_noted: bool = True
@@ -51,18 +51,18 @@ class Changes:
     _last_numbers: str = ""
 
     def compare(self, number: int) -> None:
-        """Let the next exchanges compare a number, too, until the step ends."""
+        """Make the next exchanges compare this number as well, until the step ends."""
         self.pending = (self.pending + number) & _MASK
 
     def begin_anew(self, failures: int) -> None:
         """Forget changes that other ranks may lack, after the given number of failed agreements."""
-        self.steps, self.pending = failures << 32, 0  # no number of a step from before
+        self.steps, self.pending = failures << 32, 0  # differs from every earlier step's number
 
     def of_read(self, operator: int, name: object, args: Sequence[Any], results: Iterable[Any]) -> None:
-        """An operator has computed sharded tensors of arguments."""
+        """Record that an operator has computed sharded tensors from arguments."""
         results, numbers = list(results), list(_numbers_in(args))
         sources = [*map(origin_of, _sharded_in(args))]
-        # Ranks may accumulate differently: a sum that autograd makes anew has the origin of the first summand.
+        # Ranks may accumulate differently, so a sum that autograd makes has the origin of its first summand.
         accumulates = is_in_backward() and not numbers
         origin = sources[0] if accumulates and sources else hash((operator, self.steps, *sources, *numbers))
         for place, result in enumerate(results):
@@ -71,9 +71,9 @@ class Changes:
             self._note(operator, name, numbers, results)
 
     def of_write(self, operator: int, name: object, args: Sequence[Any], written: Sequence[Any]) -> None:
-        """An operator has written to tensors, some of them sharded.
+        """Record that an operator has written to tensors, some of them sharded.
 
-        What autograd adds to a gradient counts only if numbers have gone into it: ranks may accumulate otherwise.
+        Autograd's additions to a gradient count only if they involve numbers: ranks may accumulate differently.
         """
         targets = frozenset(map(id, written))
         numbers = list(_numbers_in(args, targets))
@@ -103,11 +103,11 @@ class Changes:
             self.last = f"{self._last_numbers}, {name}" if self._last_numbers else f"{name}"
 
     def taken(self, tensors: Iterable[tuple[Tensor | None, int]]) -> int:
-        """End a step: combine origins and digests of all that it reads into one number, and reset them.
+        """End a step: combine the origins and digests of all tensors that it reads into one number, and reset them.
 
         Args:
-            tensors: parameters, gradients (None where there is none) and the optimizer's state, in the same order on
-                all ranks; each with the origin of its parameter, which counts as no change.
+            tensors: parameters, gradients (or None) and the optimizer's state, in the same order on all ranks; each
+                with the origin of its parameter, which does not count as a change.
 
         Returns:
             0 if nothing has changed and no tensor is None.
@@ -125,7 +125,7 @@ def _change_of(tensor: Any, origin: int) -> int:
     found = getattr(whole, "digest", 0)
     if viewed is not None and viewed.number:
         return hash((found, origin_of(tensor)))
-    own = getattr(whole, "origin", origin) or origin  # 0: made by zgraph itself, which moves state between places
+    own = getattr(whole, "origin", origin) or origin  # 0: made by zgraph itself when it moved state
     if own != origin:
         found = hash((found, own))
         whole.origin = origin
@@ -135,7 +135,7 @@ def _change_of(tensor: Any, origin: int) -> int:
 
 
 def origin_of(tensor: Any) -> int:
-    """Hash of what a sharded tensor, or a view of one, was computed from and of what was written to it since."""
+    """Hash of a sharded tensor's (or view's) origin and of the writes to it since."""
     whole, viewed = _whole(tensor), getattr(tensor, "viewed", None)
     return hash((getattr(whole, "origin", 0), getattr(whole, "digest", 0), 0 if viewed is None else viewed.number))
 
@@ -149,16 +149,16 @@ def _sharded_in(args: Iterable[Any]) -> Iterator[DTensor]:
 
 
 def _whole(tensor: Any) -> Any:
-    """The tensor itself, or what it is a view of."""
+    """The base of a view, or else the tensor itself."""
     viewed = getattr(tensor, "viewed", None)
     return tensor if viewed is None else viewed.whole
 
 
 def _numbers_in(args: Iterable[Any], written: Container[int] = ()) -> Iterator[float]:
-    """Numbers, also those in plain tensors on the CPU, as to read others would wait; and digests of sharded tensors.
+    """Numbers, those in plain CPU scalars (others need a device sync), and the digests of sharded tensors.
 
     Args:
-        written: ids of tensors that are results: a GradScaler's flag, say, is each rank's own.
+        written: ids of result tensors, which are skipped: a GradScaler's flag, say, is each rank's own.
     """
     for arg in args:
         if isinstance(arg, int | float):
@@ -175,7 +175,7 @@ def _numbers_in(args: Iterable[Any], written: Container[int] = ()) -> Iterator[f
 
 
 def hash_of(numbers: Iterable[float]) -> int:
-    """Hash of numbers, the same in each process; that of a NaN otherwise is not."""
+    """Hash of numbers that is the same in each process, even for NaN."""
     return hash(tuple(number if number == number else _NAN for number in numbers))
 
 

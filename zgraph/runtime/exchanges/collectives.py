@@ -1,16 +1,17 @@
 """Starting zgraph's collectives: point-to-point between pairs of ranks on gloo, the backend's own elsewhere.
 
-Results are the same, bit for bit. Advantages of point-to-point on gloo (2.11 - 2.13):
+Results are bitwise equal. Advantages of point-to-point on gloo (2.11 - 2.13):
 
 - It uses both directions of a link. In gloo's own all_to_all and all_gather a rank sends data before it announces that
-  it is ready to receive. A late rank queues that announcement behind its data, and its peer sends nothing meanwhile:
-  four ranks got 94 MB/s through links on which TCP gets 119 (`examples/benchmarks/shaped_link.py`), and get 117 so.
-- It stages nothing. ProcessGroupGloo gathers into a buffer of its own and copies the result out of it.
-- It holds nothing. Each of gloo's threads keeps the tensors of its last collective until its next one, up to four
-  buckets.
+  it is ready to receive. A late rank queues that announcement after its data, and its peer sends nothing meanwhile:
+  four ranks got 94 MB/s through links on which TCP gets 119 (`examples/benchmarks/shaped_link.py`); point-to-point
+  gets 117.
+- It needs no staging. ProcessGroupGloo gathers into a buffer of its own and copies the result out of it.
+- It keeps no tensors alive. Each of gloo's threads keeps the tensors of its last collective until its next one, up to
+  four buckets.
 
-Sends between two ranks arrive in the order in which they were started, so ranks have to start the collectives of a
-group in one order, as with the backend's own.
+Sends between two ranks arrive in the order in which they were started, so all ranks must start the collectives of a
+group in the same order, as with the backend's own.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from zgraph.torch_compat.collectives import (
 from zgraph.torch_compat.groups import backend_of, resolve_group
 
 _NUMBERS = 4096
-# First tag of each range: of sends, and of what a gather by host passes on. Far from tags that users choose.
+# First tags of two ranges: for sends, and for parts that a gather by host passes on. Far from tags that users choose.
 _TAGS = (0x7A670000, 0x7A670000 + _NUMBERS)
 
 
@@ -49,7 +50,8 @@ class Route(NamedTuple):
     """Facts about a group that starting a collective needs; the same in every call.
 
     Attributes:
-        backend: backend that moves the group's tensors on the device at hand; "" where none does.
+        group: the process group.
+        backend: the group's backend for tensors on the device in question; "" if it has none.
         point_to_point: whether the collective runs as sends between pairs of ranks: on gloo, from host memory.
         rank: this rank's place in the group.
         others: the other ranks, starting with the next one; only for point-to-point.
@@ -72,15 +74,15 @@ class Route(NamedTuple):
 def bind(
     function: Callable[..., Any], *more: Any, about: Callable[[], About | None] | None = None
 ) -> Callable[..., Any]:
-    """Bind one of this module's functions to one node of a compiled program; its route is found in the first call.
+    """Bind one of this module's functions to one node of a compiled program; the first call finds its route.
 
     Args:
-        function: takes tensors of one device first, the group's name last, then `more`, then `route=`.
+        function: accepts tensors of one device, any other arguments, the group's name, `more`, and `route=`.
         more: arguments that are the same in every call.
-        about: says which exchange a call is, for functions that take `about=`; None: the function takes none.
+        about: returns the identity of a call's exchange, for a function that accepts `about=`; None for others.
 
     Returns:
-        A function without `more` and `route`. It notices when the name has come to mean another group.
+        The function without `more` and `route`. It notices if the name comes to mean another group.
     """
     known: Route | None = None
 
@@ -93,7 +95,7 @@ def bind(
             return function(tensors, *others, *more, route=known)
         return function(tensors, *others, *more, route=known, about=about())
 
-    run.__name__ = function.__name__  # what the generated program calls it
+    run.__name__ = function.__name__  # its name in the generated program
     return run
 
 
@@ -118,7 +120,7 @@ def start_all_gather(
 
 
 def all_gather(shard: Tensor, world: int, group_name: str, *, about: About | None = None) -> Tensor:
-    """`start_all_gather`, waited for at once, which is cheaper where torch need not keep the work in between."""
+    """`start_all_gather` and its wait, which is cheaper when torch need not keep the work in between."""
     route = Route.of(resolve_group(group_name), shard.device)
     if not route.point_to_point:
         return wait(start_all_gather(shard, world, group_name, route=route))
@@ -130,10 +132,10 @@ def all_gather(shard: Tensor, world: int, group_name: str, *, about: About | Non
 def start_hierarchical_gather(shard: Tensor, world: int, group_name: str, number: int, ranks_per_host: int) -> Tensor:
     """All-gather for a group with several ranks on each of several hosts: each part crosses to another host once.
 
-    Four ranks on two hosts; 0 and 2 have the first place on theirs, 1 and 3 the second:
+    Four ranks on two hosts; 0 and 2 are first on their hosts, 1 and 3 second:
 
         start    each sends its part to its own host and to its place on other hosts    0 -> 1, 2    1 -> 0, 3    ...
-        wait     each passes on what came from other hosts to its own                   0 -> 1: 2's  1 -> 0: 3's  ...
+        wait     each passes parts from other hosts on to the ranks of its own          0 -> 1: 2's  1 -> 0: 3's  ...
     """
     group = resolve_group(group_name)
     hosts = hosts_of(group, ranks_per_host)
@@ -158,8 +160,8 @@ def start_hierarchical_gather(shard: Tensor, world: int, group_name: str, number
 class _PassOn(dist.Work):
     """Second half of a gather by host, which runs when its result is waited for.
 
-    It ends when the other ranks of the host wait for it too, so all ranks have to wait for everything in one order: see
-    `zgraph.graph.collective_dispatch.order_of_waits`.
+    It ends when the other ranks of the host wait for it too, so all ranks must wait for all collectives in the same
+    order: see `zgraph.graph.collective_dispatch.order_of_waits`.
     """
 
     def __init__(
@@ -197,10 +199,10 @@ def start_grouped_gather(
 ) -> list[Tensor]:
     """Start several all_gathers, as one launch on NCCL and one by one elsewhere; `finish_group` waits for them.
 
-    gloo's own (2.11 - 2.13) runs as ALLGATHER_COALESCED, which is not safe with several in flight (`all_gather_into`).
+    gloo's own op (2.11 - 2.13) runs as ALLGATHER_COALESCED, which is unsafe with several in flight (`all_gather_into`).
 
     Args:
-        shards: at least one; [n, ...] each.
+        shards: at least one shard; [n, ...] each.
         world, group_name, number, about: as in `start_all_gather`.
     """
     route = route or Route.of(resolve_group(group_name), shards[0].device)
@@ -220,7 +222,7 @@ def start_grouped_gather(
 
 
 def finish_group(started: Sequence[Tensor], group_name: str, *, route: Route | None = None) -> list[Tensor]:
-    """Wait for what `start_grouped_gather` has started; where possible the first result carries all of the work."""
+    """Wait for the gathers of `start_grouped_gather`; where possible the first result carries all of the work."""
     route = route or Route.of(resolve_group(group_name), started[0].device)
     for one in started[: 1 if route.point_to_point or kind_of_backend(route.backend).groups_launches else None]:
         wait(one)
@@ -248,7 +250,7 @@ def start_all_to_all(
 
 
 def all_to_all(pieces: Tensor, splits: Sequence[int], group_name: str, *, about: About | None = None) -> Tensor:
-    """`start_all_to_all` with as many rows to each rank as from it, waited for at once, as `all_gather` is."""
+    """`start_all_to_all` and its wait, with equal splits for input and output; cheaper, as in `all_gather`."""
     route = Route.of(resolve_group(group_name), pieces.device)
     if not route.point_to_point:
         return wait(start_all_to_all(pieces, splits, splits, group_name, route=route))
@@ -270,8 +272,9 @@ def start_all_reduce(
     """[n, ...] of every rank -> [n, ...], reduced in the backend's order, usable after a wait.
 
     Args:
-        in_place: the result overwrites the input.
-        number, about: as in `_start`. On gloo a byte carries the identity: it arrives first, or the wait raises.
+        in_place: whether the result overwrites the input.
+        number, about: as in `_start`. On gloo messages of one byte precede the collective to carry its identity; if
+            they do not match, the wait raises.
     """
     route = route or Route.of(resolve_group(group_name), sent.device)
     if not route.point_to_point or reduction != "sum":
@@ -299,13 +302,13 @@ def start_reduce_scatter(
 
 
 def end_together(group_name: str, about: About) -> None:
-    """Wait until all ranks of a group have come to the same exchange, with as many before it; only point-to-point.
+    """Wait until all ranks of a group have reached the same exchange, after the same number of earlier ones.
 
-    Elsewhere, where exchanges carry no identity, it does nothing.
+    Does nothing unless the group is point-to-point: elsewhere exchanges carry no identity.
     """
     route = Route.of(resolve_group(group_name), torch.device("cpu"))
     if route.point_to_point:
-        parts = [torch.zeros(1, dtype=torch.uint8)] * route.group.size()  # the same byte: nobody reads it
+        parts = [torch.zeros(1, dtype=torch.uint8)] * route.group.size()  # one shared byte: it is never read
         _start(parts, parts, route, None, 0, about)
 
 
@@ -323,10 +326,10 @@ def hosts_of(group: ProcessGroup, ranks_per_host: int) -> list[list[int]]:
 
 
 def is_hierarchical(group: ProcessGroup, ranks_per_host: int) -> bool:
-    """Whether a gather over this group is better started by `start_hierarchical_gather`.
+    """Whether a gather over this group should be started by `start_hierarchical_gather`.
 
-    Sent from each rank to each, a part would cross to another host once for every rank there. Where hosts have unequal
-    numbers of ranks, each rank is treated as a host of its own.
+    Sent from each rank to every other, a part would cross to another host once for every rank there. If hosts have
+    unequal numbers of ranks, each rank is treated as a host of its own.
     """
     hosts = hosts_of(group, ranks_per_host)
     return len(hosts) > 1 and len(hosts[0]) > 1 and len({len(members) for members in hosts}) == 1
@@ -343,11 +346,11 @@ def _start(
     """Exchange parts with every rank; waiting for `result` waits for all receives and sends.
 
     Args:
-        to_fill, to_send: one part for each rank.
+        to_fill, to_send: parts to receive and to send, one for each rank.
         route: the group, and this rank's place in it.
-        result: tensor with which the work is registered; None: it is waited for here.
-        number: number of the collective, the same on all ranks. Given several interfaces, gloo chooses one by the tag.
-        about: which exchange it is, so that it meets no other one; None: whichever the peers start in the same order.
+        result: tensor for which the work is registered; None: wait here.
+        number: number of the collective, the same on all ranks. With several interfaces, gloo chooses one by the tag.
+        about: identity of the exchange, so that it never meets another one; None: exchanges are matched by order.
     """
     sends, receives = [part.nbytes for part in to_send], [part.nbytes for part in to_fill]
     works = _messages(to_fill, to_send, route, number, about)
@@ -366,7 +369,7 @@ def _messages(
     else:
         tags = {nbytes: tag_of(about.key, number, nbytes) for nbytes in sizes}
 
-    # Receives first: announced before anything is sent, they queue behind no data.
+    # Receives first: announced before anything is sent, they do not queue after data.
     works = [group.recv([to_fill[peer]], peer, tags[receives[peer]]) for peer in reversed(others) if receives[peer]]
     return works + [group.send([to_send[peer]], peer, tags[sends[peer]]) for peer in others if sends[peer]]
 
@@ -374,7 +377,7 @@ def _messages(
 def _identified(
     result: Tensor, start: Callable[[], dist.Work | None], route: Route, number: int, about: About | None
 ) -> Tensor:
-    """Start a collective of the backend's, and before it messages of a byte that say which exchange it is."""
+    """Start one of the backend's collectives, preceded by messages of one byte that carry its identity."""
     parts = [torch.zeros(1, dtype=torch.uint8)] * route.group.size()
     works = [] if about is None else _messages(parts, parts, route, number, about)
     work = start()
@@ -393,7 +396,7 @@ def _register(
     sends: Sequence[int],
     receives: Sequence[int],
 ) -> None:
-    """Let `wait(result)` wait for all of these; without a result, wait here."""
+    """Make `wait(result)` wait for all these works; without a result, wait here."""
     if about is not None and works:
         works = [Exchange(works, about, number, route.group, sends, receives)]
     for work in works:

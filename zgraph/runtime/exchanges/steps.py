@@ -1,4 +1,4 @@
-"""Steps of optimizers on sharded parameters: all ranks take them together, and none on gradients that wait."""
+"""Steps of optimizers on sharded parameters: ranks step together, and never on gradients not yet reduced."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from zgraph.torch_compat.groups import resolve_group
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """What one call of `zgraph.shard` has sharded.
+    """The parameters sharded by one call of `zgraph.shard`.
 
     Attributes:
-        exchanges: count of its exchanges.
+        exchanges: count of their exchanges.
         group_names: names of the groups of the mesh's axes.
-        states: of its parameters.
-        divisor: by which the sum of all ranks' gradients is divided.
+        states: their states.
+        divisor: divisor of the sum of all ranks' gradients.
     """
 
     exchanges: Exchanges
@@ -54,14 +54,15 @@ class Model:
         """Wait until all ranks end the step, and compare their exchanges, optimizer options and changes.
 
         Args:
+            options: (name, value) of the optimizer's numeric options.
             stepping: parameters by their ids.
             state: tensors of the optimizer's state, which the loop may have changed, too, with the origins of their
                 parameters.
-            number: hash of what else the step computes with.
-            detail: describes it for the error; not compared.
+            number: hash of the step's other inputs.
+            detail: description of them for the error; not compared.
 
         Raises:
-            AgreementError: a rank has had others.
+            AgreementError: a rank's differ.
         """
         found = [(state.name, state.parameter) for state in self.states if state.is_among(stepping)]
         grads = gradients_of([parameter for _, parameter in found])
@@ -85,12 +86,12 @@ class Model:
             detail: description of the arguments for the error; not compared.
 
         Raises:
-            AgreementError: one does something else.
+            AgreementError: a rank does something else.
         """
         self._wait(self.exchanges.meeting(call, options, number, detail))
 
     def reduced(self, loss: Tensor) -> Tensor:
-        """A number of each rank's batch as gradients are: summed over the ranks and divided, the same on all of them.
+        """Reduce a number of each rank's batch as gradients are: sum it over the ranks and divide it.
 
         Raises:
             AgreementError: a rank does something else.
@@ -103,29 +104,29 @@ class Model:
 
     def _wait(self, about: About) -> None:
         for place, group_name in enumerate(self.group_names):
-            end_together(group_name, about._replace(key=hash((about.key, place))))  # another one in each group
+            end_together(group_name, about._replace(key=hash((about.key, place))))  # another key in each group
 
 
 def _put_sharded_gradient(parameter: Tensor, grad: Tensor) -> DTensor:
-    """Replace a plain gradient, which the loop has assigned, by this rank's part of it; all ranks must have it."""
+    """Replace a plain gradient that the loop has assigned by this rank's part of it; all ranks must have the same."""
     sharded = cast(DTensor, parameter)
     whole = grad.detach().to(sharded.device_mesh.device_type)
     placed = distribute_tensor(whole, sharded.device_mesh, sharded.placements, src_data_rank=None)
     made = dtensor_like(local_of(placed).to(grad.device), sharded)
-    made.digest = checksum([grad])  # pyright: ignore[reportAttributeAccessIssue]  # of its class, that of the parameter
+    made.digest = checksum([grad])  # pyright: ignore[reportAttributeAccessIssue]  # it is of the parameter's class
     parameter.grad = made
     return made
 
 
 class Guarded(Protocol):
-    """What optimizers step on: a scope."""
+    """A scope whose parameters optimizers step on."""
 
     accumulation: Accumulation
     models: list[Model]
 
 
 def guard_steps(scope: Guarded) -> None:
-    """Refuse steps of optimizers on gradients that wait; let ranks step together, each after as many exchanges."""
+    """Refuse optimizer steps on gradients not yet reduced; let ranks step together, after equally many exchanges."""
     watched = weakref.ref(scope)
 
     def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
@@ -162,13 +163,13 @@ def _compared(
     stepping: Mapping[int, Tensor],
     accumulation: Accumulation,
 ) -> Callable[[], object]:
-    """A closure for `optimizer.step` after which ranks compare the gradients that it has left.
+    """Wrap a closure for `optimizer.step` so that ranks compare the gradients that it computes.
 
-    It returns the loss of all ranks, by which an optimizer may choose its step, to LBFGS and to optimizers that are not
-    torch's. The others return the loss and do not read it.
+    LBFGS and optimizers that are not torch's may choose their step by the loss, so they receive the loss reduced over
+    all ranks. The other optimizers return the loss without reading it.
     """
     reads = isinstance(optimizer, torch.optim.LBFGS) or not type(optimizer).__module__.startswith("torch.optim")
-    reads = reads and not hasattr(closure, "is_compared")  # by an optimizer that wraps this one
+    reads = reads and not hasattr(closure, "is_compared")  # compared already by an optimizer that wraps this one
 
     def called() -> object:
         for model in models:
@@ -190,7 +191,7 @@ def _compared(
 
 
 def members_of(optimizer: torch.optim.Optimizer) -> tuple[int, str]:
-    """Which parameters each group of an optimizer has, and how far their state is: a hash, and a text for errors."""
+    """A hash, and a text for errors, of the parameters in an optimizer's groups and the progress of their state."""
     members = [tuple(map(origin_of_parameter, group["params"])) for group in optimizer.param_groups]
     states = [one for one in optimizer.state.values() if isinstance(one, Mapping)]
     step = _number(states[0].get("step", 0)) if states else 0
@@ -215,10 +216,10 @@ def state_of(optimizer: torch.optim.Optimizer) -> list[tuple[Tensor, int]]:
 
 
 def numbers_of(optimizers: Iterable[torch.optim.Optimizer], *, of_tensors: bool = False) -> Options:
-    """The numbers in the options of optimizers, group by group; tensors only on the CPU: to read others waits for them.
+    """The numeric options of optimizers, group by group. Tensors count only on the CPU: reading others would block.
 
     Args:
-        of_tensors: only the tensors.
+        of_tensors: return only numbers in tensors.
     """
     optimizers = tuple(optimizers)
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
@@ -240,17 +241,17 @@ def _entries(value: Any) -> tuple[Any, ...]:
 
 
 def check_all_sharded(stepping: Iterable[Tensor]) -> None:
-    """Refuse what zgraph does not reduce in an optimizer with what it does.
+    """Refuse an optimizer that mixes parameters whose gradients zgraph reduces with others.
 
     Raises:
-        ZgraphError: of parameters that are trained, some are shards, and one is a plain tensor.
+        ZgraphError: among the trained parameters are shards and a plain tensor.
     """
     trained = [one for one in stepping if one.requires_grad]
     plain = [one for one in trained if not isinstance(one, DTensor)]
     if plain and any(isinstance(one, DTensor) and one.device_mesh.size() > 1 for one in trained):
         raise ZgraphError(
-            f"zgraph: the optimizer steps a parameter {list(plain[0].shape)} that is not sharded, beside sharded ones: "
-            "zgraph does not average its gradient over the ranks. Call zgraph.shard on the module that holds it, too, "
-            "before the optimizer is made; or give it an optimizer of its own, if ranks are to differ in it, or "
-            "something else averages its gradient."
+            f"zgraph: the optimizer steps a parameter {list(plain[0].shape)} that is not sharded, together with "
+            "sharded ones: zgraph does not average its gradient over the ranks. Call zgraph.shard on the module that "
+            "holds it, too, before the optimizer is made; or give it an optimizer of its own, if ranks should differ "
+            "in it or something else averages its gradient."
         )

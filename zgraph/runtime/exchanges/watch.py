@@ -1,14 +1,14 @@
-"""A watch over exchanges that do not end: has a peer gone another way?
+"""A watch over exchanges that do not end because a peer has started different ones.
 
-A rank that has waited for an exchange for some time publishes what it waits for to the rendezvous store, and reads what
-its peers wait for. Two ranks that wait for different exchanges, neither of which the other has started, wait forever:
-each is told so, and receives the messages it waits for, without meaning, so that its wait ends. What it has received is
-then not used: the wait raises an AgreementError that names both exchanges.
+A rank that has waited for an exchange for some time publishes that exchange to the rendezvous store, and reads which
+ones its peers wait for. Two ranks that wait for different exchanges, neither of which the other has started, would wait
+forever. Each is told so by the other and sent dummy messages, so that its wait ends. The received data is not used: the
+wait raises an AgreementError that names both exchanges.
 
     rank 0   starts A ......... waits for A: publishes "A"     has not started B; rank 1 has not started A
     rank 1   starts B ......... waits for B: publishes "B"     has not started A; rank 0 has not started B
 
-A slow peer is no such case: it has started what it is waited for, or waits for nothing.
+A slow peer is not such a case: it has started the exchange in question, or waits for nothing.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from zgraph.runtime.exchanges.identity import About, Exchanges, exchanges_of, ta
 from zgraph.torch_compat.fake_values import without_fake_mode
 from zgraph.torch_compat.groups import resolve_group
 
-PATIENCE_S = 1.0  # of a wait, before the store is asked
+PATIENCE_S = 1.0  # duration of a wait before the store is consulted
 _LOOK_S = 0.25
-_REMEMBERED = 4096  # exchanges that have been started; far more than are ever under way
+_REMEMBERED = 4096  # most recently started exchanges; far more than are ever under way
 ADVICE = (
     "All ranks must call the same parts of the model in the same order, and make the same calls outside of it: take "
     "them out of `if rank == 0:`. Where the layers that run depend on the rank, draw them alike on all ranks, or name "
@@ -51,11 +51,11 @@ class Exchange(dist.Work):
     """The messages of one exchange as one work, whose wait is watched.
 
     Args:
-        works: of the messages.
-        about: which exchange it is.
+        works: works of the messages.
+        about: identity of the exchange.
         place: its number in its graph.
-        group: of the ranks that take part.
-        sends, receives: bytes to each rank of the group, and from it.
+        group: group of the participating ranks.
+        sends, receives: bytes sent to, and received from, each rank of the group.
     """
 
     def __init__(
@@ -93,16 +93,16 @@ class Exchange(dist.Work):
 
 
 class Watch:
-    """Watches what this rank waits for; one for each rendezvous store.
+    """Watches the exchange that this rank waits for; one for each rendezvous store.
 
-    An exchange that ends in time costs no more than the assignments of `Exchange`: a thread looks now and then whether
-    this rank still waits for the same one.
+    An exchange that ends in time costs only the assignments in `Exchange`: a thread checks now and then whether this
+    rank still waits for the same one.
 
     Attributes:
-        waits: what this rank waits for.
-        published: what the store says of it, as JSON, as soon as a peer may read it; "" means nothing.
-        announced: why this rank will not start exchanges of this model that peers may wait for, if they have not
-            failed like it; until it starts another exchange.
+        waits: the exchange that this rank waits for.
+        published: its description in the store, as JSON, set as soon as a peer may read it; "" if there is none.
+        announced: error and model of a failed call, until this rank starts another exchange: peers that have not failed
+            may wait for exchanges of the model that this rank will not start.
         started: key, place, and bytes to and from each rank, of the last exchanges that this rank has started.
     """
 
@@ -113,14 +113,14 @@ class Watch:
         self.announced: tuple[str, Exchanges] | None = None
         self.started: deque[tuple[int, int, Sequence[int], Sequence[int]]] = deque(maxlen=_REMEMBERED)
         self._store = PrefixStore("zgraph/watch", store)
-        self._seen: list[int] | None = None  # key of what this rank has waited for, since when: it would keep a model
-        self._since = 0.0
-        self._sent: list[Any] = []  # messages without meaning, and their memory
-        self._lock = threading.Lock()  # of what is published
+        self._seen: list[int] | None = None  # key of the exchange last seen waiting; itself it would keep a model alive
+        self._since = 0.0  # when it was first seen
+        self._sent: list[Any] = []  # dummy messages, and their memory
+        self._lock = threading.Lock()  # guards the published text
         threading.Thread(target=_look_again, args=(weakref.ref(self),), daemon=True).start()
 
     def end(self, exchange: Exchange) -> str:
-        """End a wait of which peers may know; why what it has received must not be used, or ""."""
+        """End a wait that peers may know of; return why the received data must not be used, or ""."""
         with self._lock:
             self.waits = None
             self._store.set(f"waits/{self.rank}", "")
@@ -128,7 +128,7 @@ class Watch:
         text = self._read(f"told/{self.rank}/{exchange.key}")
         if text:
             exchange.about.exchanges.restart()
-            # Who has told this rank may wait for an answer, which the thread has not given yet.
+            # The peer that told this rank may itself wait for a refusal, which the thread has not sent yet.
             for rank in dist.get_process_group_ranks(exchange.group):
                 found = self.stuck(rank) if rank != self.rank else None
                 if found is not None:
@@ -136,7 +136,7 @@ class Watch:
         return text
 
     def stuck(self, rank: int) -> dict[str, Any] | None:
-        """What a peer waits for that this rank has not started and takes part in; None: nothing like that."""
+        """The exchange that a peer waits for, if this rank is part of it but has not started it; else None."""
         text = self._read(f"waits/{rank}")
         found: dict[str, Any] = json.loads(text) if text else {}
         if self.rank not in found.get("ranks", ()):
@@ -148,7 +148,7 @@ class Watch:
         return found
 
     def tell(self, rank: int, found: dict[str, Any], text: str) -> None:
-        """End the wait of a stuck peer, which raises the text as an AgreementError."""
+        """End the wait of a stuck peer, which then raises the text as an AgreementError."""
         place = f"told/{rank}/{found['key']}"
         if self._read(f"{place}/by/{self.rank}"):
             return
@@ -158,7 +158,7 @@ class Watch:
         peer = found["ranks"].index(rank)
         sends, receives = found["messages"][str(self.rank)]  # as the peer sees it
         key, place = found["key"]
-        with without_fake_mode():  # a rank that compiles tells others as well
+        with without_fake_mode():  # this rank may be compiling
             if receives:
                 empty = torch.zeros(receives, dtype=torch.uint8)
                 self._sent.append((empty, group.send([empty], peer, tag_of(key, place, receives))))
@@ -167,7 +167,7 @@ class Watch:
                 self._sent.append((empty, group.recv([empty], peer, tag_of(key, place, sends))))
 
     def look(self) -> None:
-        """Compare what this rank waits for with what its peers do."""
+        """Compare the exchange that this rank waits for with those of its peers."""
         exchange = self.waits
         key = None if exchange is None else exchange.key
         if key != self._seen:
@@ -185,8 +185,8 @@ class Watch:
         peers = {rank: self.stuck(rank) for rank in ranks if rank != self.rank}
         self._publish(exchange, _text(exchange, ranks, {rank: found["key"] for rank, found in peers.items() if found}))
         for rank, found in peers.items():
-            # The peer was stuck in this very wait when it found that it lacks what this rank waits for, and stays so
-            # as long as this rank, which waits, does not start what the peer waits for.
+            # The peer was in this very wait when it saw that it had not started the exchange this rank waits for. It
+            # stays stuck as long as this rank, itself waiting, does not start the exchange that the peer waits for.
             if found is None or found["missing"].get(str(self.rank)) != exchange.key or self.waits is not exchange:
                 continue
             waits = {self.rank: str(exchange.about), rank: found["about"]}
@@ -204,12 +204,12 @@ class Watch:
     def _publish(self, exchange: Exchange | None, text: str) -> None:
         with self._lock:
             if text != self.published and self.waits is exchange:
-                self.published = text  # first: who reads it may end the wait at once
+                self.published = text  # first: a peer that reads the store may end the wait immediately
                 self._store.set(f"waits/{self.rank}", text)
 
 
 def _text(exchange: Exchange, ranks: Sequence[int], missing: Mapping[int, list[int]]) -> str:
-    """What a rank publishes of its wait; `missing`: what its peers wait for, and it has not started."""
+    """The published description of a wait; `missing`: by peer, an exchange it waits for that this rank lacks."""
     messages = zip(ranks, exchange.sends, exchange.receives, strict=True)
     return json.dumps(
         {
@@ -226,7 +226,7 @@ def _text(exchange: Exchange, ranks: Sequence[int], missing: Mapping[int, list[i
 
 @contextlib.contextmanager
 def announcing(handles: Sequence[Tensor]) -> Generator[None]:
-    """Tell the peers of an error of zgraph's own, so that none waits for what this rank does not start any more."""
+    """Announce a ZgraphError to peers, so that none waits for exchanges that this rank will no longer start."""
     try:
         yield
     except ZgraphError as error:
@@ -256,5 +256,5 @@ def _look_again(watched: weakref.ref[Watch]) -> None:
 
 @functools.lru_cache(maxsize=1)
 def watch_of(store: Store) -> Watch:
-    """The watch that asks this store; that of an earlier store ends."""
+    """The watch for this store; the watch of an earlier store ends."""
     return Watch(store, dist.get_rank())

@@ -1,8 +1,8 @@
-"""How a file may be transferred: directly, past the page cache, where the filesystem shows that it can; else buffered.
+"""Choice between direct transfers of a file, which bypass the page cache, and buffered ones.
 
 Linux keeps direct transfers and mappings of one file coherent: dirty pages are written before a direct read, and pages
 are dropped around a direct write. That holds for transfers and accesses that do not overlap in time, which is the rule
-for tensors. A network or FUSE filesystem may do otherwise, so that each folder tries it once.
+for tensors. A network or FUSE filesystem may behave differently, so each folder is tested once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from zgraph.tiers.disk.buffers import Buffers
 from zgraph.tiers.disk.space import Space
 from zgraph.tiers.disk.system_calls import BLOCK, HUGE_PAGE, address_of, blocks, view
 
-# Memory that devices transfer from: torch allocates at multiples of 64 bytes, old kernels and many devices ask for 512.
+# Memory alignments to try: torch allocates at multiples of 64 bytes; old kernels and many devices require 512.
 _ALIGNMENTS = (64, 512, BLOCK)
 
 
@@ -29,10 +29,10 @@ class Access:
     """Descriptors of a file.
 
     Attributes:
-        buffered: takes any range and memory.
-        direct: takes blocks from and to aligned memory; None where the filesystem has no direct transfers.
-        alignment: of that memory, in bytes.
-        buffers: memory of large reads.
+        buffered: descriptor for transfers of any range from or to any memory.
+        direct: descriptor for transfers of whole blocks from or to aligned memory; None if the filesystem has none.
+        alignment: alignment in bytes that direct transfers require of memory.
+        buffers: memory for large reads.
     """
 
     buffered: int
@@ -43,7 +43,7 @@ class Access:
     def buffer(self, nbytes: int) -> Tensor:
         """Make a [nbytes] uint8 tensor in memory, aligned for direct transfers and with room up to the next block.
 
-        Large ones consist of huge pages where the system has them, and use memory of earlier ones again.
+        Large buffers consist of huge pages if the system has them, and reuse the memory of earlier ones.
         """
         if self.direct is None:
             return torch.empty(nbytes, dtype=torch.uint8)
@@ -55,7 +55,7 @@ class Access:
 
 
 def open_access(space: Space) -> Access:
-    """Try direct transfers on two blocks of the file, and take them where they work and agree with a mapping."""
+    """Test direct transfers on two blocks of the file, and use them if they work and agree with a mapping."""
     direct = reopen_direct(space.fd)
     if direct is None:
         return Access(space.fd, None)
@@ -72,7 +72,7 @@ def open_access(space: Space) -> Access:
 
 
 def reopen_direct(fd: int) -> int | None:
-    """Open a file once more, for direct transfers; None where that is impossible."""
+    """Open a file once more, for direct transfers; return None if that is impossible."""
     with contextlib.suppress(OSError):
         return os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
     return None
@@ -82,7 +82,7 @@ def _smallest_alignment(direct: int, offset: int) -> int | None:
     with mmap.mmap(-1, 3 * BLOCK) as pages:
         start = address_of(pages)
         for alignment in _ALIGNMENTS:
-            # Not BLOCK itself: a multiple of all that are tried would tell nothing.
+            # An offset of BLOCK itself would prove nothing: it is a multiple of every alignment tried.
             memory = [view(start + alignment % BLOCK, 2 * BLOCK)]
             with contextlib.suppress(OSError):
                 if os.pwritev(direct, memory, offset) == os.preadv(direct, memory, offset) == 2 * BLOCK:
@@ -91,7 +91,7 @@ def _smallest_alignment(direct: int, offset: int) -> int | None:
 
 
 def _agrees_with_mapping(direct: int, offset: int, mapped: ctypes.Array[ctypes.c_char]) -> bool:
-    """Whether a direct read sees what was stored in the mapping, and the mapping what was written directly."""
+    """Whether a direct read sees stores to the mapping, and the mapping sees a direct write."""
     with mmap.mmap(-1, 2 * BLOCK) as pages:
         mapped.raw = b"\1" * (2 * BLOCK)
         os.preadv(direct, [pages], offset)

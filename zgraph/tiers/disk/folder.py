@@ -1,4 +1,4 @@
-"""Tensors on disk: mapped at rest, and read and written in the background beside a computing thread.
+"""Tensors on disk: mapped into memory, and read and written in the background during compute.
 
     with DiskFolder("/nvme/scratch", rank=rank) as disk:
         moment = disk.empty((4096, 4096), torch.float32, "layers.0.weight.exp_avg")   # a CPU tensor over a mapped file
@@ -6,12 +6,13 @@
         values = reading.wait()                                                       # in memory
         disk.start_write(values.mul_(0.9), moment).wait()
 
-Plain preadv and pwritev in a thread each, and one for second halves of large reads, past the page cache, in which small
-tensors stay. DeepSpeed's aio bypasses the page cache, too, but reserves no space and keeps no order.
+Reads use preadv and writes pwritev, each in a thread of its own; another thread reads the second halves of large reads.
+They bypass the page cache, in which small tensors stay. DeepSpeed's aio bypasses the page cache, too, but reserves no
+space and keeps no order.
 
-Rule: nobody reads or writes a tensor through its mapping while a transfer of it is under way, that is from `start_read`
-or `start_write` until `wait`; nor a buffer that is being read into or written. Transfers of one tensor keep their order
-among themselves, and the mapping and later transfers see what earlier ones have written.
+Rule: do not access a tensor through its mapping while one of its transfers is under way, that is from `start_read` or
+`start_write` until `wait`; nor a buffer that is being filled or written. Transfers of one tensor keep their order, and
+the mapping and later transfers see everything that earlier ones have written.
 """
 
 from __future__ import annotations
@@ -46,14 +47,14 @@ class Read:
         self._future = future
 
     def done(self) -> bool:
-        """Whether `wait` returns at once."""
+        """Whether `wait` returns immediately."""
         return self._future.done()
 
     def wait(self) -> Tensor:
         """Wait for the end of the read and return the buffer.
 
         Raises:
-            DiskError: it failed, or the last write of this tensor had.
+            DiskError: the read failed, or an earlier write of this tensor did.
         """
         return _result(self._future)
 
@@ -65,14 +66,14 @@ class Write:
         self._future, self._seen = future, seen
 
     def done(self) -> bool:
-        """Whether `wait` returns at once."""
+        """Whether `wait` returns immediately."""
         return self._future.done()
 
     def wait(self) -> None:
-        """Wait until the bytes are in the file; it survives this process no longer than that, so they are not synced.
+        """Wait until the bytes are in the file; they are not synced, because the file does not outlive the process.
 
         Raises:
-            DiskError: it failed.
+            DiskError: the write failed.
         """
         if self._future.result() is not None:
             self._seen()
@@ -80,17 +81,17 @@ class Write:
 
 
 class DiskFolder:
-    """Tensors of one rank in a file without a name, in a folder of the user's.
+    """Tensors of one rank in an unnamed file in the user's folder.
 
-    The file is gone when the process is, however it ends: nothing of a run is ever left in the folder. Ranks, and other
-    runs, may use the same folder at once. In a forked process the tensors can be read; the folder is the parent's.
+    The file disappears with the process, however it ends: a run leaves nothing in the folder. Several ranks and runs
+    may use the same folder concurrently. A forked process can read the tensors; the folder stays the parent's.
 
     Args:
-        path: a folder, on a disk with room; made if only the last part of the path is missing.
-        rank: named in errors.
+        path: a folder on a disk with room; made if only the last part of the path is missing.
+        rank: rank to name in errors.
 
     Raises:
-        DiskError: the path cannot be made, is not a directory, not writable, or its disk is full.
+        DiskError: the folder cannot be made, is not a directory or not writable, or its disk is full.
 
     Warns:
         ZgraphWarning: the folder is in memory, a tmpfs.
@@ -110,24 +111,25 @@ class DiskFolder:
         self._reader = ThreadPoolExecutor(1, f"zgraph-disk-read-{rank}")
         self._writer = ThreadPoolExecutor(1, f"zgraph-disk-write-{rank}")
         self._process = os.getpid()
-        # What is started under it is in order for both workers. A transfer that is done by then ends under it, too.
+        # Held while a transfer is submitted, so that both workers see one order; and by a transfer's done callback,
+        # which runs inside the submission if the transfer has already ended.
         self._lock = threading.RLock()
         self._closed = False
-        self._unseen: dict[Slot, DiskError] = {}  # failed writes that nobody has waited for
+        self._unseen: dict[Slot, DiskError] = {}  # failed writes that have not been waited for
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, name: str) -> Tensor:
         """Make a contiguous CPU tensor whose storage is a mapped range of the file; its space is reserved.
 
-        It is a tensor as any other to optimizers, `state_dict` and checkpoints; a copy of it is in memory. Its space
-        is given back when its storage dies.
+        To optimizers, `state_dict` and checkpoints it is an ordinary tensor; copies of it are in memory. Its space is
+        freed when its storage dies.
 
         Args:
-            shape: any, also () and with zeros.
-            dtype: any.
-            name: of the parameter or state, for errors.
+            shape: any shape, also () and with zeros.
+            dtype: any dtype.
+            name: name of the parameter or state, for errors.
 
         Raises:
-            DiskError: there is no space for it; says how many bytes are lacking, and keeps none.
+            DiskError: there is not enough space; the message says how many bytes are lacking, and none are kept.
         """
         plan = torch.empty(tuple(shape), dtype=dtype, device="meta")
         with self._lock:
@@ -137,20 +139,19 @@ class DiskFolder:
         return torch.empty(0, dtype=dtype).set_(storage, 0, plan.shape, plan.stride())
 
     def is_on_disk(self, tensor: Tensor) -> bool:
-        """Whether a tensor, or that of which it is a view, was made by `empty` of this folder."""
+        """Whether a tensor, or the base of a view, was made by `empty` of this folder."""
         return self._slot(tensor) is not None
 
     def start_read(self, tensor: Tensor) -> Read:
         """Start reading a tensor of this folder into new memory, after the writes of it that have been started.
 
-        All reads that have been started have their results in memory; up to 128 MiB of earlier results are kept to be
-        used again.
+        Every started read holds memory for its result; up to 128 MiB of earlier results are kept for reuse.
 
         Args:
-            tensor: made by `empty`, or a contiguous view; views at multiples of 4 KiB are as fast.
+            tensor: a tensor made by `empty`, or a contiguous view; views at multiples of 4 KiB are as fast.
 
         Raises:
-            DiskError: the folder is closed. What happens later is raised by `Read.wait`.
+            DiskError: the folder is closed. Later errors are raised by `Read.wait`.
             ValueError: the tensor does not fit the description above.
         """
         part = self._part("start_read", tensor)
@@ -163,16 +164,16 @@ class DiskFolder:
         return Read(self._start_reading("start_read", part, read))
 
     def start_read_in_pieces(self, tensor: Tensor, pieces: Generator[Tensor]) -> Read:
-        """Start reading a tensor of this folder piece by piece, for who cannot hold all of it in the host's memory.
+        """Start reading a tensor of this folder piece by piece, if the host cannot hold all of it in memory.
 
         Args:
             tensor: as for `start_read`; `Read.wait` returns it.
-            pieces: yields flat CPU tensors of uint8, which have its bytes together, in order. The next one is asked
-                for, in the thread that reads, once one has been filled; an error that it raises is raised by
-                `Read.wait`. Closed at the end, also of a read that fails.
+            pieces: generator of flat uint8 CPU tensors, which together have the tensor's size and are filled in order.
+                The reading thread fetches the next one once one has been filled. `Read.wait` raises the generator's
+                errors. It is closed at the end, even if the read fails.
 
         Raises:
-            DiskError: the folder is closed. What happens later is raised by `Read.wait`.
+            DiskError: the folder is closed. Later errors are raised by `Read.wait`.
             ValueError: the tensor does not fit the description above.
         """
         part = self._part("start_read_in_pieces", tensor)
@@ -188,14 +189,14 @@ class DiskFolder:
     def start_write(self, source: Tensor, tensor: Tensor) -> Write:
         """Start writing to a tensor of this folder, after the transfers of it that have been started.
 
-        A write that fails and that nobody waits for is raised by the next read of the tensor, or by `close`.
+        If a failed write is not waited for, the next read of the tensor, or `close`, raises its error.
 
         Args:
             source: contiguous CPU tensor of the same shape and dtype; kept alive until it is written.
             tensor: as for `start_read`.
 
         Raises:
-            DiskError: the folder is closed. What happens later is raised by `Write.wait`.
+            DiskError: the folder is closed. Later errors are raised by `Write.wait`.
             ValueError: a tensor does not fit the description above.
         """
         part = self._part("start_write", tensor)
@@ -206,11 +207,11 @@ class DiskFolder:
         """Start writing to a tensor of this folder piece by piece, after its transfers that have been started.
 
         Args:
-            pieces: as for `start_read_in_pieces`; the next one is asked for once one has been written.
+            pieces: as for `start_read_in_pieces`; the next one is fetched once one has been written.
             tensor: as for `start_read`.
 
         Raises:
-            DiskError: the folder is closed. What happens later is raised by `Write.wait`.
+            DiskError: the folder is closed. Later errors are raised by `Write.wait`.
             ValueError: the tensor does not fit the description above.
         """
         part = self._part("start_write_in_pieces", tensor)
@@ -223,21 +224,21 @@ class DiskFolder:
         return self._start_writing("start_write_in_pieces", part, tensor, write)
 
     def finish(self) -> None:
-        """Wait for all transfers that have been started; errors stay with those who wait for them."""
+        """Wait for all started transfers; their errors are still raised only by their own `wait`."""
         with self._lock:
             ends = [] if self._closed else [self._reader.submit(int), self._writer.submit(int)]
         wait(ends)
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes on disk of all tensors that are alive, each rounded up to 4 KiB."""
+        """Bytes on disk of all live tensors, each rounded up to 4 KiB."""
         return self._space.used_bytes
 
     def close(self) -> None:
-        """Wait for what has been started, and close the file. Tensors can still be read and written through mappings.
+        """Wait for all started transfers, and close the file. Tensors stay readable and writable through mappings.
 
         Raises:
-            DiskError: a write failed that nobody has waited for.
+            DiskError: a write failed and has not been waited for.
         """
         with self._lock:
             if self._closed or os.getpid() != self._process:
@@ -262,7 +263,7 @@ class DiskFolder:
         try:
             self.close()
         except DiskError:
-            if error is None:  # otherwise it would hide what came first
+            if error is None:  # otherwise it would hide the first error
                 raise
 
     def _start_reading(self, doing: str, part: Part, job: Callable[[], Result]) -> Future[Result | DiskError]:
@@ -300,7 +301,7 @@ class DiskFolder:
             except DiskError as error:
                 slot.error = self._unseen[slot] = _without_frames(error)
                 return slot.error
-            except BaseException as error:  # of who gives the pieces
+            except BaseException as error:  # raised by the generator of pieces
                 slot.error = DiskError(f"{self._who}: {doing} of {slot.name} was given up: {error}")
                 raise
             if part.nbytes == slot.nbytes:
@@ -325,35 +326,35 @@ class DiskFolder:
 
     def _slot(self, tensor: Tensor) -> Slot | None:
         storage = tensor.untyped_storage()
-        if storage.device.type != "cpu":  # that of a fake tensor is "meta"
+        if storage.device.type != "cpu":  # a fake tensor's is "meta"
             return None
         try:
             return self._space.slot_at(storage.data_ptr())
-        except RuntimeError:  # that of a DTensor, whose local part it is that can be on disk, has no address
+        except RuntimeError:  # a DTensor's storage has no address; only its local part can be on disk
             return None
 
     def _part(self, doing: str, tensor: Tensor) -> Part:
         slot = self._slot(tensor)
         if slot is None:
             raise ValueError(
-                f"{doing}: a tensor of shape {list(tensor.shape)} on {tensor.device} does not lie in "
+                f"{doing}: a tensor of shape {list(tensor.shape)} on {tensor.device} is not stored in "
                 f"{self._space.path}; give one that `empty` of this folder made, or a view, not a copy"
             )
         if not tensor.is_contiguous():
             raise ValueError(
                 f"{doing}: a view of {slot.name} with shape {list(tensor.shape)} and strides {tensor.stride()} is not "
-                f"contiguous; transfer what it is a view of"
+                f"contiguous; transfer the whole tensor"
             )
         return Part(slot, int(tensor.storage_offset()) * tensor.itemsize, tensor.numel() * tensor.itemsize)
 
     def _check_open(self, doing: str) -> None:
         if os.getpid() != self._process:
             raise DiskError(
-                f"{self._who}: {doing} in process {os.getpid()}, which was forked from that of the folder, "
+                f"{self._who}: {doing} in process {os.getpid()}, which was forked from the folder's process "
                 f"{self._process}; make a folder in each process"
             )
         if self._closed:
-            raise DiskError(f"{self._who}: {doing} after close; close it when the last transfer has been started")
+            raise DiskError(f"{self._who}: {doing} after close; close it after the last transfer has been started")
 
 
 def _room_in(memory: Tensor) -> int:
@@ -362,7 +363,7 @@ def _room_in(memory: Tensor) -> int:
 
 
 def _pieces_of(part: Part, buffers: Iterable[Tensor]) -> Iterator[tuple[Part, Tensor]]:
-    """The parts of a part that buffers hold, one after the other."""
+    """Split a part into consecutive parts of the buffers' sizes."""
     done = 0
     for buffer in buffers:
         yield Part(part.slot, part.start + done, buffer.nbytes), buffer
@@ -381,7 +382,7 @@ def _check_source(source: Tensor, tensor: Tensor) -> None:
 
 
 def _without_frames(error: DiskError) -> DiskError:
-    """The error as the result of a job: its frames would keep tensors alive for as long as somebody has the error."""
+    """Drop an error's traceback, whose frames would keep tensors alive as long as the error."""
     if error.__cause__ is not None:
         error.__cause__.__traceback__ = None
     return error.with_traceback(None)

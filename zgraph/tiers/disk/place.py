@@ -1,8 +1,8 @@
-"""Files without a name in a folder of the user's: however the process ends, the kernel frees their space.
+"""Unnamed files in the user's folder: however the process ends, the kernel frees their space.
 
-A name would have to be removed by the next run, which must tell files of the dead from those of the living. Without one
-there is nothing to clean, no second process opens the file, and nobody removes or truncates it by mistake. What a run
-takes is seen by `df`, `lsof +L1` and `ls -l /proc/PID/fd`.
+A named file would have to be removed by the next run, which cannot easily tell the files of dead processes from those
+of live ones. An unnamed file needs no cleaning, cannot be opened by a second process, and is not removed or truncated
+by mistake. `df`, `lsof +L1` and `ls -l /proc/PID/fd` show the space that a run uses.
 """
 
 from __future__ import annotations
@@ -21,44 +21,43 @@ _PREFIX = ".zgraph-disk"
 
 
 def open_anonymous(folder: Path, who: str) -> int:
-    """Open a new file without a name in a folder, for reading and writing; makes the folder if it is missing.
+    """Open a new unnamed file in a folder, for reading and writing; make the folder if it is missing.
 
     Raises:
-        DiskError: the path is not a folder, or not one to write to, or the folder that it is to lie in is missing.
+        DiskError: the path is not a writable folder, or its parent folder is missing.
     """
     ensure(folder, who)
     try:
         return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        # EISDIR: a kernel or filesystem that does not know O_TMPFILE sees a directory opened for writing.
+        # EISDIR: to a kernel or filesystem without O_TMPFILE this opens a directory for writing.
         if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
             raise refused(error, folder, who) from error
     return _open_and_remove(folder, who)
 
 
 def ensure(folder: Path, who: str) -> None:
-    """Make a folder unless it is there. Not those above it: of a disk that is not mounted they are missing.
+    """Make a folder if it is missing, but not its parents: they are missing if the disk is not mounted.
 
     Raises:
-        DiskError: the path is something else, or its folder cannot be made.
+        DiskError: the path is not a folder, or the folder cannot be made.
     """
     try:
-        with contextlib.suppress(FileExistsError):  # another rank's, perhaps of this moment
+        with contextlib.suppress(FileExistsError):  # perhaps another rank has just made it
             folder.mkdir()
         is_folder = stat.S_ISDIR(folder.stat().st_mode)
     except OSError as error:
         above = folder.resolve() if folder.is_symlink() else folder.absolute().parent
         if isinstance(error, FileNotFoundError) and not above.exists():  # /proc, which exists, says ENOENT as well
             raise DiskError(
-                f"{who}: {folder} cannot be made: there is no folder {above}; make that, or mount the disk that is to "
-                "be used"
+                f"{who}: {folder} cannot be made: there is no folder {above}; make that, or mount the disk"
             ) from error
         raise DiskError(
             f"{who}: {folder} cannot be used: {error.strerror}; give a folder, or the path of a new one in a folder, "
             f"which this process (user id {os.geteuid()}) may write to"
         ) from error
     if not is_folder:
-        raise DiskError(f"{who}: {folder} is not a directory; give a folder on the disk that is to be used")
+        raise DiskError(f"{who}: {folder} is not a directory; give a folder on the disk to use")
 
 
 def refused(error: OSError, folder: Path, who: str) -> DiskError:
@@ -69,15 +68,15 @@ def refused(error: OSError, folder: Path, who: str) -> DiskError:
 
 
 def _open_and_remove(folder: Path, who: str) -> int:
-    """For filesystems without nameless files: a name for a moment; a kill in this moment leaves it, without bytes."""
-    # A host removes its own names alone: on a network filesystem another host's file may not survive it.
+    """For filesystems without unnamed files: open a named file, remove its name; a kill in between leaves it, empty."""
+    # A host removes only its own names: on a network filesystem another host's file may not survive it.
     own = f"{_PREFIX}-{platform.node()}-"
     path = folder / f"{own}{secrets.token_hex(8)}"
     try:
         fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise refused(error, folder, who) from error
-    # Removes leftovers, too, and perhaps the new name of a neighbour, who was about to do the same.
+    # Also removes leftovers, and perhaps the new name of another process, which was about to remove it itself.
     for name in [path, *folder.glob(f"{own}*")]:
         with contextlib.suppress(FileNotFoundError):
             name.unlink()
@@ -85,7 +84,7 @@ def _open_and_remove(folder: Path, who: str) -> int:
 
 
 def filesystem_of(fd: int) -> str:
-    """Type of the filesystem that a file lies on, such as "ext4"; "" where /proc does not say."""
+    """Type of the filesystem of a file, such as "ext4"; "" if /proc does not say."""
     device = os.fstat(fd).st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     with contextlib.suppress(OSError):
@@ -97,6 +96,6 @@ def filesystem_of(fd: int) -> str:
 
 
 def free_bytes(fd: int) -> int:
-    """Bytes that the filesystem of a file has for this user."""
+    """Free bytes on the filesystem of a file, for this user."""
     found = os.fstatvfs(fd)
     return found.f_bavail * found.f_frsize

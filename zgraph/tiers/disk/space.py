@@ -1,7 +1,7 @@
-"""One file per rank, cut into slots: space is reserved when a tensor is made, and given back when it dies.
+"""One file per rank, cut into slots: space is reserved when a tensor is made, and freed when it dies.
 
-One file per tensor would need two descriptors each, of which 1024 are the usual limit, and is no faster.
-Slots are multiples of 4 KiB; a freed one is used again for a tensor of its size.
+One file per tensor would need two descriptors each (the usual limit is 1024), and is no faster.
+Slots are multiples of 4 KiB; a freed one is reused for a tensor of its size.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from zgraph.tiers.disk.system_calls import blocks, map_shared, punch_hole, unmap
 
 @dataclass(eq=False)
 class Slot:
-    """Where a tensor lies in the file, and what happens to it.
+    """A tensor's place in the file, and its transfers.
 
     Attributes:
-        name: the tensor's, for errors.
+        name: name of the tensor, for errors.
         offset, nbytes: range in the file, without padding.
-        address: of the mapping.
-        error: why its bytes are not to be trusted: a write that failed.
-        writing, reading: transfers that a later one has to come after.
+        address: address of the mapping.
+        error: error of a failed write, after which its bytes cannot be trusted; None if there is none.
+        writing, reading: transfers under way, for which later ones must wait.
     """
 
     name: str
@@ -48,12 +48,12 @@ class Slot:
 
 
 class Space:
-    """A file without a name, its slots and their mappings. Allocation is for one thread at a time.
+    """An unnamed file, its slots and their mappings. Only one thread may allocate at a time.
 
     Attributes:
         fd: descriptor for buffered transfers.
         path: the folder, for errors.
-        lost: what the kernel said when it could not write pages of the file; None: it has not said so.
+        lost: the kernel's error when it could not write pages of the file; None: no such error so far.
     """
 
     def __init__(self, path: Path, who: str) -> None:
@@ -62,15 +62,15 @@ class Space:
         self.lost: OSError | None = None
         self._slots: dict[int, Slot] = {}  # by address
         self._end = 0
-        self._freed: collections.deque[tuple[int, int]] = collections.deque()  # (span, offset), to be used again
+        self._freed: collections.deque[tuple[int, int]] = collections.deque()  # (span, offset) of reusable slots
         self._used_bytes = 0
-        # Spans of tensors that have died: their finalizers, which may run within each other, do not count themselves.
+        # Spans of dead tensors, not yet subtracted: their finalizers may nest, so they do not update the count.
         self._gone: collections.deque[int] = collections.deque()
         self._counting = threading.RLock()
         self._process = os.getpid()
-        # Taken by finalizers, which run at any point of any thread, also of one that holds it.
+        # Reentrant: taken by finalizers, which run at any point of any thread, even one that holds it.
         self._closing = threading.RLock()
-        # The finalizers of slots keep a Space, and so its descriptor, until the last tensor is gone.
+        # The slots' finalizers keep a Space, and so its descriptor, alive until the last tensor is gone.
         self._closer = weakref.finalize(self, os.close, self.fd)
 
     @property
@@ -89,7 +89,7 @@ class Space:
         """Reserve and map a slot; it is freed when the array, which torch.frombuffer keeps, is gone.
 
         Raises:
-            DiskError: there is no space for it; nothing is kept of what could be had.
+            DiskError: there is not enough space; none is kept.
         """
         span = blocks(nbytes)
         offset = self._find(span)
@@ -116,18 +116,18 @@ class Space:
         return slot, array
 
     def check(self, slot: Slot) -> None:
-        """Raise a DiskError where the file has become too short, before a mapped access would kill the process."""
+        """Raise a DiskError if the file has become too short, before a mapped access would kill the process."""
         size = os.fstat(self.fd).st_size
         if size < slot.offset + slot.span:
             raise DiskError(
                 f"{self.who}: the file of {slot.name} in {self.path} was truncated to {size} bytes, and the tensor "
-                f"lies at {slot.offset} to {slot.offset + slot.span}; it is lost: resume from a checkpoint"
+                f"is at {slot.offset} to {slot.offset + slot.span}; it is lost: resume from a checkpoint"
             )
 
     def close(self) -> None:
         """Close the file. Tensors stay mapped, and their space reserved, until they die."""
         with self._closing:
-            self.fd = -1  # before it is closed: the number may be another file's at once
+            self.fd = -1  # before closing: another file may get the number immediately
             self._closer()
 
     def _find(self, span: int) -> int:
@@ -140,13 +140,13 @@ class Space:
 
     def _give_back(self, offset: int, span: int) -> None:
         if offset == self._end:
-            os.ftruncate(self.fd, self._end)  # also frees what was reserved behind the size
+            os.ftruncate(self.fd, self._end)  # also frees space reserved beyond the file's size
         else:
             punch_hole(self.fd, offset, span)
             self._freed.append((span, offset))
 
     def _free(self, address: int, span: int, offset: int) -> None:
-        # In a forked process this tensor has died, but the file is still the parent's.
+        # In a forked process only the child's tensor has died: the file is still the parent's.
         if os.getpid() != self._process:
             return
         del self._slots[address]  # before another mapping can get this address
@@ -159,9 +159,9 @@ class Space:
 
     def _no_space(self, name: str, span: int, error: OSError) -> DiskError:
         free = free_bytes(self.fd)
-        lacking = f"{span - free} are lacking" if free < span else "a limit of the file or of a quota is in the way"
+        lacking = f"{span - free} are lacking" if free < span else "a file size limit or a quota prevents it"
         return DiskError(
-            f"{self.who}: no space for {name} in {self.path}: it needs {span} bytes beside the {self.used_bytes} of "
-            f"the tensors that are there, {free} are free, {lacking} ({error.strerror}); free space or give another "
-            f"path"
+            f"{self.who}: no space for {name} in {self.path}: it needs {span} bytes in addition to the "
+            f"{self.used_bytes} of the tensors stored there, {free} are free, {lacking} ({error.strerror}); free space "
+            f"or give another path"
         )

@@ -1,7 +1,7 @@
-"""Linux system calls that Python does not have, or has only with a file descriptor for each mapping.
+"""Linux system calls that Python lacks, or offers only with a file descriptor for each mapping.
 
-Python's mmap duplicates its descriptor, so that a model with a thousand tensors would meet the usual limit of 1024 open
-files; libc's keeps none.
+Python's mmap duplicates its descriptor, so that a model with a thousand tensors would reach the usual limit of 1024
+open files; libc's keeps none.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import mmap
 import os
 import sys
 
-BLOCK = 4096  # bytes: what offsets, lengths and memory of direct transfers are multiples of
-HUGE_PAGE = 2**21  # bytes, of x86 and of ARM with pages of 4 KiB
+BLOCK = 4096  # bytes; offsets, lengths and addresses of direct transfers are multiples of it
+HUGE_PAGE = 2**21  # bytes, on x86 and on ARM with pages of 4 KiB
 _PROT_READ_WRITE, _MAP_SHARED, _MADV_DONTNEED, _MADV_HUGEPAGE = 3, 1, 4, 14
 _FALLOC_KEEP_SIZE, _FALLOC_PUNCH_HOLE = 1, 2
 _SYNC_WAIT_BEFORE, _SYNC_WRITE_AND_WAIT = 1, 7
-# A filesystem that lacks one of the calls below says so by one of these.
+# Errors by which a filesystem says that it lacks one of the calls below.
 _UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ESPIPE})
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -26,13 +26,13 @@ _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-if sys.platform == "linux":  # others lack them, and DiskFolder refuses these
+if sys.platform == "linux":  # other systems lack them, and DiskFolder refuses to run there
     _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
     _libc.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_long, ctypes.c_long, ctypes.c_uint)
 
 
 def blocks(nbytes: int) -> int:
-    """Bytes of the blocks that so many bytes need, one block at least."""
+    """Round bytes up to whole blocks, at least one."""
     return max(1, -(-nbytes // BLOCK)) * BLOCK
 
 
@@ -53,7 +53,7 @@ def unmap(address: int, nbytes: int) -> None:
 
 
 def view(address: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
-    """Memory as an object that Python reads into and writes from; it keeps nothing alive."""
+    """Memory as an object that Python can read into and write from; it does not keep the memory alive."""
     return (ctypes.c_char * nbytes).from_address(address)
 
 
@@ -63,7 +63,7 @@ def address_of(pages: mmap.mmap) -> int:
 
 
 def take_huge_pages(address: int, nbytes: int) -> None:
-    """Let memory that has not been touched consist of huge pages, as far as whole ones fit; advice, which may fail."""
+    """Advise the kernel to use huge pages for untouched memory where whole ones fit; this may fail silently."""
     first = -(-address // HUGE_PAGE) * HUGE_PAGE
     whole = (address + nbytes - first) // HUGE_PAGE * HUGE_PAGE
     if whole > 0:
@@ -71,28 +71,28 @@ def take_huge_pages(address: int, nbytes: int) -> None:
 
 
 def punch_hole(fd: int, offset: int, nbytes: int) -> None:
-    """Give blocks of a file back to the filesystem, where it can; its size stays, and reads find zeros."""
+    """Return blocks of a file to the filesystem, if it can; the file's size stays, and reads return zeros."""
     _libc.fallocate(fd, _FALLOC_PUNCH_HOLE | _FALLOC_KEEP_SIZE, offset, nbytes)
 
 
 def drop_pages(fd: int, offset: int, nbytes: int, address: int) -> None:
-    """Write the dirty pages of a range of a file that is mapped at an address, and drop all from the page cache.
+    """Write the dirty pages of a file range that is mapped at an address, and drop the range from the page cache.
 
     Raises:
         OSError: the kernel could not write them.
     """
-    # Pages in use by a mapping stay in the cache; taking them out of the mapping also passes their dirtiness on.
+    # Mapped pages would stay in the cache; unmapping them also transfers their dirty bits to the cache.
     _libc.madvise(address, nbytes, _MADV_DONTNEED)
     _sync(fd, offset, nbytes, _SYNC_WRITE_AND_WAIT)
-    with contextlib.suppress(OSError):  # advice
+    with contextlib.suppress(OSError):  # only advice
         os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
 
 def check_written(fd: int, offset: int, nbytes: int) -> None:
-    """Wait for what the kernel is writing of a range of a file, and see whether it failed to write any of the file.
+    """Wait until the kernel has written a range of a file, and check for failed writes anywhere in the file.
 
     Raises:
-        OSError: it did, since this was last asked of this descriptor.
+        OSError: a write has failed since the last check of this descriptor.
     """
     _sync(fd, offset, nbytes, _SYNC_WAIT_BEFORE)
 

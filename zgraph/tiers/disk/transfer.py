@@ -1,4 +1,4 @@
-"""Moves bytes between a slot and memory: in place where memory is aligned, through a bounded buffer where it is not."""
+"""Moves bytes between a slot and memory: in place if the memory is aligned, else through a bounded buffer."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from zgraph.tiers.disk.space import Slot, Space
 from zgraph.tiers.disk.system_calls import BLOCK, HUGE_PAGE, address_of, blocks, check_written, drop_pages, view
 
 MIB = 2**20
-REQUEST_BYTES = 64 * MIB  # in place, which takes no memory: the larger the faster
+REQUEST_BYTES = 64 * MIB  # for transfers in place, which need no extra memory: the larger the faster
 STAGING_BYTES = 8 * MIB  # for each direction; more gains nothing
-# In place, two halves of a read are under way at once: a disk that gets one request at a time rests between them.
+# In-place reads from this size on run as two concurrent halves: with one request at a time a disk idles in between.
 HALVED_BYTES = 8 * MIB
-# Tensors up to this size, such as biases, stay in the page cache, which gives them up where memory is short: a request
-# of its own for each would wait for the large ones before it.
+# Tensors up to this size, such as biases, stay in the page cache, which evicts them when memory is short: a separate
+# request for each would wait for the large ones before it.
 SMALL_BYTES = 2**18
 _HINTS = MappingProxyType(
     {
@@ -38,7 +38,7 @@ _HINTS = MappingProxyType(
 
 @dataclass(frozen=True)
 class Part:
-    """Bytes of a slot: those of a tensor, or of a contiguous view of it."""
+    """Bytes of a slot that hold its tensor or a contiguous view of it."""
 
     slot: Slot
     start: int
@@ -51,23 +51,23 @@ class Part:
 
     @property
     def in_blocks(self) -> bool:
-        """Whether it begins with a block, and ends with one or with the slot, whose padding nobody reads."""
+        """Whether the part begins at a block boundary, and ends at one or with the slot, whose padding is unused."""
         ends_slot = self.start + self.nbytes == self.slot.nbytes
         return self.start % BLOCK == 0 and (ends_slot or self.nbytes % BLOCK == 0)
 
 
 class Mover:
-    """Transfers of one direction. For one thread; the second half of a large read has a thread beside it.
+    """Transfers in one direction, for use by one thread; a helper thread reads the second halves of large reads.
 
     Args:
-        space, access: the file.
+        space, access: the file and its descriptors.
     """
 
     def __init__(self, space: Space, access: Access) -> None:
         self.space, self.access = space, access
         self._staging: mmap.mmap | None = None
-        self._reaches_pinned = True  # whether the disk transfers from and to all memory that it was given
-        self._beside = ThreadPoolExecutor(1, "zgraph-disk-half")  # has no thread before the first large read
+        self._reaches_pinned = True  # False once the disk could not reach memory that it was given
+        self._beside = ThreadPoolExecutor(1, "zgraph-disk-half")  # starts its thread at the first large read
 
     def close(self) -> None:
         """End the thread of second halves."""
@@ -75,7 +75,7 @@ class Mover:
 
     @property
     def staging_bytes(self) -> int:
-        """Bytes of memory that it holds."""
+        """Bytes of staging memory held."""
         return 0 if self._staging is None else len(self._staging)
 
     def read(self, part: Part, address: int, room: int) -> None:
@@ -86,7 +86,7 @@ class Mover:
         """
         try:
             self.space.check(part.slot)
-            if part.nbytes == 0:  # and no address
+            if part.nbytes == 0:  # has no address
                 return
             if _is_small(part):
                 self._check_written(part)
@@ -119,16 +119,16 @@ class Mover:
             raise self._failed("writing", part, error) from error
 
     def drop(self, part: Part) -> None:
-        """Take pages of a part out of memory, after what is dirty has been written."""
+        """Drop the pages of a part from the page cache, after writing the dirty ones."""
         first = part.start // BLOCK * BLOCK
         nbytes = blocks(part.start + part.nbytes - first)
         with self._noting_lost():
             drop_pages(self.access.buffered, part.slot.offset + first, nbytes, part.slot.address + first)
 
     def _check_written(self, part: Part) -> None:
-        """Refuse what the kernel may not have written: it would be read from the disk, old, once its page is gone.
+        """Raise if the kernel may have failed to write a part: once its page is evicted, old bytes would be read.
 
-        The kernel says so once, of the whole file, to whoever asks first: from then on no small tensor can be trusted.
+        The kernel reports a failure only once, for the whole file: from then on no small tensor can be trusted.
         """
         if self.space.lost is not None:
             raise self.space.lost
@@ -144,10 +144,10 @@ class Mover:
             raise
 
     def staging(self, nbytes: int) -> int:
-        """Address of memory through which transfers of `nbytes` pass, at most `STAGING_BYTES` at a time."""
+        """Address of the staging memory for transfers of `nbytes`, at most `STAGING_BYTES` at a time."""
         wanted = min(STAGING_BYTES, blocks(nbytes))
         if self._staging is None or len(self._staging) < wanted:
-            self._staging = None  # before the new one is there, so that there are never two
+            self._staging = None  # freed first, so that there are never two
             self._staging = mmap.mmap(-1, wanted, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         return address_of(self._staging)
 
@@ -177,7 +177,7 @@ class Mover:
         try:
             read(0, middle)
         finally:
-            wait([second])  # also if the first fails: until then it reads into memory that would be freed
+            wait([second])  # also if the first half fails: until then the second reads into memory that would be freed
         second.result()
 
     def _write_directly(self, part: Part, address: int) -> None:
@@ -199,10 +199,10 @@ class Mover:
         return self._reaches_pinned and address % self.access.alignment == 0
 
     def _reached(self, transfer: Callable[[], None]) -> bool:
-        """Run a transfer in place; whether the disk reaches its memory.
+        """Run a transfer in place, and return whether the disk can reach its memory.
 
-        Pinned memory may be a device's own mapping, which the kernel gives to no disk (EFAULT): that is known to the
-        driver alone. From the first such refusal on all transfers are staged.
+        Pinned memory may be a device's own mapping, which the kernel does not pass to disks (EFAULT); only the driver
+        knows. After the first such refusal all transfers are staged.
         """
         try:
             transfer()
@@ -213,7 +213,7 @@ class Mover:
         return self._reaches_pinned
 
     def _failed(self, doing: str, part: Part, error: OSError) -> DiskError:
-        hint = _HINTS.get(error.errno or 0, "see what the system says of this disk")
+        hint = _HINTS.get(error.errno or 0, "see the system's log for this disk")
         return DiskError(
             f"{self.space.who}: {doing} {part.slot.name} ({part.nbytes} bytes at {part.offset} of the file in "
             f"{self.space.path}) failed: {error.strerror}; {hint}"
@@ -225,14 +225,14 @@ def _is_small(part: Part) -> bool:
 
 
 def steps(start: int, end: int, most: int) -> Iterator[tuple[int, int]]:
-    """Start and length of the steps from start to end, each of at most so many bytes."""
+    """Start and length of steps of at most `most` bytes from start to end."""
     while start < end:
         yield start, min(most, end - start)
         start += most
 
 
 def repeat(call: Callable[..., int], fd: int, address: int, nbytes: int, offset: int) -> None:
-    """Transfer all of a range; the kernel may stop early, as at 2 GiB or at a signal.
+    """Transfer all of a range; the kernel may stop early, for example at 2 GiB or at a signal.
 
     Raises:
         OSError: it failed, or nothing more could be transferred.

@@ -430,7 +430,7 @@ def test_a_branch_reads_what_a_unit_has_gathered(ranks: Ranks, is_compiled: bool
         if is_unit:
             assert found == []
         else:
-            assert str(found).startswith("zgraph: left.weight is read inside of torch.cond")
+            assert str(found).startswith("zgraph: left.weight is read inside torch.cond")
             assert "units=[" in str(found)
 
 

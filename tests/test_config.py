@@ -74,7 +74,7 @@ def test_what_is_given_arrives(tmp_path: Path) -> None:
         ({"agreement_timeout_s": -1.5}, r"agreement_timeout_s=-1.5 leaves no time; write a positive number"),
         ({"agreement_timeout_s": float("nan")}, r"agreement_timeout_s=nan leaves no time; write a positive number"),
         ({"agreement_timeout_s": "9"}, r"agreement_timeout_s='9' is a str; write a positive number of seconds\."),
-        ({"cuda_graph": 1}, r"cuda_graph=1 is no truth value; write True or False\."),
+        ({"cuda_graph": 1}, r"cuda_graph must be True or False, not 1\."),
         ({"agreement_timeout_s": None}, r"agreement_timeout_s=None is a NoneType; write a positive number of seconds"),
     ],
 )

@@ -410,5 +410,5 @@ def test_a_model_on_the_host_is_refused() -> None:
 
 def test_forward_and_backward_alone_are_refused() -> None:
     compiled = torch.compile(Net(), backend="zgraph", options={"cuda_graph": True})
-    with pytest.raises(Exception, match=r"cuda_graph belongs to whole steps.*write @zgraph\.training_step\(model, opt"):
+    with pytest.raises(Exception, match=r"cuda_graph requires a whole step.*Write @zgraph\.training_step\(model, opt"):
         compiled(torch.ones(1, 5))

@@ -554,7 +554,7 @@ EXPECTED = {
     "bias": r"ZgraphError: .*init left without a value: inner\.bias \(parameter of Linear\).*call "
     r"module\.reset_parameters\(\)",
     "in_part": r"ZgraphError: .*init wrote inner\.weight \(parameter of Linear\) only in part.*NaN",
-    "too_early": r"ZgraphError: .*init wrote inner\.weight .*computed it from what had no value.*NaN",
+    "too_early": r"ZgraphError: .*init wrote inner\.weight .*computed it from a tensor without values.*NaN",
     "resized": r"ZgraphError: .*replaced inner\.weight \(\[4, 4\] torch\.float32, .*by \[5, 4\] .*in place",
     "untied": r"ZgraphError: .*replaced embed\.weight \(\[7, 4\] torch\.float32, read in 2 places\)",
     "failing": r"KeyError: 'on purpose'.*while initialising the model itself \(Ownerless\)",

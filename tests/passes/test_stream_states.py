@@ -411,7 +411,7 @@ def test_an_offload_that_cannot_be_honoured(options: dict[str, Any], text: str) 
 def test_parts_of_a_model_rest_alike() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     zgraph.shard(model[0], offload=HOST)
-    with pytest.raises(ValueError, match="all parts of a model rest alike"):
+    with pytest.raises(ValueError, match="all parts of a model must be offloaded alike"):
         zgraph.shard(model, offload=zgraph.Offload(params="host"))
 
 

@@ -204,7 +204,7 @@ def prune_after_shard() -> str:
 
 def test_pruning_comes_before_shard(ranks: Ranks) -> None:
     for text in ranks.run(prune_after_shard):
-        assert "weight of a sharded Linear is about to become a tensor that is no parameter" in text
+        assert "weight of a sharded Linear is about to become a tensor that is not a parameter" in text
 
 
 def read_copies() -> None:
@@ -221,7 +221,7 @@ def read_copies() -> None:
     assert "write copy.detach().full_tensor()" in refusal_of(alone.full_tensor)
     assert torch.equal(alone.detach().full_tensor(), weight)
     read = pickle.loads(pickle.dumps(model.head.weight.full_tensor))
-    assert "was made apart from its model" in refusal_of(read)
+    assert "was made without its model" in refusal_of(read)
     model.float()  # swaps what parameters are, with their attributes
     assert isinstance(model.head.weight.full_tensor, WholeRead)
     saved = io.BytesIO()

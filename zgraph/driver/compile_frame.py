@@ -1,4 +1,4 @@
-"""The compile of one frame: trace, plan, agreement between ranks, report, lowering."""
+"""Compilation of one frame: trace, plan, agreement between ranks, report, lowering."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ Program = Callable[[list[Any]], Any]
 
 
 class FrameCompiler:
-    """Compiles one frame; all state of that compile lives here.
+    """Compiles one frame; holds all state of that compilation.
 
     Args:
-        frame: what is compiled.
-        options: of the backend.
-        known: of the cluster, where groups that move nothing stand for another one's; None: what is found here.
-        on_plan: called with the plan once it is made.
+        frame: frame to compile.
+        options: options of the backend.
+        known: facts about the planned cluster; None: those of this process.
+        on_plan: called with the finished plan.
     """
 
     def __init__(
@@ -73,31 +73,31 @@ class FrameCompiler:
         self.options = options
         self.on_plan = on_plan
         self.pipeline = options.pipeline or Pipeline(presets.default())
-        # Not the frame itself: its inputs would live as long as what was compiled, and the model with them.
+        # Not the frame itself: it would keep its inputs, and with them the model, alive as long as the compiled code.
         self.frame = frame.name
         self.reason = frame.reason
         self.is_step = frame.is_step
         known = known or PassContext(machine=frame.machine)
         self.ctx = replace(known, decomposed=options.lowering == "inductor")
         self.names = frame.handle_names()
-        self.spaces = {} if frame.is_step else frame.spaces()  # the graph of a step knows
+        self.spaces = {} if frame.is_step else frame.spaces()  # a step's graph carries them
         scopes = frame.scopes()
         self.report = _report_of(scopes, options.report)
         self.clocks = [scope.clocks for scope in scopes]
         models = [model for scope in scopes for model in scope.models] if frame.is_step else []
-        self.group_names = [name for model in models for name in model.group_names]  # whose ranks all have the step
+        self.group_names = [name for model in models for name in model.group_names]  # all their ranks run the step
         self.called: dict[Direction, CalledGraph] = {}
         self.rank, ranks = rank_and_world()
         self.inductor = InductorLowering(self.rank, ranks) if options.lowering == "inductor" else None
-        self.variants: tuple[Variant, ...] = ()  # of the plan
+        self.variants: tuple[Variant, ...] = ()  # of the current plan
         self.is_staged = any(scope.is_staged for scope in scopes)
-        self.late: tuple[tuple[int, ...], tuple[int | None, ...]] | None = None  # as weight_gradients says
-        self.weights: WeightGradients | None = None  # of a backward that may run in halves
-        self.halves: list[Halves] = []  # of the backward of each variant, then
-        self.handles: tuple[str, ...] = ()  # names of the placeholders that are
-        self.recorded: RecordedSteps | None = None  # of a whole step
-        self.changes: list[str] = []  # of its parameters and gradients
-        self.dumper: Dumper | None = None  # of the last try, as the next one
+        self.late: tuple[tuple[int, ...], tuple[int | None, ...]] | None = None  # result of weight_gradients
+        self.weights: WeightGradients | None = None  # set if backward may run in halves
+        self.halves: list[Halves] = []  # one per variant, if `weights` is set
+        self.handles: tuple[str, ...] = ()  # names of the placeholders that are parameter handles
+        self.recorded: RecordedSteps | None = None  # whole steps only
+        self.changes: list[str] = []  # whole steps only: changes to parameters and gradients
+        self.dumper: Dumper | None = None  # of the last planning attempt, as is the recorder
         self.recorder: PassRecorder | None = None
         self.known: dict[str, KnownParameter] = {}
         if self.frame.endswith("/0"):  # not again for every recompile
@@ -115,7 +115,7 @@ class FrameCompiler:
             return compile_on_local_shards(gm, example_inputs, backend)
 
     def partition(self, joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """The final forward and backward graph of a joint graph."""
+        """Return the final forward and backward graphs of a joint graph."""
 
         def split(gm: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
             with self.report.phase("tracing"):
@@ -132,7 +132,7 @@ class FrameCompiler:
         return self.lower("inference", self._plan(gm, self.ctx).graphs["inference"], inputs)
 
     def compile_step(self, gm: fx.GraphModule, recorded: RecordedSteps | None = None) -> Program:
-        """The whole training step as a callable, which is recorded and replayed if somebody says how."""
+        """Return the whole training step as a callable; with `recorded`, it is recorded and replayed."""
         self.changes = changes_of(gm.graph)
         planned = self._plan(gm, replace(self.ctx, direction="step")).graphs["step"]
         if recorded is not None:
@@ -141,7 +141,7 @@ class FrameCompiler:
         return self.lower("step", planned, ())
 
     def lower(self, direction: Direction, gm: fx.GraphModule, inputs: Sequence[Any]) -> Program:
-        """A final graph as a callable."""
+        """Lower a final graph to a callable."""
         with self.report.phase("lowering"):
             profiler_of = partial(self.report.profiler_of, self.frame, direction)
             watch = GraphWatch(self.called[direction], self.clocks, profiler_of)
@@ -165,19 +165,19 @@ class FrameCompiler:
         return self._in_halves(whole, place, f"{title} of warm-up")
 
     def _split(self, backward: fx.Graph, late: tuple[int, ...], tensors: tuple[int | None, ...]) -> None:
-        """Split the backward of each variant, which a stage of a pipeline may run in two halves."""
+        """Split the backward of each variant in two halves, which a pipeline stage may run separately."""
         halves = [split_graph(variant.graphs["backward"], late) for variant in self.variants]
         self.halves = [one for one in halves if one is not None]
         if len(self.halves) == len(halves):
             self.weights = WeightGradients(self._handle_in(backward), late, tensors)
 
     def _handle_in(self, graph: fx.Graph) -> int:
-        """Place of some parameter's handle among the inputs of a graph that reads or reduces parameters."""
+        """Return the input position of any parameter's handle in a graph that reads or reduces parameters."""
         places = {node.name: place for place, node in enumerate(graph.find_nodes(op="placeholder"))}
         return next(places[name] for name in self.handles if name in places)
 
     def _in_halves(self, whole: Program, place: int, title: str) -> Program:
-        """The lowered backward of a variant, in halves where they are wanted; these are lowered at their first call."""
+        """Let a lowered backward run in halves too, if it was split; the halves are lowered at their first call."""
         if self.weights is None:
             return whole
 
@@ -205,7 +205,7 @@ class FrameCompiler:
         return 1 if self.pipeline.target is None else self.pipeline.target.hardware.ranks_per_host
 
     def _plan(self, captured: fx.GraphModule, ctx: PassContext) -> FramePlan:
-        """Plan the frame, within the budget if there is one; agree on the plan with the other ranks, and report it."""
+        """Plan the frame within the budget, if any; agree on the plan with the other ranks, and report it."""
         self._name_markers(captured.graph)
         take_to_device(captured.graph)
         self.known = known_parameters(captured.graph, self.names.values())
@@ -218,8 +218,8 @@ class FrameCompiler:
             return plan_frame(captured, self.pipeline, replace(ctx, plan_bytes=plan_bytes), self._observer())
 
         with self.report.phase("passes"):
-            # A stage's frame saves no more than without a budget, unless it would not fit alone: what one micro-batch
-            # saves is there as often as some are in flight, and what is left of the budget is for keep_bytes.
+            # A stage first plans without the budget, since every micro-batch in flight holds its saved tensors; the
+            # rest of the budget is for keep_bytes. Only a frame that does not fit by itself is planned within it.
             plan = plan_for(None) if budget_bytes is None or self.is_staged else None
             if budget_bytes is not None and (plan is None or plan.peak_bytes > budget_bytes):
                 plan = plan_within_budget(plan_for, budget_bytes, self.frame)
@@ -232,7 +232,7 @@ class FrameCompiler:
         return plan
 
     def _observer(self) -> Observer:
-        """Writes a dump, if one is wanted; that of a later try replaces it."""
+        """Return an observer that records passes and writes a dump, as requested; a later attempt replaces the dump."""
         if self.dumper is not None and self.dumper.failed:
             self.report.dump_failed = True
         self.recorder = None
@@ -255,7 +255,7 @@ class FrameCompiler:
         return observe
 
     def _finish(self, plan: FramePlan, budget_bytes: int | None) -> None:
-        """Agree with the peers on what will be sent before anything is, and report on the graphs."""
+        """Agree with the peers on all communication before any starts, and report on the graphs."""
         with self.report.phase("predicting"):
             graphs: dict[Direction, fx.Graph] = {direction: gm.graph for direction, gm in plan.graphs.items()}
             predictions = predict(graphs, plan.ctx, self.frame)
@@ -276,11 +276,11 @@ class FrameCompiler:
         signatures = [self._signed(direction, gm.graph) for direction, gm in plan.graphs.items()]
         for variant, following in pairwise(plan.variants):
             closing = "step" if "step" in variant.graphs else "backward"
-            warm = f"{closing} of {following.from_step} steps of warm-up"  # as many on all
+            warm = f"{closing} of {following.from_step} steps of warm-up"  # the same number on all ranks
             signatures.append(self._signed(warm, variant.graphs[closing].graph))
         with self.report.phase("agreement"):
             agree(signatures, self.options.agreement_timeout_s)
-        if self.options.report is not None:  # somebody wants to read them
+        if self.options.report is not None:  # the user will read them
             self.report.notes.extend(f"{name} on {direction}: {text}" for name, direction, text in plan.ctx.notes)
         self.report.passes.extend(plan.runs)
         self.report.graphs.extend(found)
@@ -291,7 +291,7 @@ class FrameCompiler:
                 self.report.dump_failed = self.report.dump_failed or failed
             trace_graphs(data)
         if self.dumper is not None:
-            with without_fake_mode():  # they are emitted with torch's own roundings
+            with without_fake_mode():  # constants in kernels use torch's own rounding
                 for gm in plan.graphs.values():
                     self.dumper.kernels(sources_of(gm.graph))
 
@@ -300,7 +300,7 @@ class FrameCompiler:
         return Signature.of(direction, [*transfers(graph)], others, self.group_names)
 
     def _name_markers(self, graph: fx.Graph) -> None:
-        """Leave each parameter's name on its markers, for dumps, reports and errors; no pass decides by it."""
+        """Put each parameter's name on its markers, for dumps, reports and errors; no pass depends on it."""
         names: dict[str, str] = {}
         for place, node in enumerate(graph.find_nodes(op="placeholder")):
             index = place if self.is_step else aot_input_index(node)
@@ -316,7 +316,7 @@ class FrameCompiler:
 
 
 def _report_of(scopes: Sequence[Scope], given: Report | None) -> Report:
-    """The one the user has given, else that of the model whose parameters the frame reads, which is told of it."""
+    """Return the user's report, else the model's or a new one; attach it to every scope."""
     report = given or next((scope.report for scope in scopes if isinstance(scope.report, Report)), None) or Report()
     for scope in scopes:
         scope.report = report

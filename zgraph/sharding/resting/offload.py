@@ -132,7 +132,7 @@ class Offload:
         if bits is None:
             if self.full_precision:
                 raise ValueError(
-                    f"zgraph.Offload: full_precision={self.full_precision}, but no parameter rests as codes; write "
+                    f"zgraph.Offload: full_precision={self.full_precision}, but no parameter is stored as codes; write "
                     "param_bits=8, or leave full_precision out."
                 )
             return

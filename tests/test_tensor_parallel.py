@@ -383,7 +383,7 @@ REFUSED: dict[str, tuple[Callable[[DeviceMesh], object], str]] = {
     ),
     "two_axes": (
         lambda mesh: zgraph.shard(nn.Sequential(two_layers(mesh["tp"]), two_layers(mesh["dp"])), mesh["dp"]),
-        r"DTensors lie on several meshes \(0\.0\.weight on .*1\.0\.weight on .*same mesh\[\"tp\"\]",
+        r"DTensors are on several meshes \(0\.0\.weight on .*1\.0\.weight on .*same mesh\[\"tp\"\]",
     ),
     "plain_part_alone": (_plain_part_alone, r"0\.weight was sharded on .*Shard a tensor-parallel model as a whole"),
 }

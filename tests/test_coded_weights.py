@@ -1,4 +1,4 @@
-"""Weights that rest as codes of 8 or 4 bits serve as weights that were quantized and decoded in memory would."""
+"""Weights stored as codes of 8 or 4 bits serve like weights that were quantized and decoded in memory."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def test_codes_do_not_train(tmp_path: Path) -> None:
             opt.step()
 
         for train in (served, torch.compile(served, backend="zgraph", options={"lowering": "fx"}), step):
-            with pytest.raises(zgraph.ZgraphError, match=r"param_bits=8: weights rest as codes.*torch.no_grad\(\)"):
+            with pytest.raises(zgraph.ZgraphError, match=r"param_bits=8: weights are stored as codes.*no_grad\(\)"):
                 train(torch.randn(2, WIDTH))
 
 

@@ -381,8 +381,8 @@ def refused(row: Row) -> str:
 
 def test_a_schedule_that_ends_with_another_micro_batch_is_refused(ranks: Ranks) -> None:
     for text in ranks.run(refused, Row("ScheduleLoopedBFS", 1, "eager", chunks=1)):
-        assert text.startswith("zgraph.PipelineStage: stage 0 is to close its window with the last micro-batch")
-        assert "runs backward 1 of 4 for micro-batch 3. Say closes='first'" in text
+        assert text.startswith("zgraph.PipelineStage: stage 0 must close its window with the last micro-batch")
+        assert "runs backward 1 of 4 for micro-batch 3. Pass closes='first'" in text
 
 
 def failed_once(row: Row) -> tuple[str, dict[str, Tensor], int]:
@@ -473,7 +473,7 @@ def test_a_step_under_no_sync_leaves_its_window_to_the_next(ranks: Ranks) -> Non
         (3, -1, "keep_bytes=-1; use a positive number"),
         (3, "budget", "keep_bytes='budget'; use a positive number of bytes, or 0 to keep nothing. How many a budget"),
         (3, True, "keep_bytes=True; use a positive number"),
-        (3, None, "keep_bytes=None, which is what a plan says that was made without a budget; give it a target"),
+        (3, None, "keep_bytes=None, as in a plan that was made without a budget; give the plan a target"),
     ],
 )
 def test_room_for_what_is_not_gathered_is_refused(ranks: Ranks, zero_stage: int, keep_bytes: Any, text: str) -> None:

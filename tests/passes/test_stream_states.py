@@ -390,16 +390,16 @@ def test_options_that_cannot_be_honoured(options: dict[str, Any], text: str) -> 
     ("options", "text"),
     [
         ({"params": "gpu"}, 'params=\'gpu\' is unknown; write "host", "disk" or None'),
-        ({}, "neither params nor optimizer rests elsewhere"),
+        ({}, "neither params nor optimizer is offloaded"),
         ({"optimizer": "host", "update": "gpu"}, 'update=\'gpu\' is unknown; write "host", "device" or None'),
-        ({"params": "host", "update": "host"}, "update='host', but the optimizer's state rests on the device"),
+        ({"params": "host", "update": "host"}, "update='host', but the optimizer's state is stored on the device"),
         (
             {"optimizer": "disk", "path": "a", "update": "host"},
-            "rests on disk, and comes to the device for each update",
+            "is stored on disk, and comes to the device for each update",
         ),
         ({"optimizer": "disk"}, 'optimizer="disk" without a path'),
         ({"params": "disk", "path": ""}, 'params="disk" with an empty path; write path='),
-        ({"optimizer": "host", "path": "/tmp"}, "nothing rests on disk"),
+        ({"optimizer": "host", "path": "/tmp"}, "nothing is stored on disk"),
         ({"optimizer": "host", "host_budget_bytes": 0}, "host_budget_bytes=0 holds nothing"),
     ],
 )

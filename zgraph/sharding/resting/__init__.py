@@ -1,1 +1,1 @@
-"""Where parameters and optimizer states rest between uses: the options, the memory, and weights kept as codes."""
+"""Offloading: options, memory for parameters and optimizer state between uses, and weights stored as codes."""

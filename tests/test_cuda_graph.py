@@ -404,7 +404,7 @@ def test_a_failed_capture_gives_stream_and_generator_back(capturing: Capturing) 
 
 def test_a_model_on_the_host_is_refused() -> None:
     model = Net()
-    with pytest.raises(ValueError, match=r"cuda_graph=True takes a model on a GPU, .* are on cpu; move it before"):
+    with pytest.raises(ValueError, match=r"cuda_graph=True needs a model on a GPU, .* are on cpu; move it before"):
         zgraph.training_step(model, sgd(model.parameters()), options={"cuda_graph": True})
 
 

@@ -296,9 +296,9 @@ class RemovesAHook(Loop):
 
 
 REFUSED = {
-    Renormalized: "writes to the parameter embed.weight inside of a forward",
-    NormalizedRows: "writes to the parameter weight inside of a forward",
-    ClampedScalar: "writes to the parameter gain inside of a forward",
+    Renormalized: "writes to the parameter embed.weight inside a forward",
+    NormalizedRows: "writes to the parameter weight inside a forward",
+    ClampedScalar: "writes to the parameter gain inside a forward",
     SharesMemory: "assigns .data that another tensor has",
     AssignsAnotherKind: "assigns .data of another kind",
     LeavesAHook: "registers or removes a hook on 0.weight",

@@ -222,7 +222,7 @@ def test_codes_do_not_train(tmp_path: Path) -> None:
         ({"params": "host", "param_bits": 8, "full_precision": "a"}, r"write a tuple of patterns, \('a',\)"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused(options: dict[str, Any], message: str) -> None:
+def test_unsupported_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         zgraph.Offload(**options)
 

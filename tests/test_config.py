@@ -43,7 +43,7 @@ def test_an_empty_dump_path_is_refused() -> None:
         CompileOptions.parse({"dump": ""})
 
 
-def test_no_dump_may_be_said_and_the_options_stay_as_given() -> None:
+def test_dump_may_be_none_and_options_stay_unchanged() -> None:
     given = {"dump": None}
     assert CompileOptions.parse(given).dump is None
     given = {"dump": "here"}
@@ -51,7 +51,7 @@ def test_no_dump_may_be_said_and_the_options_stay_as_given() -> None:
     assert given == {"dump": "here"}
 
 
-def test_what_is_given_arrives(tmp_path: Path) -> None:
+def test_options_are_parsed_unchanged(tmp_path: Path) -> None:
     pipeline, report = Pipeline(presets.default()), Report()
     found = CompileOptions.parse({"pipeline": pipeline, "dump": str(tmp_path), "report": report})
     assert found.pipeline is pipeline and found.report is report and found.dump == tmp_path

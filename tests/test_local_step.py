@@ -492,7 +492,7 @@ def _exchange_who_has_a_gradient(parameters: list[nn.Parameter], optimizer: torc
         (_exchange_who_has_a_gradient, 1),
     ],
 )
-def test_what_looks_alike_is_told_apart(change: Change, without: int | None) -> None:
+def test_equal_looking_states_are_distinguished(change: Change, without: int | None) -> None:
     """Parameters of one size whose gradients share a layout, and entries in the same order."""
     with fake_world(2):
         compare_steps("adamw", change, lambda *_: None, change.__name__, without)

@@ -110,7 +110,7 @@ def judged(every: int) -> tuple[list[int], str]:
 
 
 @worlds(2)
-def test_what_one_rank_finds_is_an_error_on_all(ranks: Ranks) -> None:
+def test_difference_on_one_rank_is_an_error_on_all(ranks: Ranks) -> None:
     for returned, error in ranks.run(judged, 4):
         assert returned == [0, 1, 2, 3]  # the third and the fourth are not compared
         assert "differs from its plain lines" in error

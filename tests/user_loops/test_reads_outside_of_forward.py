@@ -188,7 +188,7 @@ def train_closed(compiles: bool) -> str:
 
 
 @pytest.mark.parametrize("compiles", [False, True])
-def test_what_shard_has_replaced_is_not_trained(ranks: Ranks, compiles: bool) -> None:
+def test_parameters_replaced_by_shard_are_not_trained(ranks: Ranks, compiles: bool) -> None:
     for text in ranks.run(train_closed, compiles):
         assert "a gradient has reached the tensor that gain was before zgraph.shard" in text
 
@@ -238,7 +238,7 @@ def read_in_another_dtype() -> tuple[torch.dtype, torch.dtype | None]:
     return weight.dtype, model.head.weight.grad.dtype
 
 
-def test_a_model_that_computes_in_bf16_is_read_in_the_dtype_of_its_parameters(ranks: Ranks) -> None:
+def test_bf16_model_is_read_in_its_parameters_dtype(ranks: Ranks) -> None:
     assert ranks.run(read_in_another_dtype) == [(torch.float32, torch.float32)] * 2
 
 

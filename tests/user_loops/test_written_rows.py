@@ -401,5 +401,5 @@ def saved_and_copied() -> tuple[bool, ...]:
     )
 
 
-def test_what_is_saved_are_plain_dtensors(ranks: Ranks) -> None:
+def test_saved_tensors_are_plain_dtensors(ranks: Ranks) -> None:
     assert ranks.run(saved_and_copied) == [(True,) * 6] * 2

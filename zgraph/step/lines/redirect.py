@@ -79,7 +79,7 @@ class Redirect(TorchFunctionMode):
         memory = _memory_of(value)
         if memory in self._assigned or memory in map(_memory_of, self._stand_ins.values()):
             raise refusal(
-                "assigns .data that another tensor also has, so later writes to one would change both",
+                "assigns .data that another tensor has as well, so later writes to one would change both",
                 "write in place, with copy_, or assign a clone()",
             )
         self._assigned[memory] = value

@@ -324,8 +324,8 @@ class ModuleState:
             names = [f"{prefix}.{name}".lstrip(".") for prefix, part in named for name in _added_to(part)]
             raise_through_dynamo(
                 f"zgraph: {', '.join(names)} of {owner} came after zgraph.shard: not sharded, and with gradients of "
-                "this rank alone. Call zgraph.shard on the model again, which shards what is new and leaves the rest, "
-                "and give the optimizer what is new afterwards.",
+                "this rank only. Call zgraph.shard on the model again, which shards only new parameters, then add "
+                "these to the optimizer.",
                 ZgraphError,
             )
 

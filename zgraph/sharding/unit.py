@@ -253,8 +253,8 @@ def _leave_graph(module: nn.Module) -> None:
         for param in state.params:
             state.scope.uncompiled.leave(
                 param.name,
-                "a checkpointed region calls them while gradients are accumulated, which nothing in a region can note; "
-                "call them by a module around the region that is part of what zgraph.shard was given",
+                "a checkpointed region calls them while gradients are accumulated, which a region cannot record; call "
+                "them in a module around the region that zgraph.shard has sharded",
             )
     states[0].scope.uncompiled.warn()
 

@@ -115,7 +115,7 @@ class After:
     """
 
     def __init__(self, lifted: Lifted, outside: Outside, result: Any, device: torch.device) -> None:
-        self.values: dict[str, Any] = {f"what it returns{path}": leaf for path, leaf in tree_leaves_with_paths(result)}
+        self.values: dict[str, Any] = {f"return value{path}": leaf for path, leaf in tree_leaves_with_paths(result)}
         for one in lifted.parameters:
             self.values[f"parameter {one.name}"] = one.tensor
             self.values[f"gradient of {one.name}"] = one.tensor.grad

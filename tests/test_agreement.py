@@ -140,7 +140,9 @@ def test_the_first_differing_entry_of_each_rank_is_named(monkeypatch: pytest.Mon
         ("changes by aten.mul(0.5), 2 times", r"rank 0 by nothing more, rank 1 by aten\.mul\(0\.5\), 2 times"),
     ],
 )
-def test_what_is_no_collective_has_advice_of_its_own(monkeypatch: pytest.MonkeyPatch, line: str, expected: str) -> None:
+def test_differing_non_collectives_have_their_own_advice(
+    monkeypatch: pytest.MonkeyPatch, line: str, expected: str
+) -> None:
     store: Any = HashStore()
     world = _Single(monkeypatch)
     _Board(PrefixStore("zgraph/agreement", store), 1).wait_with(_signature("gather x", line))

@@ -30,7 +30,7 @@ SCALARS = 64  # bytes of a loss, its scale, its gradient, which are not the grap
 # --- on paper -------------------------------------------------------------------------------------------------------
 
 
-def test_the_target_is_lowered_by_what_the_graphs_hold_too_much() -> None:
+def test_target_is_lowered_by_the_excess_of_graphs() -> None:
     asked: list[int] = []
 
     def peak_of(target: int) -> int:
@@ -41,7 +41,7 @@ def test_the_target_is_lowered_by_what_the_graphs_hold_too_much() -> None:
     assert asked == [100, 70]
 
 
-def test_what_comes_in_steps_is_left_by_steps() -> None:
+def test_stepwise_excess_is_left_by_steps() -> None:
     """90 and a little more hold 101; from 89 on it is 80."""
     assert fit(lambda target: 101 if target >= 97 else 80, 100) == 96
 
@@ -51,7 +51,7 @@ def test_the_most_frugal_plan_is_the_last_resort(least: int, answer: int | None)
     assert fit(lambda target: 500 if target > LEAST else least, 100) == answer
 
 
-def test_the_smallest_feasible_budget_is_searched_below_the_most_frugal_plan() -> None:
+def test_smallest_budget_is_searched_below_the_most_frugal_plan() -> None:
     """The plan for 1 byte holds 60, that for 40 to 59 bytes 50: a budget of 50 is kept, one of 49 is not."""
 
     def peak_of(target: int) -> int:

@@ -63,7 +63,7 @@ def _shares() -> list[float]:
     return [compute_share(ranks, group, Link(latency_us=us, bytes_per_us=1000.0)) for us in (50.0, 5e5)]
 
 
-def test_what_collectives_take_from_compute_is_a_part_of_it(ranks: Ranks) -> None:
+def test_collectives_take_a_share_of_compute(ranks: Ranks) -> None:
     """Measured on all ranks alike, whatever the link is said to be; on gloo, whose threads share the cores."""
     first, second = ranks.run(_shares)
     assert first == second and all(0 <= share < 1 for share in first)
@@ -184,7 +184,7 @@ def test_a_line_is_found_beneath_disturbed_points() -> None:
     assert fit_link(points, messages=3).latency_us == pytest.approx(link.latency_us / 3)
 
 
-def test_what_cannot_be_measured_is_refused() -> None:
+def test_unmeasurable_mesh_is_refused() -> None:
     with pytest.raises(ValueError, match=re.escape("zgraph.calibrate: 'dp' is a str; pass a DeviceMesh")):
         zgraph.calibrate("dp")  # pyright: ignore[reportArgumentType]
     with fake_world(2), pytest.raises(ValueError, match="collectives of the backend fake move nothing"):

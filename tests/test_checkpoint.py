@@ -244,9 +244,7 @@ def load_kept(folder: str) -> dict[str, list[float]]:
 
 
 @every_world
-def test_tensors_kept_for_a_parameter_return_on_the_same_ranks_and_are_dropped_on_others(
-    pool: RanksPool, ranks: Ranks, tmp_path: Path
-) -> None:
+def test_kept_tensors_return_on_the_same_ranks_only(pool: RanksPool, ranks: Ranks, tmp_path: Path) -> None:
     pool.of(2).run(keep_and_save, str(tmp_path))
     for rank, found in enumerate(ranks.run(load_kept, str(tmp_path))):
         assert found == ({"up.weight": [1.0 + rank] * 3} if ranks.world == 2 else {})
@@ -275,7 +273,7 @@ def refused_saves(folder: str) -> list[str]:
     return texts
 
 
-def test_what_cannot_be_saved_is_refused_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
+def test_unsavable_checkpoint_is_refused_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
     for texts in ranks.run(refused_saves, str(tmp_path)):
         linear, steps, negative, strange, window = texts
         assert "failed on rank 1: " in linear and "extra['a'][0]['b'] is a torch.nn.modules.linear.Linear" in linear
@@ -341,7 +339,7 @@ def save_into_a_file(folder: str) -> None:
     zgraph.save_checkpoint(folder, model, optimizer, step=1)
 
 
-def test_a_directory_that_cannot_be_written_is_an_error_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
+def test_unwritable_directory_is_an_error_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for good, text in ranks.outcomes(save_into_a_file, str(tmp_path / "file")):
         assert not good and "CheckpointError: zgraph.save_checkpoint failed on rank 0" in text

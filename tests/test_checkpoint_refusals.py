@@ -185,7 +185,7 @@ SPOILT = [
 
 @pytest.mark.parametrize("sees", ["all", "one"])
 @pytest.mark.parametrize(("how", "text"), SPOILT, ids=[how for how, _ in SPOILT])
-def test_a_spoilt_checkpoint_is_refused_on_all_ranks_and_changes_nothing(
+def test_damaged_checkpoint_is_refused_everywhere_and_changes_nothing(
     ranks: Ranks, saved: Path, tmp_path: Path, how: str, text: str, sees: str
 ) -> None:
     good, bad = saved / "own/step_00000003", tmp_path / "step_00000003"

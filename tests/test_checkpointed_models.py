@@ -331,7 +331,7 @@ def test_parts_that_a_function_checkpoints_are_compiled(ranks: Ranks, zero_stage
         assert found == {"differing": [], "graphs": 2, "said": []}
 
 
-def test_a_part_that_has_to_note_its_window_leaves_the_graph_and_is_named(ranks: Ranks) -> None:
+def test_part_that_must_note_its_window_leaves_the_graph(ranks: Ranks) -> None:
     """In a region nothing may be noted, and outside of it nothing of the model's runs."""
     for found in ranks.run(train_parts, 1, True):
         assert found["differing"] == []
@@ -430,7 +430,7 @@ def test_a_branch_reads_what_a_unit_has_gathered(ranks: Ranks, is_compiled: bool
         if is_unit:
             assert found == []
         else:
-            assert str(found).startswith("zgraph: left.weight is read inside of torch.cond")
+            assert str(found).startswith("zgraph: left.weight is read inside torch.cond")
             assert "units=[" in str(found)
 
 
@@ -458,6 +458,6 @@ def windows_of_branches(zero_stage: int) -> tuple[list[list[int]], set[str]]:
 
 
 @pytest.mark.parametrize("zero_stage", [3, *slow(2)])  # the same frames
-def test_a_forward_ends_although_dynamo_has_traced_a_branch_in_it(ranks: Ranks, zero_stage: int) -> None:
+def test_forward_ends_although_dynamo_traced_a_branch_in_it(ranks: Ranks, zero_stage: int) -> None:
     """Dynamo forgets what is written to a `__dict__` after a branch; each forward would be one inside of the first."""
     assert ranks.run(windows_of_branches, zero_stage) == [([[], [], []], {"0"})] * 2

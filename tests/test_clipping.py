@@ -150,7 +150,7 @@ def test_parameters_without_gradients_are_left_out(ranks: Ranks) -> None:
         assert found == [0.0, True]
 
 
-def test_each_gradient_has_its_own_placement_where_several_share_a_layout() -> None:
+def test_gradients_sharing_a_layout_keep_their_own_placements() -> None:
     with fake_world(2):
         mesh = init_device_mesh("cpu", (2,))
         rows, whole = (distribute_tensor(torch.ones(4, 3), mesh, [kind]) for kind in (Shard(0), Replicate()))

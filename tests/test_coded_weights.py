@@ -1,4 +1,4 @@
-"""Weights that rest as codes of 8 or 4 bits serve as weights that were quantized and decoded in memory would."""
+"""Weights stored as codes of 8 or 4 bits serve like weights that were quantized and decoded in memory."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def check_materialized(offload: zgraph.Offload) -> None:
     for key, value in exported.items():
         assert torch.equal(value, twin(model(), world, 4).state_dict()[key])
     served.load_state_dict(expected.state_dict())
-    with pytest.raises(RuntimeError, match=r"0.weight rests as codes .* Load the weights before zgraph.shard"):
+    with pytest.raises(RuntimeError, match=r"0.weight is stored as codes .* Load the weights before zgraph.shard"):
         served.load_state_dict(model().state_dict())
     for ours, theirs in zip(served.parameters(), expected.parameters(), strict=True):
         assert torch.equal(local(ours), local(theirs))
@@ -208,7 +208,7 @@ def test_codes_do_not_train(tmp_path: Path) -> None:
             opt.step()
 
         for train in (served, torch.compile(served, backend="zgraph", options={"lowering": "fx"}), step):
-            with pytest.raises(zgraph.ZgraphError, match=r"param_bits=8: weights rest as codes.*torch.no_grad\(\)"):
+            with pytest.raises(zgraph.ZgraphError, match=r"param_bits=8: weights are stored as codes.*no_grad\(\)"):
                 train(torch.randn(2, WIDTH))
 
 
@@ -218,11 +218,11 @@ def test_codes_do_not_train(tmp_path: Path) -> None:
         ({"params": "host", "param_bits": 2}, "param_bits=2 is not available; write 8, 4 or None"),
         ({"optimizer": "host", "param_bits": 8}, 'parameters stay on the device; write params="host"'),
         ({"params": "host", "optimizer": "host", "param_bits": 8}, "no optimizer can step them"),
-        ({"params": "host", "full_precision": ("a",)}, "no parameter rests as codes; write param_bits=8"),
+        ({"params": "host", "full_precision": ("a",)}, "no parameter is stored as codes; write param_bits=8"),
         ({"params": "host", "param_bits": 8, "full_precision": "a"}, r"write a tuple of patterns, \('a',\)"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused(options: dict[str, Any], message: str) -> None:
+def test_unsupported_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         zgraph.Offload(**options)
 

@@ -149,7 +149,7 @@ def policies_of_threads_that_read() -> set[int]:
 
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="only Linux has threads that do not preempt others")
-def test_what_arrives_does_not_preempt_who_sends(ranks: Ranks) -> None:
+def test_arrivals_do_not_preempt_senders(ranks: Ranks) -> None:
     """Otherwise gloo's thread would ask for a lock that the preempted sender holds, until its time slice ends."""
     assert ranks.run(policies_of_threads_that_read) == [{os.SCHED_BATCH}] * 2
 
@@ -252,7 +252,7 @@ def trained_by_host() -> int:
 
 @pytest.mark.slow
 @worlds(4)
-def test_a_compiled_step_gathers_by_host_where_its_hardware_says_so(ranks: Ranks) -> None:
+def test_compiled_step_gathers_by_host_if_hardware_says_so(ranks: Ranks) -> None:
     counts = ranks.run(trained_by_host)
     assert counts == counts[:1] * 4 and counts[0] >= 4  # forward and backward, twice
 

@@ -67,7 +67,7 @@ def test_options_at_the_edge_are_taken() -> None:
         LoCo().bits = 8  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_what_is_forgotten_is_counted_in_steps() -> None:
+def test_reset_interval_is_counted_in_steps() -> None:
     assert LoCo().reset_interval == 1024 and LoCo(reset_every=7).reset_interval == 7
     assert ErrorFeedback().reset_interval == 0 and NoFeedback().reset_interval == 0
 
@@ -135,7 +135,7 @@ def local(called: str) -> CompressionMethod:
     return Local()
 
 
-def test_no_text_says_what_a_class_or_its_module_is_called() -> None:
+def test_texts_do_not_contain_class_or_module_names() -> None:
     assert to_text(NoFeedback(bits=8)).startswith('["NoFeedback", {"bits": 8, ')
     method = local("tests.moved")
     text = to_text(method)

@@ -178,7 +178,7 @@ def test_copies_between_tiers_cost_by_their_link(transit: Transit, us: float) ->
     ("backend", "read_us", "write_us"),
     [("gloo", 7 + 400 / 5, 7 + 400 / 5), ("nccl", (7 + 80) + (3 + 20), (7 + 80) + (4 + 16))],
 )
-def test_a_gpu_copies_from_disk_and_to_it_through_the_host(backend: str, read_us: float, write_us: float) -> None:
+def test_gpu_copies_from_and_to_disk_pass_the_host(backend: str, read_us: float, write_us: float) -> None:
     hardware, ops = replace(TWO_PER_HOST, backend=backend), torch.ops.zgraph
     drawing = Drawing()
     x = drawing.input("x", 100)
@@ -245,7 +245,7 @@ def test_a_sum_over_ranks_reads_and_writes_it_each_time(world: int) -> None:
     assert cost(total) == NodeCost(COMPUTE, max(5 * 2.0, moved / 50), 0, moved)
 
 
-def test_a_sum_of_pieces_that_are_wide_starts_with_two_of_them(world: int) -> None:
+def test_sum_of_wide_pieces_starts_with_two(world: int) -> None:
     drawing = Drawing()
     received = drawing.input("received", 30)
     total = drawing.call(torch.ops.zgraph.sum_ranks.default, received, 3, 3, torch.float32)

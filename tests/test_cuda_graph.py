@@ -265,7 +265,7 @@ def overwritten() -> int:
 
 
 @worlds(2)
-def test_what_a_step_returns_is_not_overwritten(ranks: Ranks) -> None:
+def test_returned_tensors_are_not_overwritten(ranks: Ranks) -> None:
     assert ranks.run(overwritten) == [0, 0]
 
 
@@ -316,7 +316,7 @@ def calls_of_torn(setting: Setting, at: int) -> tuple[list[str], list[str]]:
 
 
 @worlds(2)
-def test_a_step_that_cannot_be_recorded_goes_on_without_and_says_so_once(ranks: Ranks) -> None:
+def test_unrecordable_step_runs_unrecorded_and_warns_once(ranks: Ranks) -> None:
     for calls, said in ranks.run(calls_of_torn, replace(RECORDED, script=Drawing), 1):
         assert calls == ["check", *WARM_UP, "record"]
         assert said == ["zgraph.training_step: the step cannot be recorded as a CUDA graph: torn."]
@@ -324,7 +324,7 @@ def test_a_step_that_cannot_be_recorded_goes_on_without_and_says_so_once(ranks: 
 
 @worlds(2)
 @LONG
-def test_what_was_recorded_before_is_not_replayed_either(ranks: Ranks) -> None:
+def test_earlier_recordings_are_not_replayed_after_a_failure(ranks: Ranks) -> None:
     """A failed record replaces the generator that the other recordings draw from."""
     for calls, said in ranks.run(calls_of_torn, replace(RECORDED, script=Shaped, steps=2 * STEPS), 2):
         assert calls[-1] == "record" and calls.count("record") == 2 and len(said) == 1
@@ -377,7 +377,7 @@ def capturing(monkeypatch: pytest.MonkeyPatch) -> Capturing:
     return found
 
 
-def test_a_pool_is_left_once_none_of_its_recordings_is_there(capturing: Capturing) -> None:
+def test_pool_is_released_with_its_last_recording(capturing: Capturing) -> None:
     recorder = CudaGraphs()
     first = recorder.record(lambda inputs: [], [])
     second = recorder.record(lambda inputs: [], [])
@@ -404,11 +404,11 @@ def test_a_failed_capture_gives_stream_and_generator_back(capturing: Capturing) 
 
 def test_a_model_on_the_host_is_refused() -> None:
     model = Net()
-    with pytest.raises(ValueError, match=r"cuda_graph=True takes a model on a GPU, .* are on cpu; move it before"):
+    with pytest.raises(ValueError, match=r"cuda_graph=True needs a model on a GPU, .* are on cpu; move it before"):
         zgraph.training_step(model, sgd(model.parameters()), options={"cuda_graph": True})
 
 
 def test_forward_and_backward_alone_are_refused() -> None:
     compiled = torch.compile(Net(), backend="zgraph", options={"cuda_graph": True})
-    with pytest.raises(Exception, match=r"cuda_graph belongs to whole steps.*write @zgraph\.training_step\(model, opt"):
+    with pytest.raises(Exception, match=r"cuda_graph requires a whole step.*Write @zgraph\.training_step\(model, opt"):
         compiled(torch.ones(1, 5))

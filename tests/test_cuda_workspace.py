@@ -60,7 +60,7 @@ def test_a_sort_and_what_sorts() -> None:
     assert on_cuda(aten.mm.default, (8, 8), (8, 8)) == 0
 
 
-def test_blocks_of_more_than_a_mebibyte_may_be_larger_by_one() -> None:
+def test_blocks_above_a_mebibyte_may_exceed_by_one() -> None:
     assert CUDA_AT_WORST.allocated_bytes(2**20) == CUDA.allocated_bytes(2**20) == 2**20
     assert CUDA_AT_WORST.allocated_bytes(2**20 + 1) == 2**21 + 512
     assert CUDA_AT_WORST.allocated_bytes(0) == 0

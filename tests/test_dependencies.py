@@ -43,7 +43,7 @@ def as_network(dependencies: Dependencies) -> networkx.DiGraph[int]:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_slots_are_those_between_the_compute_that_is_needed_and_the_compute_that_needs(seed: int) -> None:
+def test_slots_lie_between_needed_and_needing_compute(seed: int) -> None:
     _, by_data, queues = drawn(seed)
     ranks, last = by_data.rank, len(by_data.compute_order) - 1
     for dependencies in (by_data, by_data.in_queues(queues.queues)):
@@ -70,7 +70,7 @@ def test_queued_starts_follow_one_another_on_one_lane(seed: int) -> None:
     assert gathers_first == sorted(gathers_first, reverse=True)
 
 
-def test_a_start_is_needed_as_early_as_those_behind_it_in_its_queue() -> None:
+def test_start_is_needed_as_early_as_later_queue_members() -> None:
     """all_gather_w, all_gather_v, mm of v, mm of w: v cannot start before w has."""
     drawing = Drawing()
     x, shard = drawing.input("x", 8, 8), drawing.input("shard", 4, 8)
@@ -85,7 +85,7 @@ def test_a_start_is_needed_as_early_as_those_behind_it_in_its_queue() -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_starts_behind_a_node_are_those_that_it_reaches_through_what_moves(seed: int) -> None:
+def test_starts_after_a_node_are_reached_through_movable_nodes(seed: int) -> None:
     _, by_data, _ = drawn(seed)
     moving = [number for number, moves in enumerate(by_data.movable) if moves]
     for number in moving:

@@ -189,9 +189,7 @@ def test_an_error_of_the_disk_names_the_tensor(
     assert disk.start_read(tensor).wait().eq(2).all()  # a failed read spoils nothing
 
 
-def test_what_the_kernel_could_not_write_later_fails_the_next_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_late_write_failure_of_the_kernel_fails_next_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its page may be gone, and the disk has the values before."""
     with DiskFolder(tmp_path, rank=3) as disk:
         tensor = filled(disk)
@@ -212,7 +210,7 @@ def test_what_the_kernel_could_not_write_later_fails_the_next_read(
 
 
 @pytest.mark.parametrize("failing_half", [0, 1])
-def test_a_half_that_fails_fails_the_read_once_both_have_ended(
+def test_failing_half_fails_the_read_after_both_end(
     disk: DiskFolder, monkeypatch: pytest.MonkeyPatch, failing_half: int
 ) -> None:
     source = torch.arange(9 * MIB, dtype=torch.uint8)

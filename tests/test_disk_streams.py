@@ -90,7 +90,7 @@ def test_no_two_accesses_race(slow: DiskFolder, seed: int) -> None:
         assert tensor.eq(value).all()
 
 
-def test_the_judge_sees_a_source_that_is_overwritten_while_it_leaves(slow: DiskFolder) -> None:
+def test_judge_detects_a_source_overwritten_during_its_copy(slow: DiskFolder) -> None:
     """The stand-in itself."""
     lanes = ClockedLanes(piece_bytes=BLOCK)
     known(lanes, slow)
@@ -117,7 +117,7 @@ def test_pinned_memory_is_bounded_and_used_again(slow: DiskFolder) -> None:
         assert lanes.memory.in_use_bytes == staging_bytes([numel * 4], [numel * 4], 2 * BLOCK)
 
 
-def test_what_is_planned_for_pinned_memory() -> None:
+def test_planned_pinned_memory_covers_staging_buffers() -> None:
     assert staging_bytes([], []) == 0
     assert staging_bytes([1], []) == BUFFERS * BLOCK
     assert staging_bytes([3 * BLOCK, 5], [2**40]) == BUFFERS * (4 * BLOCK + PIECE_BYTES)
@@ -128,7 +128,7 @@ def failing(*_: Any) -> int:
     raise OSError(5, "Input/output error")
 
 
-def test_an_error_of_a_read_is_raised_where_it_is_waited_for(slow: DiskFolder, monkeypatch: Any) -> None:
+def test_read_error_is_raised_at_its_wait(slow: DiskFolder, monkeypatch: Any) -> None:
     """Also one that fails between two pieces, of which one is on its way to the device."""
     lanes = LazyLanes(piece_bytes=BLOCK)
     known(lanes, slow)
@@ -148,7 +148,7 @@ def test_an_error_of_a_read_is_raised_where_it_is_waited_for(slow: DiskFolder, m
     assert torch.equal(lanes.reload(kept).wait(), torch.ones(3 * BLOCK))
 
 
-def test_a_reload_that_nobody_waits_for_leaves_its_memory_to_nobody_else(slow: DiskFolder) -> None:
+def test_unawaited_reload_keeps_its_memory_reserved(slow: DiskFolder) -> None:
     lanes = LazyLanes(piece_bytes=BLOCK)
     known(lanes, slow)
     kept = lanes.spill(torch.ones(3 * BLOCK), "here").wait()
@@ -156,7 +156,7 @@ def test_a_reload_that_nobody_waits_for_leaves_its_memory_to_nobody_else(slow: D
     assert lanes.back.begun == lanes.back.done == 12 and lanes.lazy.freed == []
 
 
-def test_an_error_of_a_write_is_raised_at_its_wait_or_at_the_end(slow: DiskFolder, monkeypatch: Any) -> None:
+def test_write_error_is_raised_at_its_wait_or_end(slow: DiskFolder, monkeypatch: Any) -> None:
     lanes = LazyLanes(piece_bytes=BLOCK)
     known(lanes, slow)
     kept: list[Tensor] = [lanes.spill(torch.ones(BLOCK), "here").wait() for _ in range(2)]

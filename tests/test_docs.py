@@ -63,7 +63,7 @@ def test_the_table_of_models_has_every_model_of_the_zoo() -> None:
 
 
 @pytest.mark.parametrize("tool", TOOLS)
-def test_what_is_made_from_code_and_figures_is_up_to_date(tool: str) -> None:
+def test_generated_docs_are_up_to_date(tool: str) -> None:
     done = subprocess.run([sys.executable, str(ROOT / tool), "--check"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -275,7 +275,7 @@ def test_the_page_of_errors_has_the_text_that_is_raised(ranks: Ranks, scenario: 
         assert re.search(expected, text, re.DOTALL), text
 
 
-def test_an_option_error_is_a_value_error_whose_last_line_says_what_to_do() -> None:
+def test_option_error_is_a_value_error_with_advice() -> None:
     called = torch.compile(nn.Linear(2, 2), backend="zgraph", options={"lowring": "fx"})  # type: ignore[dict-item]
     for _ in range(2):  # the frame is not skipped afterwards
         with pytest.raises(ValueError) as caught:
@@ -341,7 +341,7 @@ def train_until_rank_one_dies(mode: str) -> str:
 
 
 @pytest.mark.parametrize("mode", ["eager", "fx"])
-def test_when_a_rank_dies_the_others_say_in_which_collective_of_which_parameter(mode: str) -> None:
+def test_after_a_rank_dies_others_name_collective_and_parameter(mode: str) -> None:
     with fresh_ranks(3, timeout_s=30) as ranks:
         answers: list[tuple[bool, Any]] = ranks.outcomes(train_until_rank_one_dies, mode)
     assert answers[1] == (False, "died")

@@ -82,7 +82,7 @@ def other_layers(stage: int, mode: str, ways: tuple[tuple[int, ...], ...]) -> tu
         *long((0, "fx"), (1, "fx")),
     ],
 )
-def test_ranks_that_run_other_layers_of_the_same_shape_are_told(ranks: Ranks, stage: int, mode: str) -> None:
+def test_ranks_running_different_equal_shaped_layers_are_told(ranks: Ranks, stage: int, mode: str) -> None:
     for text, goes_on in ranks.run(other_layers, stage, mode, ((0, 1), (0, 2), (0, 3))):
         assert goes_on
         assert "do not do the same" in text and "layers.1." in text and "layers.2." in text
@@ -174,7 +174,7 @@ def one_evaluates() -> str:
     return refusal(differently)
 
 
-def test_a_rank_that_evaluates_alone_is_told_what_the_others_do(ranks: Ranks) -> None:
+def test_rank_evaluating_alone_is_told_what_others_do(ranks: Ranks) -> None:
     for text in ranks.run(one_evaluates):
         assert "all_gather of layers.2.weight" in text and "all_gather of layers.0." in text
 
@@ -186,7 +186,7 @@ def one_compiles() -> str:
     return refusal(lambda: train(call, optimizer, (2, 1, 0) if dist.get_rank() == 0 else (0, 1)))
 
 
-def test_a_rank_that_compiles_something_else_does_not_let_its_peers_wait() -> None:
+def test_rank_compiling_something_else_does_not_block_peers() -> None:
     with fresh_ranks(2) as ranks:
         for text in ranks.run(one_compiles):
             assert "rank 0 compiles a forward graph" in text and "rank 1 waits for all_gather of layers.0." in text

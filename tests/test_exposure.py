@@ -53,7 +53,7 @@ def test_a_rule_that_starts_a_gather_late_is_named() -> None:
     }
 
 
-def test_a_gather_that_is_to_stay_at_its_use_says_so() -> None:
+def test_gather_pinned_to_its_use_is_reported() -> None:
     """relu, all_gather_w, wait_w, mm, where nobody may move the gather"""
     drawing = Drawing()
     x, shard = drawing.input("x", 8, 8), drawing.input("shard", 4, 8)

@@ -204,14 +204,14 @@ def test_a_growing_scale_keeps_the_step() -> None:
     assert feedback.tensors["error_scale"].unique().tolist() == [3.0]
 
 
-def test_a_smaller_scale_set_by_hand_drops_nothing_where_the_scaler_tells() -> None:
+def test_smaller_manual_scale_drops_nothing_if_the_scaler_tells() -> None:
     feedbacks, feedback = kept(64.0)
     step(feedback, 1)
     feedbacks.set_loss_scale(32.0, dropped=False)
     assert feedback.tensors["error"].unique().tolist() == [1]
 
 
-def test_the_first_scale_multiplies_nothing_and_the_end_of_scaling_divides() -> None:
+def test_first_scale_multiplies_nothing_and_its_end_divides() -> None:
     feedbacks, feedback = kept()
     feedbacks.set_loss_scale(64.0)
     assert feedback.tensors["error_scale"].unique().tolist() == [0.75]
@@ -231,7 +231,7 @@ def test_the_first_scale_multiplies_nothing_and_the_end_of_scaling_divides() -> 
     ],
     ids=["method", "numel", "spec"],
 )
-def test_an_error_of_something_else_is_not_added_to_a_gradient(change: dict[str, Any], text: str) -> None:
+def test_foreign_error_is_not_added_to_a_gradient(change: dict[str, Any], text: str) -> None:
     feedbacks, feedback = kept()
     asked = {"slot": "first_hop", "method": "method", "numel": 20, "chunks": 2, "spec": SPEC} | change
     with pytest.raises(zgraph.ZgraphError, match=r"reset_error_feedback\(model\) on every rank") as caught:
@@ -279,5 +279,5 @@ def follow() -> None:
     assert gone() is None
 
 
-def test_a_scaler_tells_what_it_loads_and_does_not_keep_the_model_alive(ranks: Ranks) -> None:
+def test_scaler_tells_loaded_scale_and_does_not_keep_model(ranks: Ranks) -> None:
     ranks.run(follow)

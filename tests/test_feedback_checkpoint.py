@@ -413,7 +413,7 @@ def test_another_method_is_refused_and_nothing_is_loaded(ranks: Ranks, saved: Sa
         assert result["unchanged"] and "keeps the error of" in result["first"]
 
 
-def test_a_model_that_has_not_run_refuses_another_method_at_its_first_reduction(ranks: Ranks, saved: Saved) -> None:
+def test_fresh_model_refuses_another_method_at_first_reduction(ranks: Ranks, saved: Saved) -> None:
     for result in ranks.run(refuse, str(saved.folder), NoFeedback(group=32), False, "own"):
         assert result["text"] == ""
         assert re.search(r"weight keeps the error of .*LoCo.* compressed by .*NoFeedback", result["first"])

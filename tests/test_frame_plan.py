@@ -32,7 +32,7 @@ def texts(plan: FramePlan) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("train", [True, False])
-def test_what_was_captured_is_left_as_it_is(train: bool) -> None:
+def test_captured_graph_stays_unchanged(train: bool) -> None:
     found = traced(mlp, train=train)
     if not train:
         found.know(split=None)
@@ -57,7 +57,7 @@ def test_limits_are_those_of_the_pass_that_orders_by_costs() -> None:
     assert limits == Limits(budget_bytes=10**6, in_flight_bytes=99)
 
 
-def test_dumps_see_every_graph_as_captured_and_after_each_pass_of_the_last_variant() -> None:
+def test_dumps_see_captured_graphs_and_last_variants_passes() -> None:
     seen: list[tuple[str, str]] = []
     found = traced(mlp)
 
@@ -93,7 +93,7 @@ def quantizations(found: FramePlan) -> list[int]:
 @pytest.mark.parametrize(
     ("from_steps", "steps", "expected"), [((0,), [0], [5]), ((3,), [0, 3], [0, 5]), ((2, 5), [0, 2, 5], [0, 0, 5])]
 )
-def test_there_is_a_variant_for_each_step_from_which_on_a_pass_counts(
+def test_each_from_step_of_passes_has_a_variant(
     from_steps: tuple[int, ...], steps: list[int], expected: list[int]
 ) -> None:
     found = traced(mlp)
@@ -142,7 +142,7 @@ def budgeted(found: Traced, budget_bytes: int) -> tuple[FramePlan, list[int]]:
     return plan_within_budget(plan_for, budget_bytes, "0/0"), asked
 
 
-def test_the_plan_that_keeps_the_budget_is_the_last_one_made() -> None:
+def test_plan_within_budget_is_the_last_one_made() -> None:
     found = traced(mlp)
     plenty, asked = budgeted(found, 10**9)
     assert asked == [10**9] and plenty.ctx.plan_bytes == 10**9

@@ -81,7 +81,7 @@ def out(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path / "out"
 
 
-def test_a_part_that_is_killed_at_its_limit_takes_its_processes_along_and_the_next_one_runs(out: Path) -> None:
+def test_part_killed_at_its_limit_dies_with_its_processes(out: Path) -> None:
     pid = out.parent / "pid"
     run(arguments(out, [job("hangs", WITH_A_CHILD, str(pid), limit_s=4.0), job("next", "print('here')")]))
     assert eventually_gone(int(pid.read_text()))
@@ -93,7 +93,7 @@ def test_a_part_that_is_killed_at_its_limit_takes_its_processes_along_and_the_ne
     assert "| hangs | killed after 4 s |" in (out / "gpu.md").read_text()
 
 
-def test_a_part_that_breaks_keeps_its_rows_and_says_how_it_ended(out: Path) -> None:
+def test_broken_part_keeps_rows_and_reports_its_end(out: Path) -> None:
     breaks = (
         "import sys, time; from pathlib import Path; from gpu_results import Results\n"
         "Results(Path(sys.argv[1]), time.time()).add('breaks', 'found', True, {'ms': 1.5}, 'a GPU')\n"
@@ -108,14 +108,14 @@ def test_a_part_that_breaks_keeps_its_rows_and_says_how_it_ended(out: Path) -> N
     assert "it broke" in (out / "log.txt").read_text()
 
 
-def test_a_part_for_which_too_little_time_is_left_is_skipped(out: Path) -> None:
+def test_part_without_enough_time_is_skipped(out: Path) -> None:
     run(arguments(out, [job("long", "1", expected_s=100.0), job("short", "1", expected_s=1.0)], seconds=50.0))
     skipped, ran = rows_of(out)
     assert (skipped["what"], skipped["ok"]) == ("skipped, too little time is left", None)
     assert (ran["part"], ran["what"]) == ("short", "ended")
 
 
-def test_the_time_for_all_ends_a_part_before_its_own_limit(out: Path) -> None:
+def test_total_time_ends_a_part_before_its_limit(out: Path) -> None:
     run(arguments(out, [job("hangs", FOREVER)], seconds=2.0))
     (hung,) = rows_of(out)
     assert hung["what"].startswith("killed after") and hung["figures"]["s"] < 30
@@ -133,7 +133,7 @@ def test_parts_of_one_phase_run_at_once(out: Path) -> None:
     assert sorted((row["part"], row["what"]) for row in rows_of(out)) == [("one", "ended"), ("other", "ended")]
 
 
-def test_who_is_told_to_stop_kills_all_and_writes_its_tables(out: Path) -> None:
+def test_termination_kills_all_parts_and_writes_tables(out: Path) -> None:
     pid = out.parent / "pid"
     command = arguments(out, [job("hangs", WITH_A_CHILD, str(pid)), job("never", "1")])
     running = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(BENCHMARKS)}, stdout=subprocess.DEVNULL)

@@ -71,7 +71,7 @@ def test_results_and_agreement_on_uneven_ranks(world: int) -> None:
             assert agreed == agreed[:1] * world
 
 
-def test_what_is_cast_is_padded_as_well() -> None:
+def test_cast_shards_are_padded() -> None:
     shards = [torch.randn(3, 4), torch.randn(0, 2), torch.randn(5), torch.randn(4, 6).t()]
     rows = [3, 2, 8, 7]
     for shard, count, found in zip(shards, rows, cast_each(shards, rows, torch.bfloat16), strict=True):
@@ -92,7 +92,7 @@ def drawn_group() -> tuple[Drawing, list[torch.fx.Node]]:
     return drawing, [square, product]
 
 
-def test_a_group_is_waited_for_when_its_first_result_is_read() -> None:
+def test_group_is_awaited_at_its_first_read_result() -> None:
     with fake_world(2):
         drawing, (square, product) = drawn_group()
     graph = drawing.graph

@@ -23,7 +23,7 @@ def test_a_long_name_keeps_its_end() -> None:
     assert make_handle(name).shape == (HANDLE_BYTES,)
 
 
-def test_what_is_no_handle_has_no_name() -> None:
+def test_non_handle_has_no_name() -> None:
     with FakeTensorMode() as mode:
         fake = mode.from_tensor(make_handle("weight"))
     for other in (fake, torch.ones(HANDLE_BYTES), torch.ones(3, dtype=torch.uint8), None, "weight"):
@@ -40,7 +40,7 @@ def test_what_is_no_handle_has_no_name() -> None:
     ],
     ids=["two dims", "meta", "sparse", "parameter"],
 )
-def test_what_only_resembles_a_handle_has_no_name(other: torch.Tensor) -> None:
+def test_tensor_resembling_a_handle_has_no_name(other: torch.Tensor) -> None:
     assert other.dtype == torch.uint8 and other.numel() == HANDLE_BYTES
     assert name_of(other) == "?"
 

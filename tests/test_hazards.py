@@ -44,7 +44,7 @@ def test_reads_alone_have_no_order() -> None:
     assert pairs(gm) == set()
 
 
-def test_what_is_sent_is_read_until_the_wait() -> None:
+def test_sent_tensor_is_read_until_the_wait() -> None:
     drawing = Drawing()
     shard = drawing.input("shard", 4, 8)
     start = drawing.start_gather(shard, "w")
@@ -54,7 +54,7 @@ def test_what_is_sent_is_read_until_the_wait() -> None:
     assert pairs(gm) == {(start.name, "write"), (wait.name, "write")}
 
 
-def test_views_read_nothing_and_parts_of_a_storage_are_told_apart() -> None:
+def test_views_read_nothing_and_storage_parts_are_distinguished() -> None:
     drawing = Drawing()
     bucket = drawing.call(aten.clone.default, drawing.input("x", 8), name="bucket")
     first = drawing.call(aten.slice.Tensor, bucket, 0, 0, 4, name="first")
@@ -66,7 +66,7 @@ def test_views_read_nothing_and_parts_of_a_storage_are_told_apart() -> None:
     assert pairs(gm) == {("read", "write_second"), ("write_first", "read_both"), ("write_second", "read_both")}
 
 
-def test_a_view_whose_input_was_exchanged_lies_where_its_input_does() -> None:
+def test_view_with_replaced_input_shares_the_new_inputs_storage() -> None:
     """As passes leave it: the fake value of the view is that of another storage."""
     drawing = Drawing()
     bucket = drawing.call(aten.clone.default, drawing.input("x", 8), name="bucket")
@@ -88,7 +88,7 @@ def test_lists_are_read_and_written_member_by_member() -> None:
     assert pairs(gm) == {("update", "read")}
 
 
-def test_random_operators_and_collectives_of_the_models_own_keep_their_order() -> None:
+def test_random_operators_and_own_collectives_keep_their_order() -> None:
     drawing = Drawing()
     x = drawing.input("x", 4)
     draws = [drawing.call(aten.bernoulli.p, x, 0.5, name=f"draw_{number}") for number in range(2)]

@@ -105,7 +105,7 @@ def trained(error_device: str | None) -> tuple[list[Tensor], dict[str, Tensor]]:
     return grads, kept
 
 
-def test_everybody_waits_for_what_he_reads_and_the_host_for_nothing_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_readers_wait_but_the_host_never_within_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bitwise as if errors were kept beside their gradients. Two compiles: three seconds."""
     expected, expected_kept = trained(None)
     late = Late()

@@ -74,7 +74,7 @@ def test_who_reads_the_host_is_named() -> None:
     check_only_copied(gm.graph)
 
 
-def test_what_rests_beside_a_cpu_may_be_read_there() -> None:
+def test_host_tensors_may_be_read_if_device_is_cpu() -> None:
     graph = fx.Graph()
     with fake_mode():
         shard = graph.placeholder("shard")

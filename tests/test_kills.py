@@ -38,7 +38,7 @@ def test_a_killed_run_resumes_as_if_nothing_had_happened(tmp_path: Path, request
 @pytest.mark.parametrize(
     "kills", [pytest.param(9, marks=pytest.mark.slow), pytest.param(27, marks=pytest.mark.long)], ids="{}kills".format
 )
-def test_a_killed_run_on_disk_resumes_as_if_nothing_had_happened(tmp_path: Path, kills: int) -> None:
+def test_killed_run_on_disk_resumes_unchanged(tmp_path: Path, kills: int) -> None:
     found = killed(tmp_path, kills, "--on-disk")
     assert found["left on disk"] == 0, found
     assert found["while saving"] >= kills // 6, found  # every third is aimed at a save

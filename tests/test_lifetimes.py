@@ -44,7 +44,7 @@ def test_inference_and_what_the_user_is_given() -> None:
         assert lifetimes_of(graphs, expected, found.ctx.user_outputs) == expected
 
 
-def test_a_mean_that_is_gathered_is_no_parameter_and_a_kept_gather_is_for_the_window() -> None:
+def test_gathered_mean_is_not_a_parameter_and_windows_keep_gathers() -> None:
     """forward: all_gather_kept(a); backward: all_gather(relu(g)) for b, all_gather(c)"""
     with fake_world(2):
         forward, backward = Drawing(), Drawing()

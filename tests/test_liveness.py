@@ -68,7 +68,7 @@ def test_a_value_lives_from_its_definition_to_its_last_use() -> None:
     assert curve.explain() == "peak 48 bytes at c: a 16, b 16, c 16"
 
 
-def test_an_owned_input_dies_at_its_last_use_and_an_unread_one_at_the_end() -> None:
+def test_owned_input_dies_at_last_use_and_unread_at_end() -> None:
     drawing = Drawing()
     read, unread = drawing.input("read", 4), drawing.input("unread", 8)
     graph = drawing.done(drawing.call(aten.neg.default, drawing.call(aten.sin.default, read))).graph
@@ -76,7 +76,7 @@ def test_an_owned_input_dies_at_its_last_use_and_an_unread_one_at_the_end() -> N
     assert memory_curve(graph, owned=[read]).bytes_after == (16, 16, 16, 16, 16)
 
 
-def test_what_a_pass_has_given_another_input_is_a_view_of_that() -> None:
+def test_view_with_replaced_input_is_a_view_of_it() -> None:
     """The fake value of the view still lies in the storage of the input it was traced with."""
     drawing = Drawing()
     first, second = drawing.input("first", 4, 6), drawing.input("second", 4, 6)
@@ -108,7 +108,7 @@ def test_a_view_keeps_the_whole_storage_alive() -> None:
     assert memory_curve(graph).bytes_after == (0, 0, 128, 128, 128, 128, 16, 16)
 
 
-def test_all_results_of_a_call_live_until_the_last_is_taken() -> None:
+def test_results_of_a_call_live_until_the_last_is_taken() -> None:
     drawing = Drawing()
     x = drawing.input("x", 4, 4)
     both = drawing.call(aten.var_mean.correction, x, [0])
@@ -449,7 +449,7 @@ def test_each_memory_space_has_a_curve_of_its_own() -> None:
     assert curve.bytes_in("disk") == [0, 0, 0, 16, 16, 0]
 
 
-def test_beside_an_accelerator_tensors_of_the_cpu_lie_on_the_host() -> None:
+def test_with_an_accelerator_cpu_tensors_are_on_the_host() -> None:
     drawing = Drawing()
     here, there = drawing.input("here", 4), drawing.input("there", 4)
     graph = drawing.done(here, there).graph
@@ -461,7 +461,7 @@ def test_beside_an_accelerator_tensors_of_the_cpu_lie_on_the_host() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_ledger_counts_while_an_order_is_made_what_the_curve_counts_then(seed: int) -> None:
+def test_incremental_ledger_equals_the_final_curve(seed: int) -> None:
     with fake_world(2):
         step = draw_step(seed, layers=3)
         storages = storages_of(step.order)
@@ -471,7 +471,7 @@ def test_the_ledger_counts_while_an_order_is_made_what_the_curve_counts_then(see
 
 
 @pytest.mark.parametrize("world", [3, *slow(2)])
-def test_where_all_ranks_hold_as_many_rows_they_count_what_each_of_them_holds(world: int) -> None:
+def test_ranks_with_equal_rows_count_their_own_bytes(world: int) -> None:
     """Weights of 8 rows on two ranks, and on three, where the longest chunk counts."""
     passes = presets.default(bucket_bytes=1)
     for rank, found in enumerate(by_rank(deep, passes, world=world, train=False, param_dtype=torch.bfloat16)):

@@ -79,7 +79,7 @@ def test_groups_made_from_it_are_loopbacks_too(backend: str, beside: str) -> Non
             assert zgraph.runtime.groups.group_backend(name, torch.device("cpu")) == backend
 
 
-def test_a_collective_is_complete_when_it_is_waited_for_and_not_before() -> None:
+def test_collective_is_complete_only_when_awaited() -> None:
     """The second of one group brings the first one along; that of another group stays away."""
     x = torch.ones(2)
     with loopback(WORLD, Wire()):
@@ -201,7 +201,7 @@ LOCO = LoCo(hops=1)
     ids=["0", "1-window-coalesced", "2-window-grouped", "3-grouped", "3-window-rank3", "3-sequential", "3-hybrid"],
 )
 @pytest.mark.parametrize("backend", ["loopback", *slow("nccl")])
-def test_what_is_late_is_waited_for(run: Run, backend: str) -> None:
+def test_late_results_are_waited_for(run: Run, backend: str) -> None:
     """On "nccl" with its own reduce_scatter and one launch for a group of gathers."""
     found, judge = run.judged(backend)
     assert judge.races == []
@@ -334,7 +334,7 @@ def test_freed_memory_is_poison_and_must_stay_so() -> None:
         leave_behind().zero_()
 
 
-def test_what_is_never_waited_for_is_told_at_the_end_of_its_program() -> None:
+def test_unawaited_collective_is_reported_at_program_end() -> None:
     graph = fx.Graph()
     shard = graph.placeholder("shard")
     started = graph.call_function(all_gather_op(), (shard, WORLD, NAME))

@@ -72,7 +72,7 @@ def load(folder: str, zero_stage: int) -> dict[str, Tensor]:
     return loaded
 
 
-def test_other_ranks_take_the_mean_of_the_errors_and_the_factor(ranks: Ranks, tmp_path: Path) -> None:
+def test_other_world_size_loads_mean_of_errors_and_factor(ranks: Ranks, tmp_path: Path) -> None:
     saved = ranks.run(save, str(tmp_path), 3)
     with fresh_ranks(3) as three:
         for loaded in three.run(load, str(tmp_path), 0):

@@ -227,7 +227,7 @@ def test_materialized_equals_whole_compiled(ranks: Ranks, case: str, options: di
 
 @pytest.mark.parametrize("case", CASES)
 @every_world
-def test_every_rank_gets_rank_zeros_draws_and_keeps_its_own_stream(ranks: Ranks, case: str) -> None:
+def test_ranks_get_rank_zeros_draws_and_keep_their_stream(ranks: Ranks, case: str) -> None:
     """Each rank starts from another random state; as after a whole init, it then draws on from its own."""
     assert all(ranks.run(same_as_whole, case, {}, "eager", 5))
 
@@ -256,7 +256,7 @@ class Tied(nn.Module):
 
 
 @every_world
-def test_a_tied_parameter_takes_its_last_modules_values_as_under_apply(ranks: Ranks) -> None:
+def test_tied_parameter_gets_last_modules_values_as_under_apply(ranks: Ranks) -> None:
     assert all(ranks.run(tied))
 
 
@@ -442,7 +442,7 @@ def replaced_under_an_optimizer() -> str:
     return str(caught.value)
 
 
-def test_where_the_parameter_cannot_stay_the_same_object_old_optimizers_are_refused(ranks: Ranks) -> None:
+def test_old_optimizer_is_refused_if_parameter_object_changed(ranks: Ranks) -> None:
     for text in ranks.run(replaced_under_an_optimizer):
         assert re.search(r"optimizer .* still holds weight, which .*materialize.*Create the optimizer after", text)
 
@@ -554,7 +554,7 @@ EXPECTED = {
     "bias": r"ZgraphError: .*init left without a value: inner\.bias \(parameter of Linear\).*call "
     r"module\.reset_parameters\(\)",
     "in_part": r"ZgraphError: .*init wrote inner\.weight \(parameter of Linear\) only in part.*NaN",
-    "too_early": r"ZgraphError: .*init wrote inner\.weight .*computed it from what had no value.*NaN",
+    "too_early": r"ZgraphError: .*init wrote inner\.weight .*computed it from a tensor without values.*NaN",
     "resized": r"ZgraphError: .*replaced inner\.weight \(\[4, 4\] torch\.float32, .*by \[5, 4\] .*in place",
     "untied": r"ZgraphError: .*replaced embed\.weight \(\[7, 4\] torch\.float32, read in 2 places\)",
     "failing": r"KeyError: 'on purpose'.*while initialising the model itself \(Ownerless\)",

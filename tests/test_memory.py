@@ -97,6 +97,6 @@ def outlives() -> list[str]:
     return [name for name, parameter in left.items() if parameter() is not None]
 
 
-def test_what_was_compiled_does_not_keep_the_model(ranks: Ranks) -> None:
+def test_compiled_code_does_not_keep_the_model_alive(ranks: Ranks) -> None:
     """Dynamo keeps graphs as long as the code of a forward."""
     assert not any(ranks.run(outlives))

@@ -358,5 +358,5 @@ def whole_batch_gradient(zero_stage: int) -> float:
 
 @pytest.mark.parametrize("zero_stage", [0, 3])
 @every_world
-def test_a_token_weighted_sum_is_the_gradient_of_the_whole_batch(ranks: Ranks, zero_stage: int) -> None:
+def test_token_weighted_sum_is_the_whole_batchs_gradient(ranks: Ranks, zero_stage: int) -> None:
     assert max(ranks.run(whole_batch_gradient, zero_stage)) <= 1

@@ -99,7 +99,7 @@ def run_broken(tmp_path: Path, die_in_step: int) -> str:
 
 
 @pytest.mark.slow
-def test_a_killed_rank_is_restarted_and_training_goes_on_from_the_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
+def test_killed_rank_restarts_and_training_resumes_from_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
     broken = run_broken(tmp_path, 4)
     assert re.findall(r"attempt (\d) starts at step (\d)", broken) == [("0", "0"), ("1", "3")], broken
     assert "rank 1 ends itself" in broken

@@ -105,9 +105,7 @@ def test_an_unbound_world_binds_nothing(recorded: Recorded) -> None:
     assert recorded.options[-1]["device_id"] is None and recorded.options[-1]["options"] is None  # it is not NCCL's
 
 
-def test_a_model_gathers_on_it_and_reduces_on_the_meshs_own(
-    recorded: Recorded, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_model_gathers_on_new_group_and_reduces_on_meshs(recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zgraph.sharding.shard.backend_of", lambda group, device: "nccl")
     with fake_world(2):
         mesh = init_device_mesh("cpu", (2,))
@@ -120,9 +118,7 @@ def test_a_model_gathers_on_it_and_reduces_on_the_meshs_own(
         assert len(recorded.events) == before
 
 
-def test_part_of_a_world_makes_no_group_that_all_ranks_would_have_to_split(
-    recorded: Recorded, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_partial_mesh_makes_no_group_split_by_all_ranks(recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zgraph.sharding.shard.backend_of", lambda group, device: "nccl")
     with fake_world(4):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "dp"))["dp"]

@@ -58,7 +58,7 @@ def compare(case: Case, in_parts: bool) -> list[str]:
 
 @worlds(2)
 @pytest.mark.parametrize("name", ROWS)
-def test_what_lay_on_the_host_comes_back_as_the_same_bits(ranks: Ranks, name: str) -> None:
+def test_offloaded_tensors_return_bitwise_equal(ranks: Ranks, name: str) -> None:
     for notes in ranks.run(compare, replace(CASES[name], started=name != "stage 3"), name in IN_PARTS):
         assert notes and not any(" 0 activations" in note for note in notes)
 
@@ -125,7 +125,7 @@ def peaks(passes: Sequence[zgraph.GraphPass]) -> tuple[int, int]:
 
 
 @worlds(2)
-def test_the_peak_on_the_device_is_the_predicted_one_and_lower(ranks: Ranks) -> None:
+def test_device_peak_is_as_predicted_and_lower(ranks: Ranks) -> None:
     kept = ranks.run(peaks, PLAIN)
     for (predicted, measured), (_, before) in zip(ranks.run(peaks, OFFLOADED), kept, strict=True):
         assert measured == pytest.approx(predicted, rel=0.05)
@@ -311,7 +311,7 @@ class FakeLanes(StreamLanes):
         return torch.empty_like(tensor)
 
 
-def test_copies_on_streams_begin_behind_compute_and_compute_waits_for_their_end() -> None:
+def test_stream_copies_start_after_compute_which_awaits_them() -> None:
     cuda = FakeCuda()
     lanes = FakeLanes(torch.device("cpu"), cuda)
     x = torch.randn(3)
@@ -332,7 +332,7 @@ def test_copies_on_streams_begin_behind_compute_and_compute_waits_for_their_end(
     ]
 
 
-def test_an_update_on_the_host_begins_where_compute_has_come_to() -> None:
+def test_host_update_starts_after_preceding_compute() -> None:
     cuda = FakeCuda()
     lanes = FakeLanes(torch.device("cpu"), cuda)
     moment = torch.zeros(3)

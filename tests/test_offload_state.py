@@ -97,7 +97,7 @@ DISK_CASES = {
 @pytest.mark.parametrize(
     "name", [*slow("stage 3"), *long(*[*DISK_CASES][1:])]
 )  # of which the pairs below have all features
-def test_a_step_on_state_of_a_disk_equals_the_plain_loop(ranks: Ranks, name: str, tmp_path: Path) -> None:
+def test_step_with_state_on_disk_equals_the_plain_loop(ranks: Ranks, name: str, tmp_path: Path) -> None:
     at_rest = zgraph.Offload(params="disk", optimizer="disk", path=tmp_path)
     assert ranks.run(compare, replace(DISK_CASES[name], at_rest=at_rest))
 
@@ -218,7 +218,7 @@ def in_three_calls(case: Case) -> None:
     ],
     ids=name_of,
 )
-def test_a_compiled_model_and_a_step_on_shards_equal_the_plain_loop(ranks: Ranks, case: Case, tmp_path: Path) -> None:
+def test_compiled_model_with_step_on_shards_equals_plain_loop(ranks: Ranks, case: Case, tmp_path: Path) -> None:
     ranks.run(in_three_calls, replace(case, at_rest=under(tmp_path, case.at_rest)))
 
 
@@ -232,7 +232,7 @@ def close() -> None:
 
 @worlds(2)
 @pytest.mark.slow  # compiles islands
-def test_a_compiled_step_on_offloaded_state_is_close_to_the_plain_loop(ranks: Ranks) -> None:
+def test_compiled_step_on_offloaded_state_is_close_to_plain(ranks: Ranks) -> None:
     ranks.run(close)
 
 

@@ -141,7 +141,7 @@ def test_copies_on_streams_that_come_late_yield_the_same_bits(ranks: Ranks, name
 
 @worlds(2)
 @pytest.mark.parametrize("name", ["state", *slow(*(one for one in ON_HOST if one != "state"))])
-def test_updates_on_the_host_that_come_late_yield_the_same_bits(ranks: Ranks, name: str) -> None:
+def test_late_host_updates_yield_the_same_bits(ranks: Ranks, name: str) -> None:
     for out, back, updates in ranks.run(on_late_streams, ON_HOST[name]):
         assert out > 0 and back > 0 and updates > STEPS
 
@@ -196,15 +196,13 @@ def averaged_on_late_streams(offload: zgraph.Offload, twice: bool, together: boo
 
 @worlds(2)
 @pytest.mark.parametrize(("offload", "twice"), [(STATE, True), *slow((HOST, True), (STATE, False), (HOST, False))])
-def test_what_reads_parameters_behind_their_update_waits_for_it(
-    ranks: Ranks, offload: zgraph.Offload, twice: bool
-) -> None:
+def test_parameter_reads_after_an_update_wait_for_it(ranks: Ranks, offload: zgraph.Offload, twice: bool) -> None:
     assert min(ranks.run(averaged_on_late_streams, offload, twice)) > 0
 
 
 @worlds(1)
 @pytest.mark.parametrize("twice", [False, True])
-def test_what_backward_has_read_is_not_what_the_host_has_updated_since(ranks: Ranks, twice: bool) -> None:
+def test_backward_reads_values_from_before_the_host_update(ranks: Ranks, twice: bool) -> None:
     assert min(ranks.run(averaged_on_late_streams, HOST, twice, True)) > 0
 
 
@@ -214,7 +212,7 @@ def compared_on_late_streams(setting: Setting) -> int:
     return lanes.late.done
 
 
-def test_a_copy_that_nobody_has_waited_for_leaves_its_memory_to_nobody_else() -> None:
+def test_unawaited_copy_keeps_its_memory_reserved() -> None:
     """As where a step fails between a start and its wait."""
     lanes = LazyLanes()
     kept = lanes.pinned_like(torch.ones(3))
@@ -226,7 +224,7 @@ def test_a_copy_that_nobody_has_waited_for_leaves_its_memory_to_nobody_else() ->
     assert torch.equal(kept, torch.ones(3))
 
 
-def test_the_host_sees_what_was_copied_there_once_it_has_waited() -> None:
+def test_host_sees_copied_values_after_waiting() -> None:
     """The stand-in, and an update, which waits for what compute has waited for."""
     lanes = LazyLanes()
     grad, moment = torch.ones(3), torch.zeros(3)

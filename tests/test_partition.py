@@ -182,9 +182,7 @@ def train_compressed(zero_stage: int, dropout: float) -> list[str]:
 
 # Inductor's C++ compiler takes seconds for each kernel; blocks that stage 3 gathers again are the harder ones.
 @pytest.mark.parametrize("zero_stage", [*slow(3), *long(0)])
-def test_repeated_blocks_in_bf16_are_computed_again_and_their_gradients_compressed(
-    ranks: Ranks, zero_stage: int
-) -> None:
+def test_bf16_blocks_are_recomputed_and_their_gradients_compressed(ranks: Ranks, zero_stage: int) -> None:
     for names in ranks.run(train_compressed, zero_stage, 0.5):
         assert {f"blocks.{number}.up.weight" for number in (0, 1)} <= set(names)
 

@@ -104,7 +104,7 @@ def test_a_conflict_names_both_passes() -> None:
     assert "put bucket_collectives before it." in str(error.value)
 
 
-def test_what_is_not_a_list_of_passes_is_refused() -> None:
+def test_pipeline_refuses_a_non_list() -> None:
     with pytest.raises(
         ValueError, match=r"'default' is not a list of passes; .*call the preset: zgraph\.passes\.presets"
     ):
@@ -213,7 +213,7 @@ def test_passes_see_both_graphs_and_their_own_direction() -> None:
 
 
 @pytest.mark.usefixtures("world")
-def test_the_observer_sees_each_pass_on_each_graph_after_it_ran() -> None:
+def test_observer_sees_each_graph_after_each_pass() -> None:
     seen: list[tuple[str, str, int]] = []
     found = traced(mlp)
     pipeline = Pipeline([Answer(answer=True, adds=True), NeedsEarly(), Early()])

@@ -331,6 +331,6 @@ def not_finite() -> str:
 
 
 @worlds(2)
-def test_a_norm_that_is_not_finite_on_one_stage_is_an_error_on_all(ranks: Ranks) -> None:
+def test_non_finite_norm_on_one_stage_fails_all_stages(ranks: Ranks) -> None:
     for text in ranks.run(not_finite):
         assert "the norm of order 2.0 is nan on every rank" in text

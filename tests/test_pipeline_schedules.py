@@ -278,7 +278,7 @@ def test_a_step_is_one_window(ranks: Ranks, row: Row) -> None:
     ],
     ids=str,
 )
-def test_a_step_of_a_pipeline_of_one_rank_is_one_window(ranks: Ranks, row: Row) -> None:
+def test_step_of_a_one_rank_pipeline_is_one_window(ranks: Ranks, row: Row) -> None:
     assert_one_window(ranks, row)
 
 
@@ -329,7 +329,7 @@ def with_and_without(row: Row, keep_bytes: int) -> tuple[list[str], int, int]:
     ],
     ids=str,
 )
-def test_what_stays_gathered_changes_no_bits(ranks: Ranks, row: Row) -> None:
+def test_parameters_kept_gathered_change_no_bits(ranks: Ranks, row: Row) -> None:
     """It is gathered once in a window, which two steps may be; the rest by each micro-batch, once or twice."""
     narrow = row.dtype.itemsize
     once, rest = (count * (DP - 1) // DP * row.chunks * narrow for count in (KEPT, PARAMETERS - KEPT))
@@ -381,8 +381,8 @@ def refused(row: Row) -> str:
 
 def test_a_schedule_that_ends_with_another_micro_batch_is_refused(ranks: Ranks) -> None:
     for text in ranks.run(refused, Row("ScheduleLoopedBFS", 1, "eager", chunks=1)):
-        assert text.startswith("zgraph.PipelineStage: stage 0 is to close its window with the last micro-batch")
-        assert "runs backward 1 of 4 for micro-batch 3. Say closes='first'" in text
+        assert text.startswith("zgraph.PipelineStage: stage 0 must close its window with the last micro-batch")
+        assert "runs backward 1 of 4 for micro-batch 3. Pass closes='first'" in text
 
 
 def failed_once(row: Row) -> tuple[str, dict[str, Tensor], int]:
@@ -455,7 +455,7 @@ def two_steps(row: Row) -> tuple[dict[str, Tensor], int]:
     return pipeline.gradients(), sum(sent.values())
 
 
-def test_a_step_under_no_sync_leaves_its_window_to_the_next(ranks: Ranks) -> None:
+def test_step_under_no_sync_leaves_its_window_open(ranks: Ranks) -> None:
     """torch divides by the number of micro-batches in each step, so that the first one's part is divided twice."""
     model = Chunk(0)
     F.mse_loss(model(batch(1)[0]), batch(1)[1]).backward()
@@ -473,7 +473,7 @@ def test_a_step_under_no_sync_leaves_its_window_to_the_next(ranks: Ranks) -> Non
         (3, -1, "keep_bytes=-1; use a positive number"),
         (3, "budget", "keep_bytes='budget'; use a positive number of bytes, or 0 to keep nothing. How many a budget"),
         (3, True, "keep_bytes=True; use a positive number"),
-        (3, None, "keep_bytes=None, which is what a plan says that was made without a budget; give it a target"),
+        (3, None, "keep_bytes=None, as in a plan that was made without a budget; give the plan a target"),
     ],
 )
 def test_room_for_what_is_not_gathered_is_refused(ranks: Ranks, zero_stage: int, keep_bytes: Any, text: str) -> None:

@@ -118,7 +118,7 @@ def test_equal_stages_have_the_bubble_of_the_formula() -> None:
     assert seen == set(SCHEDULES) - set(SPLITTING)
 
 
-def test_each_action_begins_when_its_rank_and_its_input_are_there() -> None:
+def test_actions_begin_when_rank_and_input_are_ready() -> None:
     """Messages take less than any action, so that none waits for the one before it."""
     send_us = 1.0
     for ranks, chunks, _, run in runs(send_us=send_us):
@@ -149,7 +149,7 @@ def test_gradients_of_weights_fill_the_bubble() -> None:
 
 
 @pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 4), (3, 9), (4, 7), (4, 8)])
-def test_in_a_v_nobody_waits_but_for_the_first_micro_batch(ranks: int, micro_batches: int) -> None:
+def test_zbv_waits_only_for_the_first_micro_batch(ranks: int, micro_batches: int) -> None:
     """Where forwards, gradients of inputs, and of weights take equally long: as in arXiv 2401.10241, section 6."""
     halves = SplitCost(inputs_us=(1.0,) * micro_batches, weights_us=(1.0,) * micro_batches)
     cost = StageCost(forward_us=(1.0,) * micro_batches, backward_us=(2.0,) * micro_batches, split=halves)
@@ -159,7 +159,7 @@ def test_in_a_v_nobody_waits_but_for_the_first_micro_batch(ranks: int, micro_bat
     assert run.in_flight == (2 * ranks,) * ranks  # in halves of what a rank has: as much as 1F1B's first rank
 
 
-def test_what_stays_on_a_rank_takes_no_time_on_the_link() -> None:
+def test_messages_within_a_rank_use_no_link_time() -> None:
     """The last rank has two stages that follow each other: a micro-batch crosses 2 (p - 1) links each way."""
     cost = StageCost(forward_us=(1.0,), backward_us=(1.0,), send_us=10.0)
     assert simulate_pipeline("ZBVZeroBubble", 3, [cost] * 6).step_us == 6 + 2 * 4 * 10 + 6
@@ -391,7 +391,7 @@ def test_ranks_fill_their_budget_stage_by_stage() -> None:
                 assert found[0] == keep_within(budget, schedule, ranks, [sizes, *[[]] * (count - 1)], cost_of)[0]
 
 
-def test_what_one_stage_frees_is_there_for_the_others() -> None:
+def test_bytes_freed_by_a_stage_serve_the_others() -> None:
     """The second stage holds less where it keeps something; the first had no room before."""
 
     def cost_of(stage: int, kept: int) -> StageCost:
@@ -434,5 +434,5 @@ def test_a_little_that_is_kept_may_be_what_fits() -> None:
         ("Interleaved1F1B", (4, 8, 9), "it needs a multiple of 2 micro-batches"),
     ],
 )
-def test_what_torch_would_refuse_has_a_reason(schedule: str, numbers: tuple[int, int, int], message: str) -> None:
+def test_unsupported_schedule_has_a_reason(schedule: str, numbers: tuple[int, int, int], message: str) -> None:
     assert message in why_not(schedule, *numbers)

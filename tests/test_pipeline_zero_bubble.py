@@ -211,7 +211,7 @@ def test_halves_have_the_bits_of_whole_backwards(ranks: Ranks, row: Row, schedul
 
 
 @pytest.mark.parametrize("kind", slow("ran", "outside"))
-def test_what_cannot_be_split_runs_whole(ranks: Ranks, kind: Any) -> None:
+def test_unsplittable_backward_runs_whole(ranks: Ranks, kind: Any) -> None:
     """Gradients that come out of no compiled function, and what was compiled before anybody wanted halves."""
     for done in assert_bits_of_whole_backwards(ranks, Row(3, dp=2, kind=kind), SPLIT):
         assert "leave" not in done and {one for one, two in pairwise(done) if two == "reduce"} >= {"inputs"}
@@ -247,7 +247,7 @@ def test_a_graph_is_split_by_what_outputs_need() -> None:
     assert counts == [1, 1]
 
 
-def test_a_collective_is_waited_for_in_the_half_that_starts_it() -> None:
+def test_collective_is_awaited_in_the_half_that_starts_it() -> None:
     """Both results of one launch, of which the second is read in the other half alone."""
     drawing = Drawing()
     shards = [drawing.input(name, 2) for name in ("early", "late")]
@@ -260,7 +260,7 @@ def test_a_collective_is_waited_for_in_the_half_that_starts_it() -> None:
     assert names_of(halves.second.graph) == ["neg_default_1"]
 
 
-def test_a_graph_in_which_one_half_writes_what_the_other_reads_stays_whole() -> None:
+def test_graph_with_writes_across_halves_stays_whole() -> None:
     def backward(x: Tensor, weight: Tensor) -> list[Tensor]:
         early = x * 2
         late = weight + x

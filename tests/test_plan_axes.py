@@ -237,6 +237,6 @@ def test_a_world_is_said_once() -> None:
         (lambda model, mesh: zgraph.shard(model, mesh["dp"]), "nothing travels over the axis tp of dp 2 x tp 2"),
     ],
 )
-def test_a_tensor_parallel_axis_needs_a_model_that_is_split_over_it(shard_fn: Any, message: str) -> None:
+def test_tensor_parallel_axis_needs_a_model_split_over_it(shard_fn: Any, message: str) -> None:
     with pytest.raises(ValueError, match=rf"zgraph\.plan: {message}.*parallelize_module\(model, mesh\["):
         planned(shard_fn=shard_fn)

@@ -34,7 +34,7 @@ def test_room_for_all_parameters_is_stage_2() -> None:
 
 
 @pytest.mark.slow  # makes five plans; tests of the search itself are in test_pipeline_simulation.py
-def test_a_budget_is_kept_by_as_many_parameters_as_it_has_room_for() -> None:
+def test_budget_keeps_every_parameter_that_fits() -> None:
     """One byte less than what all of them hold takes some from the rank that holds it, and from no other.
 
     Beside that rank's first stage a micro-batch holds both weights anyway, in a bucket: to keep one of them makes it
@@ -102,7 +102,7 @@ def test_the_text_json_and_tables_of_a_budget() -> None:
 
 @worlds(4)
 @pytest.mark.parametrize("schedule", ["1F1B", *slow("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")])
-def test_stages_that_keep_what_the_plan_says_stay_within_the_budget(ranks: Ranks, schedule: str) -> None:
+def test_stages_keeping_planned_parameters_stay_within_budget(ranks: Ranks, schedule: str) -> None:
     """Some stages keep a part; on each rank the figure of the plan is the real one."""
     chunks, found = 1 if schedule == "1F1B" else 2, within(KEEPS[schedule], schedule)
     kept = kept_by(found)

@@ -35,7 +35,7 @@ def world() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_the_step_on_paper_is_the_one_that_the_partitioner_makes(seed: int) -> None:
+def test_predicted_step_equals_the_partitioners(seed: int) -> None:
     """Whatever is dropped: the same calls, and during each of them the same bytes."""
     chance = random.Random(seed)
     gm, costs = draw_training(seed, layers=5)
@@ -64,7 +64,7 @@ def fastest(estimates: list[StepEstimate], target_bytes: int) -> float | None:
     return min((estimate.step_us for estimate in estimates if estimate.peak_bytes <= target_bytes), default=None)
 
 
-def test_the_choice_is_close_to_the_best_of_all_and_better_than_all_or_nothing() -> None:
+def test_choice_is_near_optimal_and_beats_all_or_nothing() -> None:
     """Every subset of what can be dropped, for five budgets from the smallest that is feasible to more than enough."""
     ratios: list[float] = []
     better = worse = missed = 0
@@ -133,7 +133,7 @@ def chain_of(call: str) -> tuple[PartitionedModel, fx.Node]:
     ("call", "expected"),
     [("any other", True), ("a random one", False), ("a written one", False), ("one of the user's", False)],
 )
-def test_what_may_not_run_again_is_kept(call: str, expected: bool) -> None:
+def test_unrepeatable_values_are_kept(call: str, expected: bool) -> None:
     model, node = chain_of(call)
     estimate = model.estimate({})
     assert node in estimate.saved or any(node in one.all_input_nodes for one in estimate.saved)

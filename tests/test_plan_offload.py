@@ -169,7 +169,7 @@ def test_an_offload_of_shard_fn_is_planned_too() -> None:
 
 
 @pytest.mark.slow  # plans twice
-def test_what_the_host_may_not_keep_is_refused_with_what_would_fit() -> None:
+def test_exceeded_host_budget_is_refused_with_a_suggestion() -> None:
     needed = planned(4, HOST).host_bytes
     found = planned(4, replace(HOST, host_budget_bytes=needed))
     assert f"of host_budget_bytes={needed}" in str(found)
@@ -180,7 +180,7 @@ def test_what_the_host_may_not_keep_is_refused_with_what_would_fit() -> None:
     assert planned(4, moved).host_bytes <= needed - 1
 
 
-def test_what_the_device_may_not_hold_is_refused_with_what_would_fit() -> None:
+def test_exceeded_device_budget_is_refused_with_a_suggestion() -> None:
     with pytest.raises(ValueError, match="smallest budget that it was found to fit into is") as error:
         planned(offload=HOST, pipeline=within(1))
     least = int(str(error.value).split("found to fit into is ")[1].split()[0])
@@ -203,7 +203,7 @@ def test_a_plan_says_what_would_make_it_fit() -> None:
     assert planned(offload=disk, hardware=small).fits
 
 
-def test_on_a_gpu_what_rests_on_the_host_takes_none_of_its_memory() -> None:
+def test_tensors_offloaded_from_a_gpu_use_none_of_its_memory() -> None:
     """Gradients go there for each update, or all of it comes to the device, and goes back."""
     gpu = replace(CPU, backend="nccl")
     everything, resting = planned(hardware=gpu), planned(hardware=gpu, offload=HOST)

@@ -121,7 +121,7 @@ def test_the_peak_of_each_rank_is_what_it_really_holds(
         ("ZBVZeroBubble", 2, 2, 4),
     ],
 )
-def test_the_peak_of_sharded_stages_is_what_each_rank_really_holds(
+def test_planned_peak_of_sharded_stages_is_the_real_one(
     ranks: Ranks, schedule: str, chunks: int, zero_stage: int, micro_batches: int
 ) -> None:
     """Of two micro-batches the last backward holds most, which reduces the sums of both."""
@@ -259,7 +259,7 @@ def test_the_text_json_and_report_of_a_pipeline(tmp_path: Any) -> None:
         ({"world": {"dp": 2}, "micro_batches": None}, "model_fn returned a list; return a module, or add a pp axis"),
     ],
 )
-def test_what_makes_no_pipeline_is_refused(options: dict[str, Any], message: str) -> None:
+def test_invalid_pipeline_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=rf"zgraph\.plan: {message}"):
         planned(**cast(dict[str, Any], {"world": {"pp": 2}} | options))
 

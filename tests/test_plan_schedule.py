@@ -192,7 +192,7 @@ class Scored:
         ((0, 100, 80), [(5, 90, 10)], (0, 100, 80)),
     ],
 )
-def test_a_choice_is_fast_and_of_equals_frugal_and_never_worse_than_what_is_known(
+def test_choice_is_fast_then_frugal_and_never_worse(
     known: tuple[int, float, int] | None, others: list[tuple[int, float, int]], chosen: tuple[int, float, int]
 ) -> None:
     found: list[Any] = [Scored(Score(*each)) for each in others]

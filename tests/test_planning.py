@@ -107,7 +107,7 @@ def test_gpus_reduce_by_nccl() -> None:
     assert all(starts(found)) and not any(starts(planned(8, "cpu")))
 
 
-def test_a_longer_step_on_a_slower_machine_and_the_plan_says_where_the_time_goes() -> None:
+def test_slower_machine_has_longer_step_and_plan_explains_it() -> None:
     fast, slow = planned(8, "h100"), planned(8, "cpu")
     assert fast.step_us < slow.step_us
     for graph in slow.graphs:
@@ -147,7 +147,7 @@ def test_an_unknown_machine_is_refused() -> None:
         (build, lambda: torch.zeros(1, 8, WIDTH), r"batch returned a .*Tensor; return the tuple .*\(tokens,\)"),
     ],
 )
-def test_a_model_or_batch_that_a_plan_cannot_take_is_refused(model_fn: Any, batch: Any, message: str) -> None:
+def test_unplannable_model_or_batch_is_refused(model_fn: Any, batch: Any, message: str) -> None:
     with pytest.raises(ValueError, match=rf"zgraph\.plan: {message}"):
         zgraph.plan(model_fn, world_size=2, hardware="cpu", batch=batch)
 
@@ -198,7 +198,7 @@ def captured_for_real(zero_stage: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("zero_stage", [3, *slow(0)])
-def test_a_plan_with_an_optimizer_is_that_of_the_whole_step(ranks: Ranks, zero_stage: int) -> None:
+def test_plan_with_an_optimizer_covers_the_whole_step(ranks: Ranks, zero_stage: int) -> None:
     found = planned(2, zero_stage=zero_stage, optimizer_fn=adamw, step_fn=clipped)
     (graph,) = found.graphs
     assert graph.direction == "step"

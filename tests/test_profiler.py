@@ -76,7 +76,7 @@ def test_buffers_are_let_go_when_nobody_else_holds_them() -> None:
     assert allocations.peaks() == {"zgraph::call": 4500}
 
 
-def test_what_another_thread_lets_go_is_seen() -> None:
+def test_memory_freed_by_another_thread_is_seen() -> None:
     """As gloo's do: the last reference to a buffer goes away in a thread that is not profiled."""
     allocations = Allocations()
     with torch.profiler.record_function("zgraph::call"):

@@ -148,7 +148,7 @@ def frames_of(sharded: bool) -> tuple[int, int]:
     return counters["frames"]["total"], sum(state_of(part) is not None for part in model.modules())
 
 
-def test_across_graph_breaks_nothing_but_the_forwards_of_units_becomes_a_frame() -> None:
+def test_across_graph_breaks_only_unit_forwards_become_frames() -> None:
     """What zgraph calls on the way, `DTensor.to_local` included, runs as it is."""
     with fresh_ranks(1) as ranks:
         [(plain, _)], [(sharded, units)] = ranks.run(frames_of, False), ranks.run(frames_of, True)

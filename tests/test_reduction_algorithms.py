@@ -55,7 +55,7 @@ def test_gloo_never_reduces_by_itself() -> None:
         assert chosen(10**5, F32, F32, 8, backend="gloo", hardware=hardware) == "all_to_all"
 
 
-def test_what_is_not_known_is_reduced_as_before() -> None:
+def test_unknown_hardware_keeps_the_default_reduction() -> None:
     assert chosen(LARGE, BF16, None, 8, hardware=None) == "reduce_scatter"
 
 
@@ -92,7 +92,7 @@ def started(graph: fx.Graph) -> set[tuple[str, torch.dtype]]:
     ],
     ids=str,
 )
-def test_what_nccl_is_asked_for(world: int, options: Any, lowering: Any, expected: Any) -> None:
+def test_nccl_receives_one_reduction_and_no_division(world: int, options: Any, lowering: Any, expected: Any) -> None:
     with fake_world(world):
         graph = lowered(on_nccl(world, **options), **lowering)
         assert started(graph) == {expected}
@@ -134,7 +134,7 @@ def test_an_all_reduce_yields_the_same_means(world: int, bucket_bytes: int, opti
     assert_same_results(before, [found.graphs["backward"] for found in ranks], whole_numbers=True)
 
 
-def test_an_all_reduced_bucket_is_divided_once_and_each_gradient_is_a_view() -> None:
+def test_all_reduced_bucket_is_divided_once_into_views() -> None:
     ranks = by_rank(mlp, [LowerGathers()], world=3, zero_stage=0)
     for rank, found in enumerate(ranks):
         with fake_world(3, rank):

@@ -70,14 +70,14 @@ def _gather_past_a_reduction(group_name: str) -> None:
     assert received.tolist() == [float(rank)] * 4
 
 
-def test_each_group_gets_one_for_reductions_however_many_models_use_it() -> None:
+def test_group_gets_one_reduction_group_for_all_models() -> None:
     with fresh_ranks(4, timeout_s=55) as ranks:
         found = ranks.run(shard_many_models)
     everybody = [0, 1, 2, 3]
     assert found == [[everybody, [0, 1]], [everybody, [0, 1]], [everybody, [2, 3]], [everybody, [2, 3]]]
 
 
-def test_it_goes_with_the_process_group_and_one_rank_needs_none() -> None:
+def test_reduction_group_dies_with_its_process_group() -> None:
     with fake_world(2):
         zgraph.shard(nn.Linear(4, 4))
         assert reduction_group("0") == BESIDE
@@ -112,7 +112,7 @@ def test_markers_and_collectives_cost_on_two_lanes_of_one_link() -> None:
             assert [lane for lane in lanes if lane in timeline.busy_us] == lanes
 
 
-def test_agreement_tells_the_groups_apart_and_wants_one_order_for_both() -> None:
+def test_agreement_distinguishes_both_groups_but_requires_one_order() -> None:
     """Ranks that wait for two collectives crosswise would wait forever, whatever the order on each group."""
     with fake_world(2):
         found = list(transfers(traced(mlp, [LowerGathers(), LowerReductions()]).graphs["backward"].graph))

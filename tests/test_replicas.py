@@ -95,7 +95,7 @@ def some_without() -> tuple[list[float], list[bool]]:
 
 
 @worlds(2)
-def test_no_gradient_counts_as_zeros_and_stays_none_where_nobody_has_one(ranks: Ranks) -> None:
+def test_missing_gradient_counts_as_zero_or_stays_none(ranks: Ranks) -> None:
     assert ranks.run(some_without) == [([1.0, 1.0], [True, True])] * 2
 
 
@@ -343,7 +343,7 @@ def nowhere(rank: int, found: dict[str, Any]) -> None:
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )
-def test_what_is_not_a_replica_is_refused_on_all_ranks(
+def test_non_replica_is_refused_on_all_ranks(
     ranks: Ranks, change: Callable[[int, dict[str, Any]], None], text: str
 ) -> None:
     for found in ranks.run(built, change):

@@ -201,7 +201,7 @@ def resumed(offload: zgraph.Offload, folder: str) -> None:
 
 @worlds(2)
 @pytest.mark.parametrize("offload", slow(STATE_ON_DISK, HOST), ids=["disk", "host"])
-def test_a_checkpoint_holds_moments_of_two_bytes_and_goes_on_bit_for_bit(
+def test_checkpoint_holds_two_byte_moments_and_resumes_bitwise(
     ranks: Ranks, offload: zgraph.Offload, tmp_path: Path
 ) -> None:
     at_rest = under(tmp_path, offload)

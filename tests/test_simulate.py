@@ -147,7 +147,7 @@ def test_members_of_a_coalesced_collective_arrive_together() -> None:
     assert (found.step_us, found.exposed_us) == (5.0, {both: 5.0})
 
 
-def test_what_is_never_waited_for_still_belongs_to_the_step() -> None:
+def test_unawaited_collective_belongs_to_the_step() -> None:
     drawing = Drawing()
     shard = drawing.input("shard", 4, 8)
     gm = drawing.done(drawing.start_gather(shard, "w"))

@@ -151,7 +151,7 @@ class Doubled(nn.Sequential):
         ([nn.Linear(4, 4), Two()], 1, rows(4), "layer 1, a Two, does not return one tensor; wrap it"),
     ],
 )
-def test_what_cannot_be_split_is_refused(model: Any, stages: Any, batch: Any, message: str) -> None:
+def test_unsplittable_model_is_refused(model: Any, stages: Any, batch: Any, message: str) -> None:
     with pytest.raises(ValueError, match=rf"zgraph\.split_stages: {message}"):
         zgraph.split_stages(model, stages, batch=batch)
 

@@ -95,7 +95,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("what", "text"), WRONG, ids=[what for what, _ in WRONG])
-def test_a_wrong_state_dict_raises_as_torch_does_and_changes_nothing(ranks: Ranks, what: str, text: str) -> None:
+def test_wrong_state_dict_raises_like_torch_and_changes_nothing(ranks: Ranks, what: str, text: str) -> None:
     for result in ranks.run(load_wrong, False, what):
         assert text in result["text"] and result["differing"] == []
 
@@ -177,7 +177,7 @@ def full(compiled: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @every_world
-def test_a_full_state_dict_is_that_of_the_plain_model_on_rank_zero(ranks: Ranks, compiled: bool) -> None:
+def test_full_state_dict_equals_plain_models_on_rank_zero(ranks: Ranks, compiled: bool) -> None:
     first, *others = ranks.run(full, compiled)
     assert first == {"keys": True, "plain": True, "dtypes": True, "differing": [], "tied": True, "own": True}
     assert others == [{"empty": True}] * (ranks.world - 1)
@@ -192,7 +192,7 @@ def full_with_a_dtensor_of_the_users() -> dict[str, Tensor]:
     return dict(zgraph.full_state_dict(model))
 
 
-def test_a_full_state_dict_gathers_a_dtensor_that_the_user_has_put_there(ranks: Ranks) -> None:
+def test_full_state_dict_gathers_the_users_dtensors(ranks: Ranks) -> None:
     first, *others = ranks.run(full_with_a_dtensor_of_the_users)
     assert others == [{}]
     assert all(type(value) is Tensor for value in first.values())
@@ -210,7 +210,7 @@ def memory_of_a_full_state_dict() -> dict[str, int]:
     return {"rise": peak.rise_bytes, "result": result}
 
 
-def test_a_full_state_dict_holds_one_whole_parameter_at_a_time() -> None:
+def test_full_state_dict_holds_one_whole_parameter_at_once() -> None:
     """Besides the result; the others never hold a whole one. In processes of its own: the heap's count is exact."""
     weight_bytes = 4 * WIDTH * WIDTH
     with contextlib.closing(Ranks(2)) as ranks:

@@ -80,7 +80,7 @@ def model_of(gm: Any) -> WholeStepModel:
     return WholeStepModel(gm.graph, cost_of=lambda node: NodeCost(COMPUTE, 1.0), sharing=Sharing())
 
 
-def test_the_step_on_paper_is_the_one_that_becomes_of_the_graph(captured: Any) -> None:
+def test_predicted_step_equals_the_rewritten_graph(captured: Any) -> None:
     """Whatever is dropped: the same calls, and during each of them the same bytes."""
     chance = random.Random(3)
     for share in (0.0, 0.3, 0.7, 1.0):
@@ -100,7 +100,7 @@ def test_the_step_on_paper_is_the_one_that_becomes_of_the_graph(captured: Any) -
         assert list(estimate.bytes_during) == [curve.bytes_during[place] for place in calls]
 
 
-def test_what_may_not_run_again_is_kept(captured: Any) -> None:
+def test_unrepeatable_values_are_kept(captured: Any) -> None:
     """The mask and what it is applied to, batch norm with its statistics, and what is overwritten before backward."""
     model = model_of(captured)
     estimate = model.estimate({})
@@ -182,7 +182,7 @@ def budgets() -> dict[int | None, Ran]:
 
 @worlds(2)
 @pytest.mark.slow  # searches for the smallest budget
-def test_a_step_holds_what_its_budget_allows_and_what_was_predicted(ranks: Ranks) -> None:
+def test_step_memory_is_within_budget_and_as_predicted(ranks: Ranks) -> None:
     for found in ranks.run(budgets):
         plain = found.pop(None)
         for budget, one in found.items():
@@ -225,7 +225,7 @@ def recomputed(answers: list[tuple[str, ...]]) -> list[int]:
 
 @worlds(2)
 @pytest.mark.parametrize("name", ROWS)
-def test_what_is_made_again_changes_no_bit(ranks: Ranks, name: str) -> None:
+def test_recomputation_changes_no_bit(ranks: Ranks, name: str) -> None:
     again = recomputed(ranks.run(frugal, CASES[name]))
     assert again and all(again) != CASES[name].checkpointed  # all of the model, which leaves nothing
 

@@ -110,10 +110,10 @@ def judged(every: int) -> tuple[list[int], str]:
 
 
 @worlds(2)
-def test_what_one_rank_finds_is_an_error_on_all(ranks: Ranks) -> None:
+def test_difference_on_one_rank_is_an_error_on_all(ranks: Ranks) -> None:
     for returned, error in ranks.run(judged, 4):
         assert returned == [0, 1, 2, 3]  # the third and the fourth are not compared
-        assert "does otherwise than its lines" in error
+        assert "differs from its plain lines" in error
         assert "on rank 0 parameter 0.weight differs in" in error
         assert "(and on ranks [1])" in error
     for returned, error in ranks.run(judged, True):
@@ -139,11 +139,11 @@ def test_check_is_refused_where_nothing_is_to_be_compared() -> None:
     model = nn.Linear(3, 3)
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     lossy = zgraph.Pipeline(P.presets.default(compression=P.LoCo()))
-    with pytest.raises(ValueError, match="compress_gradients, which these do not have; check the step once without"):
+    with pytest.raises(ValueError, match="compress_gradients, which they do not have; check the step once without"):
         zgraph.training_step(model, opt, options={"check": True, "pipeline": lossy})
-    with pytest.raises(ValueError, match="check=-1 is neither a truth value nor a number of calls; write True"):
+    with pytest.raises(ValueError, match="check=-1 is neither a bool nor a number of calls; write True"):
         zgraph.training_step(model, opt, options={"check": -1})
-    with pytest.raises(Exception, match="check compares a whole step with its lines"):
+    with pytest.raises(Exception, match="check requires a whole step"):
         torch.compile(model, backend="zgraph", options={"check": True})(torch.ones(2, 3))
 
 

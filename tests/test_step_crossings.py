@@ -111,7 +111,7 @@ def test_a_captured_step_equals_the_plain_loop(
         *long((Unit, sgd, 3, 0.0), (Script, Lion, 3, 0.0)),  # test_step_pairs.py has them, with more
     ],
 )
-def test_a_step_compiled_by_inductor_is_close_to_the_plain_loop(
+def test_inductor_step_is_close_to_the_plain_loop(
     ranks: Ranks, script: type[Script], make: Any, stage: int, bound: float
 ) -> None:
     setting = Setting(script, make, stage=stage, close=True, bound=bound, steps=4, started=True)

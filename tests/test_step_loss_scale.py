@@ -135,7 +135,7 @@ def test_a_step_with_an_inf_is_skipped_in_the_graph(
         *slow((Scaled, sgd, DISK, True)),  # compiles C++
     ],
 )
-def test_a_step_with_an_inf_changes_nothing_of_what_rests_elsewhere(
+def test_step_with_an_inf_changes_no_offloaded_tensor(
     ranks: Ranks, script: type[Script], make: Any, at_rest: zgraph.Offload, close: bool, tmp_path: Path
 ) -> None:
     setting = Setting(script, make, steps=7, at_rest=under(tmp_path, at_rest), activations=True, close=close)
@@ -152,7 +152,7 @@ def compare_on_host(setting: Setting) -> int:
 
 @worlds(2)
 @pytest.mark.parametrize("script", [OfTorch, *slow(Scaled)])
-def test_a_scale_is_divided_out_before_gradients_go_to_the_host(ranks: Ranks, script: type[Script]) -> None:
+def test_gradients_are_unscaled_before_going_to_the_host(ranks: Ranks, script: type[Script]) -> None:
     """Of a GPU, for an update there; one step is skipped."""
     setting = Setting(script, adamw_fused, stage=2, steps=7, at_rest=STATE, started=True)
     assert min(ranks.run(compare_on_host, setting)) > 0
@@ -177,7 +177,7 @@ def chosen_by(setting: Setting) -> tuple[list[str], list[str]]:
         *slow((OfTorch, STATE), (FromTheStart, HOST)),  # the same kernels; the first divide out the scale themselves
     ],
 )
-def test_a_step_with_an_inf_changes_nothing_on_the_host_and_nothing_on_the_device(
+def test_step_with_an_inf_changes_neither_host_nor_device(
     ranks: Ranks, script: type[Script], at_rest: zgraph.Offload
 ) -> None:
     """On a GPU whose costs let the first updates run on the host and the later ones on the device."""
@@ -215,6 +215,6 @@ def unscaled_alone() -> str:
 
 
 @worlds(2)
-def test_a_scaler_that_is_not_updated_in_the_step_is_refused(ranks: Ranks) -> None:
+def test_scaler_not_updated_in_the_step_is_refused(ranks: Ranks) -> None:
     for error in ranks.run(unscaled_alone):
         assert "scaler.update()" in error

@@ -217,7 +217,7 @@ def reads_a_view() -> str:
 
 
 @worlds(2)
-def test_what_lies_in_the_memory_of_a_parameter_is_refused(ranks: Ranks) -> None:
+def test_view_of_a_parameter_is_refused(ranks: Ranks) -> None:
     for error in ranks.run(reads_a_view):
         assert "in step reads a tensor" in error
         assert "memory" in error

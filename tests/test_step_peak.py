@@ -29,7 +29,7 @@ def test_the_peak_of_a_step_is_the_predicted_one(ranks: Ranks, zero_stage: int) 
 
 @worlds(2)
 @pytest.mark.slow  # compiles islands
-def test_the_peak_of_a_compiled_step_is_close_to_the_predicted_one(ranks: Ranks) -> None:
+def test_compiled_steps_peak_is_close_to_the_prediction(ranks: Ranks) -> None:
     for found in ranks.run(peaks_of, 3, presets.default(bucket_bytes=BUCKET), "inductor"):
         assert found.measured == pytest.approx(found.predicted, rel=0.05)
 

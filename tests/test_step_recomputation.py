@@ -66,7 +66,7 @@ def test_a_step_that_computes_again_equals_the_plain_loop(ranks: Ranks, case: Ca
 
 @worlds(2)
 @pytest.mark.slow  # compiles islands
-def test_so_does_one_that_inductor_compiles(ranks: Ranks) -> None:
+def test_inductor_step_that_recomputes_is_close_to_plain_loop(ranks: Ranks) -> None:
     """But for rounding."""
     case = Case(gated=True, lowering="inductor", optimizer="sgd", clip="zgraph", started=True)
     for found in ranks.run(recomputed, case):

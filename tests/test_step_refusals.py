@@ -183,7 +183,7 @@ def refused() -> dict[str, str]:
 
 
 @worlds(2)
-def test_what_a_graph_cannot_hold_is_refused(ranks: Ranks) -> None:
+def test_uncapturable_operations_are_refused(ranks: Ranks) -> None:
     for found in ranks.run(refused):
         assert {name: text for name, (_, text) in REFUSED.items() if text not in found.get(name, "not refused")} == {}
 

@@ -115,7 +115,7 @@ class SwitchedOn(Script):
 
 
 @worlds(2)
-def test_an_option_that_was_found_to_be_zero_is_a_guard(ranks: Ranks) -> None:
+def test_option_found_to_be_zero_is_a_guard(ranks: Ranks) -> None:
     for reasons in ranks.run(compare, Setting(SwitchedOn, sgd_without_decay, steps=5)):
         assert kinds(reasons) == ["", "state", "options"]
         assert "weight_decay_0=0.1" in reasons[2]

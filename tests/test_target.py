@@ -38,7 +38,7 @@ def test_the_context_has_costs_budget_and_sharing() -> None:
     assert ctx.sharing.compute_share == pytest.approx(0.25)
 
 
-def test_a_cpu_that_cannot_keep_up_computes_nothing_beside_a_collective() -> None:
+def test_slow_cpu_computes_nothing_during_a_collective() -> None:
     with fake_world(2):
         graph = traced(deep, [], world=2).graphs["forward"].graph
         assert sharing_of(graph, replace(CPU, cpu_us_per_wire_byte=1.0)).compute_share == 1
@@ -52,7 +52,7 @@ def test_a_cpu_that_cannot_keep_up_computes_nothing_beside_a_collective() -> Non
         ({"hardware": CPU, "budget_bytes": "2GiB"}, r"budget_bytes='2GiB' is a str; write a number of bytes, such as"),
     ],
 )
-def test_what_is_no_target_is_refused(options: Any, message: str) -> None:
+def test_invalid_target_is_refused(options: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Target(**options)
 
@@ -74,14 +74,14 @@ def test_a_preset_says_where_hardware_goes(preset: str) -> None:
         call(bucket_byte=1)
 
 
-def test_planned_passes_differ_from_the_default_in_what_decides_the_order() -> None:
+def test_planned_preset_differs_only_in_ordering_passes() -> None:
     *planned, overlap, streams, copies = presets.planned(bucket_bytes=77)
     assert [*planned, streams] == [*presets.default(bucket_bytes=77)[:-4], StreamStates(updates="planned")]
     assert presets.default()[-1] == StreamStates()
     assert (overlap.name, streams.name, copies.name) == ("schedule_overlap", "stream_states", "schedule_copies")
 
 
-def test_what_streams_comes_last_and_by_costs_where_the_rest_goes_by_costs() -> None:
+def test_streaming_passes_come_last_and_use_costs_if_planned() -> None:
     def ends(pipeline: Pipeline | None) -> list[str]:
         return [one.name for one in presets.with_streams(pipeline).passes[-3:]]
 

@@ -202,7 +202,7 @@ def test_a_whole_step_has_the_same_bits_as_its_lines(ranks: Ranks) -> None:
 
 @pytest.mark.slow  # six seconds
 @worlds(2)
-def test_a_whole_step_from_disk_has_the_same_bits_as_its_lines(ranks: Ranks, tmp_path: Path) -> None:
+def test_whole_step_from_disk_equals_its_lines_bitwise(ranks: Ranks, tmp_path: Path) -> None:
     """Six seconds: tensor parallelism's collectives are traced into one graph with everything else."""
     ranks.run(whole_step, zgraph.Offload(params="disk", optimizer="disk", path=str(tmp_path)))
 
@@ -383,7 +383,7 @@ REFUSED: dict[str, tuple[Callable[[DeviceMesh], object], str]] = {
     ),
     "two_axes": (
         lambda mesh: zgraph.shard(nn.Sequential(two_layers(mesh["tp"]), two_layers(mesh["dp"])), mesh["dp"]),
-        r"DTensors lie on several meshes \(0\.0\.weight on .*1\.0\.weight on .*same mesh\[\"tp\"\]",
+        r"DTensors are on several meshes \(0\.0\.weight on .*1\.0\.weight on .*same mesh\[\"tp\"\]",
     ),
     "plain_part_alone": (_plain_part_alone, r"0\.weight was sharded on .*Shard a tensor-parallel model as a whole"),
 }
@@ -399,7 +399,7 @@ def refusals() -> dict[str, str]:
     return found
 
 
-def test_what_does_not_fit_together_is_refused(ranks: Ranks) -> None:
+def test_incompatible_parallelism_is_refused(ranks: Ranks) -> None:
     texts = ranks.run(refusals)[0]
     assert {name: text for name, text in texts.items() if not re.search(REFUSED[name][1], text)} == {}
 
@@ -430,7 +430,7 @@ def part_of_a_gradient(as_step: bool) -> str:
 
 
 @pytest.mark.parametrize("as_step", [False, True])
-def test_a_gradient_that_nobody_sums_is_found_before_the_first_step(ranks: Ranks, as_step: bool) -> None:
+def test_unsummed_gradient_is_found_before_first_step(ranks: Ranks, as_step: bool) -> None:
     text = ranks.run(part_of_a_gradient, as_step)[0]
     assert re.search(r"zgraph: norm\.weight got different gradients .* SequenceParallel\(\)", text)
 

@@ -40,7 +40,7 @@ def drawn() -> dict[str, fx.Node]:
         return {node.name: node for node in gm.graph.nodes}
 
 
-def test_kernels_take_the_time_that_was_measured_and_everything_else_its_estimate() -> None:
+def test_kernels_have_measured_times_and_others_estimates() -> None:
     store = HashStore()
     found = drawn()
     with fake_world(2):
@@ -56,7 +56,7 @@ def test_kernels_take_the_time_that_was_measured_and_everything_else_its_estimat
             assert other.cost(found[name]) == timed.cost(found[name])
 
 
-def test_the_kernels_of_compression_are_timed_on_errors_of_their_own() -> None:
+def test_compression_kernels_are_timed_on_their_own_errors() -> None:
     method = to_text(LoCo(group=32))
     drawing = Drawing()
     grad, handle = drawing.input("grad", 100), drawing.input("handle", 96, dtype=torch.uint8)
@@ -70,7 +70,7 @@ def test_the_kernels_of_compression_are_timed_on_errors_of_their_own() -> None:
         assert timed.cost(node).moved_bytes == estimated.cost(node).moved_bytes
 
 
-def test_ranks_share_the_time_of_a_quantizer_though_each_draws_signs_of_its_own() -> None:
+def test_ranks_share_quantizer_times_despite_different_signs() -> None:
     """Else each would plan by its own time, and another order of collectives than its peers."""
     method, store = to_text(LoCo()), HashStore()
     found: list[float] = []
@@ -97,7 +97,7 @@ def low_rank_nodes(rank: int) -> list[fx.Node]:
     return [left, right, means]
 
 
-def test_ranks_share_the_times_of_low_rank_factors_though_each_rebuilds_other_rows() -> None:
+def test_ranks_share_low_rank_times_despite_different_rows() -> None:
     store = HashStore()
     found = [[TimedCosts(CPU, store).cost(node).us for node in low_rank_nodes(rank)] for rank in (0, 1)]
     assert found[0] == found[1]
@@ -148,7 +148,7 @@ def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
-def test_what_may_communicate_or_cannot_run_is_estimated() -> None:
+def test_communicating_or_failing_operators_are_estimated() -> None:
     """An operator of somebody else's; and the Cholesky factor of a matrix that is not symmetric."""
     drawing = Drawing()
     x = drawing.input("x", 8, 8)

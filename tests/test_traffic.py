@@ -60,7 +60,7 @@ def test_an_all_reduce_sends_twice_that(world: int) -> None:
     assert only(drawing).sent_bytes == {2: 240, 3: 320, 4: 360}[world]
 
 
-def test_a_coalesced_gather_of_the_models_own_counts_all_its_tensors(world: int) -> None:
+def test_models_own_coalesced_gather_counts_all_tensors(world: int) -> None:
     drawing = Drawing()
     shards = [drawing.input("a", 5, 7), drawing.input("b", 3, dtype=torch.float32)]
     drawing.call(funcol.all_gather_into_tensor_coalesced.default, shards, world, "0")

@@ -56,7 +56,7 @@ def close() -> None:
 
 @worlds(2)
 @pytest.mark.slow
-def test_a_step_compiled_by_inductor_is_close_to_the_plain_loop(ranks: Ranks) -> None:
+def test_inductor_step_is_close_to_the_plain_loop(ranks: Ranks) -> None:
     ranks.run(close)
 
 

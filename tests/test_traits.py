@@ -97,13 +97,13 @@ def shares(value: Any, source: Tensor) -> bool:
 
 
 @names("reshapes")
-def test_what_reshapes_yields_the_numbers_it_is_given_and_no_others(operator: OpOverload) -> None:
+def test_reshaping_operators_yield_only_their_input_numbers(operator: OpOverload) -> None:
     found = torch.cat([one.flatten().float() for one in tensors(operator(NUMBERS.clone(), *SAMPLES[operator]))])
     assert found.numel() > 0
     assert set(found.tolist()) <= set(NUMBERS.flatten().tolist())
 
 
-def test_a_reshaping_with_symbolic_sizes_and_a_getitem_are_still_reshapings() -> None:
+def test_symbolic_reshaping_and_getitem_are_reshapings() -> None:
     drawing = Drawing()
     numbers, other = drawing.input("numbers", 3, 4), drawing.input("other", 3, 4)
     rows = drawing.call(aten.sym_size.int, other, 0)
@@ -123,7 +123,7 @@ def test_a_view_that_no_schema_tells_lies_in_its_argument(operator: OpOverload) 
 
 
 @pytest.mark.parametrize("operator", [one for one in marked("may_copy") if one in SAMPLES], ids=str)
-def test_what_may_copy_does_so_where_it_must_and_only_there(operator: OpOverload) -> None:
+def test_optionally_copying_operators_copy_only_if_necessary(operator: OpOverload) -> None:
     given, across = NUMBERS.clone(), NUMBERS.clone().t()
     assert returns_alias(operator)
     assert shares(operator(given, *SAMPLES[operator]), given)
@@ -137,7 +137,7 @@ def test_a_conversion_copies_only_where_the_dtype_is_another() -> None:
 
 
 @pytest.mark.parametrize("operator", [*VIEWS, *marked("is_view")], ids=str)
-def test_what_is_a_view_allocates_nothing_and_takes_no_time(operator: OpOverload) -> None:
+def test_views_allocate_nothing_and_take_no_time(operator: OpOverload) -> None:
     node = drawn(operator)
     assert traits.is_view(node)
     assert traits.is_free(node)
@@ -149,7 +149,7 @@ def test_what_is_a_view_allocates_nothing_and_takes_no_time(operator: OpOverload
 
 
 @names("vanishes")
-def test_what_vanishes_counts_as_a_view_and_copies_where_it_runs(operator: OpOverload) -> None:
+def test_vanishing_operators_count_as_views_but_copy_if_run(operator: OpOverload) -> None:
     drawing = Drawing()
     numbers, other = drawing.input("numbers", 3, 4), drawing.input("other", 2)
     node = drawing.call(operator, numbers, [other])
@@ -166,7 +166,7 @@ def test_what_vanishes_counts_as_a_view_and_copies_where_it_runs(operator: OpOve
     assert not returns_alias(operator)
 
 
-def test_what_writes_in_place_returns_an_alias_and_takes_time() -> None:
+def test_in_place_operators_return_an_alias_and_take_time() -> None:
     for operator in (aten.copy_.default, aten.fill_.Scalar, aten.zero_.default):
         node = drawn(operator)
         assert written_arguments(node)
@@ -185,13 +185,13 @@ def test_memory_without_values_is_allocated_and_takes_no_time(operator: OpOverlo
 
 
 @names("overwrites")
-def test_what_overwrites_reads_nothing_of_its_first_argument(operator: OpOverload) -> None:
+def test_overwriting_operators_do_not_read_their_first_argument(operator: OpOverload) -> None:
     found = operator(torch.full([3, 4], torch.nan), *SAMPLES[operator])
     assert torch.equal(found, operator(torch.zeros(3, 4), *SAMPLES[operator]))
 
 
 @names("reads_rows")
-def test_what_reads_rows_reads_as_many_as_it_returns(operator: OpOverload) -> None:
+def test_row_reading_operators_read_only_returned_rows(operator: OpOverload) -> None:
     given = NUMBERS.clone()
     given[1, :] = torch.nan  # of which no sample asks
     found = operator(given, *SAMPLES[operator])
@@ -200,13 +200,13 @@ def test_what_reads_rows_reads_as_many_as_it_returns(operator: OpOverload) -> No
 
 
 @pytest.mark.parametrize("operator", [one for one in traits.TABLE if one in SAMPLES], ids=str)
-def test_what_a_kernel_says_of_randomness_holds_for_two_calls(operator: OpOverload) -> None:
+def test_randomness_traits_hold_for_two_calls(operator: OpOverload) -> None:
     node = drawn(operator)
     assert not traits.is_random(node)
     assert traits.is_repeatable(node) != bool(written_arguments(node))
 
 
-def test_random_operators_do_not_run_twice_and_attention_without_dropout_asks_no_generator() -> None:
+def test_random_operators_run_once_and_attention_without_dropout_is_deterministic() -> None:
     drawing = Drawing()
     numbers = drawing.input("numbers", 1, 2, 8, 4)
     drawn_numbers = drawing.call(aten.rand_like.default, numbers)
@@ -220,7 +220,7 @@ def test_random_operators_do_not_run_twice_and_attention_without_dropout_asks_no
         assert traits.has_zero_dropout(node) == (expected and traits.is_random(node))
 
 
-def test_no_operator_of_another_namespace_runs_twice_but_the_gathers_of_stages_0_and_3() -> None:
+def test_only_stage_0_and_3_gathers_among_foreign_operators_repeat() -> None:
     drawing = Drawing()
     shard = drawing.input("shard", 4)
     start = drawing.start_gather(shard, "weight")
@@ -228,7 +228,7 @@ def test_no_operator_of_another_namespace_runs_twice_but_the_gathers_of_stages_0
     assert not traits.is_repeatable(drawing.wait(start))
 
 
-def test_the_copies_of_a_parameter_move_and_what_only_adds_to_its_sum_stays() -> None:
+def test_parameter_copies_move_and_additions_to_its_sum_stay() -> None:
     drawing = Drawing()
     shard, grad, handle = drawing.input("shard", 4), drawing.input("grad", 4), drawing.input("handle", 1)
     cast = drawing.call(prims.convert_element_type.default, shard, torch.bfloat16, works_for="weight")

@@ -55,7 +55,7 @@ def four_equal_blocks() -> dict[str, Any]:
     return {"graphs": seen, "same": same}
 
 
-def test_four_equal_blocks_share_one_graph_and_each_backward_knows_its_parameter(ranks: Ranks) -> None:
+def test_equal_blocks_share_a_graph_but_know_their_parameters(ranks: Ranks) -> None:
     """All ranks have the same batch here, so the average is the plain gradient; a mixed-up one would differ."""
     for result in ranks.run(four_equal_blocks):
         assert result["graphs"] == ["forward", "backward"]
@@ -186,7 +186,7 @@ def gathers_per_forward() -> list[int]:
     return counts
 
 
-def test_without_a_compiler_gathers_are_shared_in_training_and_released_without_grad(ranks: Ranks) -> None:
+def test_eager_gathers_are_shared_in_training_and_released_otherwise(ranks: Ranks) -> None:
     """Three parameters. Without grad the block (2 parameters) gathers in each of its 3 calls, scale.weight twice."""
     assert ranks.run(gathers_per_forward) == [[3, 8], [3, 8]]
 
@@ -274,7 +274,7 @@ def plain_model_communicates_nothing() -> list[str]:
     return [*started, *(str(entry.message) for entry in caught if entry.category is zgraph.ZgraphWarning)]
 
 
-def test_a_plain_model_on_several_ranks_communicates_nothing_and_warns_once(ranks: Ranks) -> None:
+def test_plain_model_on_several_ranks_warns_and_communicates_nothing(ranks: Ranks) -> None:
     for found in ranks.run(plain_model_communicates_nothing):
         assert len(found) == 1
         assert re.search(r"2 ranks train .* call zgraph\.shard\(model\)", found[0])

@@ -265,7 +265,7 @@ def test_write_by_keyword_to_a_buffer_in_flight_is_caught() -> None:
         check_all(gm.graph)
 
 
-def test_a_coalesced_collective_of_the_models_own_is_waited_for_and_then_over() -> None:
+def test_models_own_coalesced_collective_ends_at_its_wait() -> None:
     drawing = Drawing()
     buffer, other = drawing.input("buffer", 4, 8), drawing.input("other", 4, 8)
     start = drawing.call(torch.ops._c10d_functional.all_gather_into_tensor_coalesced.default, [buffer, other], 2, "0")
@@ -315,7 +315,7 @@ def test_gathered_parameter_saved_for_backward_is_caught(position: int) -> None:
     assert "put choose_lifetimes before the partition and keep its recompute tags." in text
 
 
-def test_gather_that_a_later_part_of_a_step_reads_is_caught() -> None:
+def test_gather_read_by_a_later_part_is_caught() -> None:
     """x -> mm(x, w) in forward; backward reads the transposed w of forward, or a gather of its own."""
     drawing = Drawing()
     x, shard = drawing.input("x", 4, 4), drawing.input("shard", 2, 4)
@@ -405,7 +405,7 @@ class LiesInPlace(GraphPass):
         return False
 
 
-def test_a_value_that_is_altered_in_place_is_found_when_everything_is_replayed() -> None:
+def test_value_altered_in_place_is_found_by_full_replay() -> None:
     drawing = Drawing()
     gm = drawing.done(drawing.call(aten.relu.default, drawing.input("x", 4), name="relu"))
     ctx = PassContext()

@@ -384,7 +384,7 @@ def uneven_mesh() -> None:
     zgraph.shard(nn.Linear(2, 2), mesh)
 
 
-def test_a_mesh_that_does_not_divide_the_world_is_refused_everywhere() -> None:
+def test_mesh_not_dividing_the_world_is_refused_on_all_ranks() -> None:
     with fresh_ranks(3) as three:
         for good, text in three.outcomes(uneven_mesh):
             assert not good

@@ -147,7 +147,7 @@ def test_a_sum_over_ranks_has_a_total(received: torch.dtype, dtype: torch.dtype)
     assert agrees(torch.ops.zgraph.sum_ranks.default, pieces, 4, 4, dtype) == (BF16 in (received, dtype))
 
 
-def test_what_is_common_has_none() -> None:
+def test_common_operators_have_no_workspace() -> None:
     x = torch.randn(256, 384)
     assert not agrees(aten.mm.default, x, x.t())
     assert not agrees(aten._softmax.default, x, 1, False)

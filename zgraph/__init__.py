@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 
 class _Checkout(Distribution):
-    """What Dynamo reads of an installed zgraph, so that `backend="zgraph"` is known from a checkout too."""
+    """The package metadata that Dynamo reads, so that `backend="zgraph"` also works from a checkout."""
 
     def read_text(self, filename: str) -> str | None:
         if filename == "METADATA":
@@ -72,9 +72,9 @@ class _Checkout(Distribution):
 
 
 class _CheckoutFinder(DistributionFinder):
-    """Finds the checkout where `importlib.metadata` finds no installed zgraph, which would come first.
+    """Let `importlib.metadata` find the checkout; an installed zgraph is found first.
 
-    Registering with Dynamo instead would load it, which takes seconds.
+    The alternative, registering with Dynamo, would load Dynamo, which takes seconds.
     """
 
     def find_spec(self, fullname: str, path: object, target: object = None) -> None:
@@ -82,18 +82,18 @@ class _CheckoutFinder(DistributionFinder):
 
     def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterable[Distribution]:
         asked = DistributionFinder.Context() if context is None else context
-        # Whoever names the package, or a folder, asks for what is installed.
+        # A search by package name or folder asks for installed packages only.
         return [_Checkout()] if asked.name is None and asked.path is sys.path else []
 
 
 sys.meta_path.append(_CheckoutFinder())
 
-# Where torch is loaded already, an unsupported one is refused here, and a Dynamo that has looked for backends is told
-# of this one; else by the first name that is asked for. `zgraph --help` needs no torch, which takes seconds to load.
+# If torch is loaded already, refuse an unsupported version now, and register with a Dynamo that has already looked for
+# backends. Otherwise the first public name does this: `zgraph --help` must not load torch, which takes seconds.
 if sys.modules.get("torch") is not None:
     importlib.import_module("zgraph.torch_compat.dynamo").register_late("zgraph", "zgraph.driver.backend")
 
-# Where each public name lives. It is imported when it is first asked for: DTensor and Dynamo take seconds to load.
+# The module of each public name, imported at the first access: DTensor and Dynamo take seconds to load.
 _HOMES = MappingProxyType(
     {
         "AgreementError": "zgraph.errors",
@@ -143,7 +143,7 @@ _HOMES = MappingProxyType(
     }
 )
 _MODULES = ("metrics", "passes")
-# What computes with operators of the dialect where nothing is compiled; their kernels lie in a room above its own.
+# Names that run operators of the dialect uncompiled. The kernels are in a higher layer, so they are imported here.
 _WITH_KERNELS = frozenset({"Offload"})
 
 

@@ -22,7 +22,7 @@ def run() -> None:
 
 
 def _keep_output_apart() -> None:
-    """Send what libraries print to standard error: gloo says on standard output whom it is connected to."""
+    """Redirect the output of libraries to standard error: gloo prints its connections to standard output."""
     try:
         results = os.dup(1)
         os.dup2(2, 1)

@@ -8,11 +8,11 @@ class ZgraphError(RuntimeError):
 
 
 class PreconditionError(ZgraphError):
-    """A pass was asked to run where what it requires does not hold."""
+    """A pass was run on a graph that does not meet its requirements."""
 
 
 class BudgetError(ValueError):
-    """A step does not fit into the target's budget_bytes; says what would do."""
+    """A step does not fit into the target's budget_bytes; the message says what would suffice."""
 
 
 class VerifyError(ZgraphError):
@@ -24,20 +24,20 @@ class AgreementError(ZgraphError):
 
 
 class CollectiveError(ZgraphError):
-    """A collective failed or timed out; says which one, and for which parameters.
+    """A collective failed or timed out; the message names it and its parameters.
 
-    On gloo, and on NCCL where TORCH_NCCL_BLOCKING_WAIT=1 makes waits block. NCCL's own way is that a wait only queues,
-    and that torch's watchdog ends the process; `zgraph.reporting.collective_numbers` then says which one it was.
+    Raised on gloo, and on NCCL if TORCH_NCCL_BLOCKING_WAIT=1 makes waits block. By default NCCL's waits only queue and
+    torch's watchdog ends the process; `zgraph.reporting.collective_numbers` then tells which collective it was.
     """
 
 
 class CheckpointError(ZgraphError):
-    """A checkpoint cannot be written, or what was found is not one that this model can load."""
+    """A checkpoint cannot be written, or cannot be loaded into this model."""
 
 
 class DiskError(ZgraphError):
-    """Tensors on disk: a folder that cannot be used, space that lacks, or a transfer that failed."""
+    """Tensors on disk: the folder cannot be used, space is insufficient, or a transfer failed."""
 
 
 class ZgraphWarning(UserWarning):
-    """Something works, but probably not as intended."""
+    """Something works, but probably not as the user intended."""

@@ -168,7 +168,7 @@ def test_the_kernels_of_gpus_round_each_operation_as_ieee_says(capability: int) 
             assert "ld.global.v4" in ptx and "st.global.v4" in ptx, "16 bytes at once"
 
 
-def test_launches_fuse_no_operations_and_read_what_lies_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launches_fuse_nothing_and_read_gpu_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[tuple[tuple[int, ...], dict[str, Any]]] = []
 
     class NotLaunched:
@@ -186,7 +186,7 @@ def test_launches_fuse_no_operations_and_read_what_lies_on_the_gpu(monkeypatch: 
     assert launched[0][1]["LR"] == "float32" and launched[1][1]["COUPLED"] and launched[1][1]["ALIGNED"]
 
 
-def test_powers_are_those_of_a_library_but_for_a_few_bits() -> None:
+def test_powers_match_the_library_within_a_few_bits() -> None:
     for base in (0.0, 0.9, 0.95, 0.999, 0.9999):
         assert power(base, 1) == base
         for exponent in (2, 3, 10, 12345, 1 << 24):
@@ -238,7 +238,7 @@ def test_rounding_takes_one_of_the_two_neighbours_and_is_unbiased() -> None:
                 assert away.abs() <= SIGMAS * (exact * (1 - exact) / len(random)).sqrt() + 1 / len(random)
 
 
-def test_the_random_numbers_of_both_moments_and_of_neighbours_are_uncorrelated() -> None:
+def test_random_numbers_of_moments_and_neighbours_are_uncorrelated() -> None:
     count = 1 << 16
     one, other = draw((count,), update_key(1, 9), 0), draw((count,), update_key(2, 9), 0)
     pairs = {
@@ -260,7 +260,7 @@ def test_special_values_stay_what_they_are() -> None:
         assert torch.equal(found.signbit()[2:], values.signbit()[2:])
 
 
-def test_a_second_moment_decays_as_the_exact_one_and_rounded_to_nearest_it_stands_still() -> None:
+def test_second_moment_decays_but_not_if_rounded_to_nearest() -> None:
     """A thousand updates by 0.999, from 0.5 towards 0.1; the bound is that of independent errors of half a unit."""
     count, updates, target = 4096, 1000, 0.1
     square, exact = torch.full((count,), 0.5, dtype=torch.bfloat16), 0.5

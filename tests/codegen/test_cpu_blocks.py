@@ -193,7 +193,7 @@ def test_threads_change_nothing(threads: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_every_half_precision_number_is_read_and_rounded_as_torch_does(dtype: torch.dtype) -> None:
+def test_half_precision_numbers_are_read_and_rounded_like_torch(dtype: torch.dtype) -> None:
     """All 65536 outputs, to which numbers of all magnitudes are added; scales of zero leave them as they were."""
     layout = BucketLayout(LoCo(), (2**16,), 1)
     codes = torch.randint(0, 256, (1, 2**15), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
@@ -228,7 +228,7 @@ def test_strides_and_dtypes_that_kernels_do_not_know() -> None:
         assert torch.equal(found, expected)
 
 
-def test_without_a_compiler_plain_pytorch_is_used_and_says_so_once() -> None:
+def test_without_a_compiler_plain_pytorch_runs_and_warns_once() -> None:
     from torch._inductor import config
 
     layout = BucketLayout(LoCo(beta=0.671875), (300,), 2)  # of no other test: nothing is compiled yet

@@ -90,11 +90,11 @@ def test_a_refusal_names_the_operator_and_what_to_do(build: Callable[..., Any], 
         check_recordable(step_of(build), RESIDENT)
 
 
-def test_what_stays_may_be_written() -> None:
+def test_resident_tensors_may_be_written() -> None:
     check_recordable(step_of(written), RESIDENT + 2)
 
 
-def test_an_argument_on_the_host_is_refused_where_it_is_used() -> None:
+def test_host_argument_is_refused_where_it_is_used() -> None:
     check_recordable(step_of(of_one_rank, argument_on="cpu"), RESIDENT)
     with pytest.raises(zgraph.ZgraphError, match=r"a tensor on the host \(x\).*put .* arguments .* there"):
         check_recordable(step_of(negated, argument_on="cpu"), RESIDENT)

@@ -155,7 +155,7 @@ def cached_run(folders: list[str]) -> dict[str, Any]:
 
 
 @slow
-def test_a_second_process_compiles_from_the_cache_and_a_rank_may_miss_it(tmp_path: Path) -> None:
+def test_second_process_hits_the_cache_and_a_rank_may_miss(tmp_path: Path) -> None:
     shared, fresh = str(tmp_path / "shared"), str(tmp_path / "fresh")
     with contextlib.closing(Ranks(2)) as ranks:
         cold = ranks.run(cached_run, [shared])
@@ -178,7 +178,7 @@ def test_a_language_model_without_ranks_runs_under_inductor() -> None:
 
 
 @slow
-def test_a_batch_of_another_size_is_compiled_once_more_for_all_sizes() -> None:
+def test_another_batch_size_compiles_once_for_all_sizes() -> None:
     """What is handed to an island has sizes that are symbols from then on."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 2))

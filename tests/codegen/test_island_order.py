@@ -39,7 +39,7 @@ def seconds_of(durations: list[int], ranks: int) -> int:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_two_ranks_take_half_of_the_time_and_one_island_at_most(seed: int) -> None:
+def test_two_ranks_need_half_the_time_plus_one_island(seed: int) -> None:
     """However unequal islands are, and wherever the large ones lie."""
     draw = random.Random(seed)
     durations = sorted(draw.randint(1, 100) for _ in range(30))

@@ -108,7 +108,7 @@ def test_random_and_mutating_operators_stay_outside() -> None:
     assert [is_compute(node) for node in (mask, product, total, written)] == [False, True, True, False]
 
 
-def test_what_cannot_be_fused_is_left_alone() -> None:
+def test_unfusable_operators_are_left_alone() -> None:
     drawing = Drawing()
     x = drawing.input("x", 4, 4)
     turned = drawing.call(aten.t.default, x)

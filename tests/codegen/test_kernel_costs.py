@@ -34,7 +34,7 @@ $__internal_0_$__cuda_sm3x_div_rn_noftz_f32_slowpath:
 """
 
 
-def test_a_loop_counts_as_often_as_it_runs_and_what_a_branch_passes_by_does_not():
+def test_loops_count_every_iteration_and_skipped_branches_none():
     assert issued(SASS, rounds=8) == [
         ("MOV", 1), ("LDG.E.128", 8), ("LDG.E.U16", 8), ("BRA", 8),
         ("BRA", 1), ("BRA", 1), ("SHFL.BFLY", 1), ("STG.E.64", 1), ("EXIT", 1),

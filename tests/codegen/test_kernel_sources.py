@@ -49,7 +49,7 @@ def sources(zero_stage: int, *passes: Any, direction: Any = "backward") -> dict[
         return sources_of(found.graphs[direction].graph)
 
 
-def test_a_reduction_shows_the_two_kernels_that_are_compiled_for_it() -> None:
+def test_reduction_shows_its_two_compiled_kernels() -> None:
     found = sources(3, CompressGradients(method=SMALL, min_numel=30, skip=("2.*", "4.*")), LowerReductions())
     quantize, dequantize = found.values()
     assert quantize.endswith(cpu_source.emit_quantize(SMALL, torch.float32))

@@ -150,7 +150,7 @@ def test_options_are_compiled_side_by_side() -> None:
     assert sorted(kernel.compiled) == [options.warps for options in OPTIONS]
 
 
-def test_numbers_to_try_kernels_on_leave_the_generator_of_the_user_alone() -> None:
+def test_kernel_trials_leave_the_users_generator_alone() -> None:
     """A step with dropout, resumed in a process that has yet to try its kernels, would else draw other numbers."""
     before = torch.get_rng_state()
     first, second = (drawn(1000, torch.bfloat16, torch.device("cpu")) for _ in range(2))

@@ -81,7 +81,7 @@ def gradients(ranks: int, seed: int, scale: float = 1.0) -> list[list[Tensor]]:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
-def test_a_rank_with_few_rows_has_the_bits_of_the_whole_mean(count: int) -> None:
+def test_rank_with_few_rows_has_bits_of_the_whole_mean(count: int) -> None:
     """MKL multiplies three rows or fewer by another kernel."""
     bucket, (grads,) = Bucket(rank=2), gradients(1, seed=7)
     left, *deltas = bucket.left(grads)
@@ -151,7 +151,7 @@ def test_the_law_of_error_feedback(scale: float) -> None:
         assert kept.norm() > 0.1 * given[place].norm() or min(SIZES[place]) <= 4
 
 
-def test_what_is_not_finite_leaves_no_trace() -> None:
+def test_non_finite_gradients_leave_no_trace() -> None:
     """On no rank, whichever had it; its mean is NaN, and other matrices go on."""
     buckets = [Bucket(2) for _ in range(2)]
     together(buckets, gradients(2, 0))

@@ -66,7 +66,7 @@ both = pytest.mark.parametrize("lower", [lower_fx, lower_watched])
 
 
 @both
-def test_the_list_is_emptied_and_each_value_dies_at_its_last_use(lower: Any) -> None:
+def test_input_list_is_emptied_and_values_die_at_last_use(lower: Any) -> None:
     alive: list[bool] = []
     watched: list[weakref.ref[Tensor]] = []
 
@@ -257,7 +257,7 @@ def dependent(drawing: Drawing, value: fx.Node, *others: fx.Node) -> fx.Node:
     return drawing.call(torch.ops.zgraph.depend.default, value, list(others))
 
 
-def test_an_unread_gather_that_a_value_depends_on_still_runs_and_the_value_is_not_copied() -> None:
+def test_unread_gather_of_a_dependent_value_runs_without_copying() -> None:
     drawing = Drawing()
     x, shard = drawing.input("x", 3, 4), drawing.input("shard", 4)
     whole = drawing.wait(drawing.start_gather(shard, "weight"))
@@ -279,7 +279,7 @@ def test_an_unread_gather_that_a_value_depends_on_still_runs_and_the_value_is_no
 
 
 @pytest.mark.parametrize("case", ["input", "view of an input", "written", "expanded"])
-def test_what_depends_on_others_is_copied_where_it_shows(case: str) -> None:
+def test_dependent_value_is_copied_where_aliasing_would_show(case: str) -> None:
     drawing = Drawing()
     x, other = drawing.input("x", 4), drawing.input("other", 4)
     value = {

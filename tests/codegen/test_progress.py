@@ -17,7 +17,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_terminal_counts_islands_on_one_line_that_is_gone_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_terminal_counts_islands_on_a_line_that_disappears(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     assert list(shown("ab", "frame 0/0 forward")) == ["a", "b"]
     before, *lines, after = terminal.getvalue().split("\r\033[K")

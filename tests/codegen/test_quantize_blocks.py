@@ -200,7 +200,7 @@ def test_tensors_on_the_cpu_are_refused_where_triton_compiles():
         quantize_blocks.quantize_bucket(bucket.grads(0), bucket.states(), bucket.layout, RngKey(0), 0, bucket.payload())
 
 
-def test_a_payload_that_begins_between_multiples_of_16_bytes_is_refused():
+def test_misaligned_payload_is_refused():
     with pytest.raises(ValueError, match=r"quantize_blocks: a uint8 tensor of shape \(3,\) begins 4 bytes after"):
         checks.require_aligned("quantize_blocks", [torch.zeros(32, dtype=torch.uint8)[4:7]])
 

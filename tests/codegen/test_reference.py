@@ -75,7 +75,7 @@ rotated_or_not = pytest.mark.parametrize("rotate", [False, True], ids=["straight
 
 
 @feedback
-def test_nothing_is_lost_between_what_is_sent_and_what_is_kept(method: BlockMethod) -> None:
+def test_sent_and_kept_parts_add_up(method: BlockMethod) -> None:
     """deq(q) + r == g + e and e' == beta e + (1 - beta) r: one unknown, r, and two equations."""
     beta, state = method.residual_decay, fresh_state(method, 1000)
     assert beta is not None
@@ -91,7 +91,7 @@ def test_nothing_is_lost_between_what_is_sent_and_what_is_kept(method: BlockMeth
 
 
 @feedback
-def test_what_was_sent_differs_from_the_gradients_by_the_kept_error_alone(method: BlockMethod) -> None:
+def test_sent_sum_differs_from_gradients_only_by_kept_error(method: BlockMethod) -> None:
     """sum deq(q_k) - sum g_k == (e_1 - e_{T+1}) / (1 - beta): errors of 30 steps do not pile up."""
     beta, numel, steps = method.residual_decay, 1000, 30
     assert beta is not None
@@ -110,7 +110,7 @@ def test_what_was_sent_differs_from_the_gradients_by_the_kept_error_alone(method
     assert gap.abs().max().item() > 20 * tolerance or method.bits == 8, "the law must not drown in rounding"
 
 
-def test_the_8_bit_error_is_the_exact_one_within_half_a_step() -> None:
+def test_eight_bit_error_is_exact_within_half_a_step() -> None:
     narrow, exact = LoCo(), LoCo(error_dtype=FP32)
     old, numel = fresh_state(narrow, 1000), 1000
     for step in range(3):
@@ -148,7 +148,7 @@ def inflation(method: BlockMethod, plain: BlockMethod) -> tuple[float, float]:
 
 @rotated_or_not
 @pytest.mark.parametrize("beta", [0.8, 0.5, 0.0])
-def test_feedback_makes_a_step_noisier_by_two_over_one_plus_beta(beta: float, rotate: bool) -> None:
+def test_feedback_noise_grows_by_two_over_one_plus_beta(beta: float, rotate: bool) -> None:
     """beta = 0 is classic error feedback.
 
     deq(q) - g = e - r. Where losses r of variance R do not depend on one another, e has (1 - beta) / (1 + beta) R, and
@@ -159,7 +159,7 @@ def test_feedback_makes_a_step_noisier_by_two_over_one_plus_beta(beta: float, ro
 
 
 @pytest.mark.parametrize("beta", [0.8, 0.5, 0.0])
-def test_with_2_bits_the_kept_error_is_a_part_of_what_is_quantized(beta: float) -> None:
+def test_with_2_bits_kept_error_adds_to_quantized_values(beta: float) -> None:
     """R = nmse (G + share R), not nmse G, for gradients of variance G: with 2 bits this shows."""
     found, base = inflation(
         LoCo(bits=2, beta=beta, error_dtype=FP32), NoFeedback(bits=2, rotate=True, clip_search=True)
@@ -299,7 +299,7 @@ def test_any_number_of_groups() -> None:
 
 @rotated_or_not
 @pytest.mark.parametrize("numel", [1, 2, 63, 127, 129, 1000])
-def test_what_fills_a_group_up_changes_nothing(numel: int, rotate: bool) -> None:
+def test_padding_of_a_group_changes_nothing(numel: int, rotate: bool) -> None:
     """A gradient of odd length is that gradient followed by zeros."""
     grad, method = gauss(numel, seed=numel), LoCo(rotate=rotate)
     full = torch.zeros(method.groups(numel) * method.group)

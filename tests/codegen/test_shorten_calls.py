@@ -186,7 +186,7 @@ def copied(drawing: Drawing, buffer: fx.Node, number: int) -> fx.Node:
 
 
 @pytest.mark.parametrize("written", [False, True])
-def test_small_parts_of_rows_are_copied_by_one_call_unless_something_writes(written: bool) -> None:
+def test_small_row_parts_share_one_copy_unless_written(written: bool) -> None:
     drawing = Drawing()
     buffer = drawing.input("buffer", 2, 16)
     doubled = drawing.call(aten.mul.Tensor, buffer, 2)
@@ -205,7 +205,7 @@ def test_small_parts_of_rows_are_copied_by_one_call_unless_something_writes(writ
     assert names.count("reshape") == (3 if written else 0)
 
 
-def test_a_part_that_is_returned_or_large_has_its_memory_for_itself() -> None:
+def test_returned_or_large_part_has_its_own_memory() -> None:
     drawing = Drawing()
     small, large = drawing.input("small", 2, 16), drawing.input("large", 2, 3 * MOST_PART_NUMEL)
     returned = [copied(drawing, small, number) for number in range(3)]
@@ -219,7 +219,7 @@ def test_a_part_that_is_returned_or_large_has_its_memory_for_itself() -> None:
     assert "rows_as" not in [getattr(node.target, "__name__", "") for node in gm.graph.nodes]
 
 
-def test_a_layer_is_one_call_and_a_sum_needs_no_view() -> None:
+def test_layer_is_one_call_and_sum_needs_no_view() -> None:
     drawing = Drawing()
     bias, x, weight = drawing.input("bias", 5), drawing.input("x", 4, 3), drawing.input("weight", 5, 3)
     layer = drawing.call(aten.addmm.default, bias, x, drawing.call(aten.t.default, weight))
@@ -233,7 +233,7 @@ def test_a_layer_is_one_call_and_a_sum_needs_no_view() -> None:
     assert names == ["linear", "sum", "exp"]
 
 
-def test_what_undoes_itself_is_not_called() -> None:
+def test_mutually_inverse_views_are_not_called() -> None:
     drawing = Drawing()
     x = drawing.input("x", 4, 3)
     twice = drawing.call(aten.t.default, drawing.call(aten.t.default, x))
@@ -268,7 +268,7 @@ def test_other_slices_stay(bounds: list[tuple[int, int]]) -> None:
     assert all(map(torch.equal, found, gm(value)))
 
 
-def test_a_number_in_place_of_a_tensor_is_left_to_the_operator() -> None:
+def test_number_in_place_of_tensor_is_left_to_operator() -> None:
     drawing = Drawing()
     x = drawing.input("x", 4)
     gm = drawing.done(drawing.call(aten.mul.Tensor, x, 2.0), drawing.call(aten.add.Tensor, x, 1))

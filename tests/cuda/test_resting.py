@@ -52,9 +52,7 @@ def check(found: list[Copies]) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_step_copies_ahead_of_each_gather_and_gradients_to_updates_on_the_host(
-    stage: int, on_gpu: Callable[..., Any]
-) -> None:
+def test_step_copies_before_gathers_and_gradients_to_host_updates(stage: int, on_gpu: Callable[..., Any]) -> None:
     found: list[Copies] = on_gpu(compile_resting, Rest(offload=HOST, zero_stage=stage))
     check(found)
     (step,) = found
@@ -69,9 +67,7 @@ def test_a_step_copies_ahead_of_each_gather_and_gradients_to_updates_on_the_host
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_parameters_on_the_device_go_to_the_host_for_an_update_and_return(
-    stage: int, on_gpu: Callable[..., Any]
-) -> None:
+def test_device_parameters_visit_the_host_for_an_update(stage: int, on_gpu: Callable[..., Any]) -> None:
     found: list[Copies] = on_gpu(compile_resting, Rest(offload=STATE, zero_stage=stage))
     check(found)
     (step,) = found
@@ -84,7 +80,7 @@ def on(folder: Path, case: Rest) -> Rest:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_what_rests_on_disk_comes_ahead_of_each_use_and_goes_back_behind_it(
+def test_tensors_on_disk_are_loaded_before_and_stored_after_use(
     stage: int, on_gpu: Callable[..., Any], tmp_path: Path
 ) -> None:
     found: list[Copies] = on_gpu(compile_resting, on(tmp_path, Rest(offload=DISK, zero_stage=stage)))
@@ -100,9 +96,7 @@ def test_what_rests_on_disk_comes_ahead_of_each_use_and_goes_back_behind_it(
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_updates_on_the_device_copy_ahead_of_each_use_and_back_behind_it(
-    stage: int, on_gpu: Callable[..., Any]
-) -> None:
+def test_device_updates_copy_before_each_use_and_back_after(stage: int, on_gpu: Callable[..., Any]) -> None:
     found: list[Copies] = on_gpu(compile_resting, Rest(offload=STREAMED, zero_stage=stage))
     check(found)
     (step,) = found
@@ -233,7 +227,7 @@ def test_forward_and_backward_copy_shards_in_and_gradients_out(stage: int, on_gp
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_forward_and_backward_copy_shards_from_disk_and_gradients_to_the_host(
+def test_forward_and_backward_copy_disk_shards_and_host_gradients(
     stage: int, on_gpu: Callable[..., Any], tmp_path: Path
 ) -> None:
     case = on(tmp_path, Rest(offload=SHARDS_ON_DISK, zero_stage=stage, what="three calls"))
@@ -335,7 +329,7 @@ def test_programs_leave_everything_where_it_rests(
         assert found.host_waits == (6 if case.offload.params else 0), "forward and backward"
 
 
-def test_what_a_gpu_cannot_do_is_refused(on_gpu: Callable[..., Any]) -> None:
+def test_unfused_host_update_on_a_gpu_is_refused(on_gpu: Callable[..., Any]) -> None:
     on_host = replace(HOST, update="host")
     with pytest.raises(ValueError, match=r'update="host", but AdamW is not fused: its updates are many small calls'):
         on_gpu(run_resting, Rest(offload=on_host, fused=False))

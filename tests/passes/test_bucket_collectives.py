@@ -104,7 +104,7 @@ def test_bytes_do_not_change() -> None:
 
 
 @pytest.mark.usefixtures("world")
-def test_a_gather_bucket_stands_at_its_first_member_and_is_cut_apart() -> None:
+def test_gather_bucket_is_at_first_member_and_split_afterwards() -> None:
     graph = bucketed(traced(mlp, LOWERED), "forward", 2**20)
     (
         FileCheck()
@@ -198,7 +198,7 @@ def test_a_gather_that_depends_on_another_is_left_alone() -> None:
 
 
 @pytest.mark.usefixtures("world")
-def test_a_result_that_is_read_before_the_last_member_splits_the_bucket() -> None:
+def test_early_read_result_splits_the_bucket() -> None:
     """A reduction whose mean is used at once cannot wait for a later gradient."""
     drawing = Drawing()
     sum_ranks = torch.ops.zgraph.sum_ranks.default
@@ -247,7 +247,7 @@ def targets(graph: fx.Graph, *found: Any) -> int:
 
 
 @pytest.mark.parametrize("algorithm", ["all_to_all", "reduce_scatter"])
-def test_replicated_gradients_share_one_flat_vector_of_which_each_mean_is_a_view(algorithm: Any) -> None:
+def test_replicated_gradients_share_a_vector_and_means_are_views(algorithm: Any) -> None:
     """cat of 107 elements and one zero; exchange, sum and gather over three ranks; no copy behind the gather."""
     bucketing = BucketCollectives(bucket_bytes=4 * sum(MLP_NUMELS))
     ranks = by_rank(mlp, [LowerGathers(), LowerReductions(algorithm=algorithm), bucketing], world=3, zero_stage=0)
@@ -309,7 +309,7 @@ def test_the_wider_of_exchange_and_gather_fills_a_bucket() -> None:
     assert sizes_at == {427: [4, 1], 428: [5]}
 
 
-def test_a_bucket_with_a_sharded_gradient_keeps_the_chunks_of_each_member_apart() -> None:
+def test_bucket_with_sharded_gradient_keeps_member_chunks_apart() -> None:
     with fake_world(3):
         graph = bucketed(traced(mixed, LOWERED, world=3), "backward", 2**20)
     (exchange,) = nodes.call_functions(graph, nodes.is_all_to_all)
@@ -319,7 +319,7 @@ def test_a_bucket_with_a_sharded_gradient_keeps_the_chunks_of_each_member_apart(
     assert [len(meta.parameters(node)) for node in gathered] == [2]
 
 
-def test_gradients_that_are_averaged_and_summed_do_not_share_a_mean() -> None:
+def test_averaged_and_summed_gradients_do_not_share_a_mean() -> None:
     """Where the backend sums, the division comes later: one vector has one divisor, or none."""
     with fake_world(3):
         found = traced(

@@ -98,7 +98,7 @@ def test_a_bucket_is_as_large_as_its_link_wants(
         (40, 5, [6]),  # all behind the link, which the latencies would hold up
     ],
 )
-def test_gathers_are_merged_where_no_reader_waits_longer_than_it_saves(
+def test_gathers_merge_if_waiting_costs_less_than_it_saves(
     latency_us: float, mm_us: float, expected: list[int]
 ) -> None:
     """G mm G mm G mm G mm G mm G mm, each G 10 us and a latency."""
@@ -115,7 +115,7 @@ def test_gathers_are_merged_where_no_reader_waits_longer_than_it_saves(
         (0, 0, [3]),  # nothing to hide behind: the fewest latencies
     ],
 )
-def test_a_reduction_waits_for_a_gradient_only_where_that_ends_sooner(
+def test_reduction_waits_for_a_gradient_only_if_faster(
     before_us: float, between_us: float, expected: list[int]
 ) -> None:
     """before, a, between, b c: each 10 us on the link and 20 us latency; two share one where compute hides some."""
@@ -147,7 +147,7 @@ def test_the_link_needs_hardware() -> None:
         Pipeline(presets.planned())
 
 
-def test_the_preset_asks_the_link_where_there_is_one_and_nobody_says_otherwise() -> None:
+def test_preset_uses_the_link_unless_told_otherwise() -> None:
     def size(passes: list[GraphPass]) -> int | str | None:
         (found,) = [entry for entry in passes if isinstance(entry, BucketCollectives)]
         return found.bucket_bytes
@@ -189,7 +189,7 @@ def test_without_hardware_the_backend_decides(backend: str, expected: list[bool]
     ("room", "expected"),
     [(3, "2 flat"), (2, "1 coalesced, 1 flat"), (1, "1 flat, 1 sequential"), (-2, "2 sequential")],
 )
-def test_of_what_the_budget_has_no_room_for_less_is_whole_at_once(room: int, expected: str) -> None:
+def test_tight_budget_gathers_fewer_layers_simultaneously(room: int, expected: str) -> None:
     """Three layers in a bucket, one whole in any case. Beside the second bucket three more activations are alive."""
     found = costed(traced(deep, LOWERED), machine(100), 1)
     activation = 6 * 8 * 4

@@ -156,7 +156,7 @@ def test_every_gradient_is_what_the_reference_sends(ranks: Ranks, zero_stage: in
     ],
     ids=lambda method: f"{type(method).__name__}{method.bits}",
 )
-def test_of_each_method(ranks: Ranks, method: Any) -> None:
+def test_each_method_matches_the_reference(ranks: Ranks, method: Any) -> None:
     assert ranks.run(compare, 3, CompressGradients(method=method, min_numel=LEAST)) == [2, 2]
 
 
@@ -180,7 +180,7 @@ def forgets(method: LoCo) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, *slow(torch.bfloat16)])
-def test_of_narrow_gradients(ranks: Ranks, dtype: torch.dtype) -> None:
+def test_narrow_gradients_match_the_reference(ranks: Ranks, dtype: torch.dtype) -> None:
     ranks.run(compare, 2, CompressGradients(method=SMALL, min_numel=LEAST), 1, dtype)
 
 
@@ -298,7 +298,7 @@ def test_a_second_run_finds_nothing_to_do() -> None:
         assert not apply(compress, traced(mlp), "forward")
 
 
-def test_what_is_small_flat_or_skipped_travels_as_it_is() -> None:
+def test_small_flat_or_skipped_gradients_are_sent_uncompressed() -> None:
     with fake_world(2):
         found = traced(mlp)
         apply(CompressGradients(method=SMALL, min_numel=30, skip=("2.*",)), found, "backward")

@@ -81,7 +81,7 @@ def compare(
     return len(paper.errors)
 
 
-# Stages 1 and 2 are those of windows below; test_what_is_sent_is_rank_times_rows_and_columns has stage 0.
+# Stages 1 and 2 are those of windows below; test_sent_bytes_are_rank_times_rows_and_columns has stage 0.
 @pytest.mark.parametrize("zero_stage", [3, *slow(0), *long(1, 2)])
 def test_every_gradient_is_what_the_twin_computes(ranks: Ranks, zero_stage: int) -> None:
     assert ranks.run(compare, zero_stage) == [5 + (zero_stage == 0)] * 2  # replicated, the smallest one pays too
@@ -97,12 +97,12 @@ def test_on_three_ranks(ranks: Ranks, zero_stage: int, hardware: bool) -> None:
     assert ranks.run(compare, zero_stage, 1, None, hardware) == [5 + (zero_stage == 0)] * 3
 
 
-def test_of_narrow_gradients(ranks: Ranks) -> None:
+def test_narrow_gradients_match_the_reference(ranks: Ranks) -> None:
     assert min(ranks.run(compare, 2, 1, torch.bfloat16, False, replace(METHOD, least_saving=1.0))) >= 1
 
 
 @pytest.mark.parametrize("zero_stage", [3, *slow(0)])
-def test_of_replicas(ranks: Ranks, zero_stage: int) -> None:
+def test_replicas_match_the_reference(ranks: Ranks, zero_stage: int) -> None:
     """Hybrid sharding whose shards are whole: factors travel between the replicas."""
     assert min(ranks.run(compare, zero_stage, 2)) >= 4
 
@@ -231,7 +231,7 @@ def drops_a_step() -> None:
         assert kept["first_hop"].steps == 1
 
 
-def test_of_a_dropped_step_nothing_remains(ranks: Ranks) -> None:
+def test_dropped_step_leaves_nothing_behind(ranks: Ranks) -> None:
     ranks.run(drops_a_step)
 
 
@@ -244,7 +244,7 @@ def kept_bytes() -> tuple[int, str]:
     return expected, str(zgraph.explain(sharded))
 
 
-def test_what_is_kept_is_reported(ranks: Ranks) -> None:
+def test_kept_bytes_are_reported(ranks: Ranks) -> None:
     expected, text = ranks.run(kept_bytes)[0]
     assert f"error feedback: {expected / 1024:.2f} KiB" in text, text
 
@@ -270,7 +270,7 @@ def low_rank_graph(world: int, zero_stage: int, method: LowRank, build: Any = wi
 
 
 @pytest.mark.parametrize(("zero_stage", "world", "rank"), [(0, 2, 1), (3, 2, 4), (3, 3, 2), (0, 3, 2)])
-def test_what_is_sent_is_rank_times_rows_and_columns(zero_stage: int, world: int, rank: int) -> None:
+def test_sent_bytes_are_rank_times_rows_and_columns(zero_stage: int, world: int, rank: int) -> None:
     """To each other rank, in fp32, of all six matrices; and one exchange more than there are buckets."""
     with fake_world(world):
         graph = low_rank_graph(world, zero_stage, LowRank(rank=rank, bucket_bytes=2 * 4 * 256 * 256))
@@ -292,7 +292,7 @@ def test_factors_of_many_ranks_travel_twice_but_in_parts() -> None:
         assert len(reduced) == 2
 
 
-def test_products_of_the_model_run_between_an_exchange_and_its_wait() -> None:
+def test_model_products_run_between_exchange_and_wait() -> None:
     with fake_world(2):
         graph = low_rank_graph(2, 2, LowRank(rank=1, bucket_bytes=2 * 4 * 256 * 256))
         order = nodes.order_of(graph)
@@ -336,7 +336,7 @@ def test_a_planned_run_counts_factors() -> None:
 # --- what is left alone -----------------------------------------------------------------------------------------------
 
 
-def test_matrices_for_which_factors_do_not_pay_travel_as_they_are() -> None:
+def test_matrices_without_savings_are_sent_uncompressed() -> None:
     with fake_world(2):
         found = traced(with_bias, zero_stage=0)
         assert not apply(CompressGradients(method=LowRank(rank=17), min_numel=1), found, "backward")

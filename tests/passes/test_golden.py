@@ -26,7 +26,7 @@ def test_graphs_are_those_of_the_golden_file(name: str) -> None:
     assert not changed, f"\n{changed}\nIf it is meant to be so: python -m tests.support.golden"
 
 
-def test_every_pass_has_two_cases_and_no_file_is_left_over() -> None:
+def test_every_pass_has_two_cases_and_no_file_remains() -> None:
     exported = [getattr(passes, name) for name in passes.__all__]
     known = {entry.name for entry in exported if isinstance(entry, type) and issubclass(entry, GraphPass)}
     assert set(PASSES) == known - {GraphPass.name}

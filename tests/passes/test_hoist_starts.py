@@ -205,7 +205,7 @@ def written_shard(*, casts: bool) -> tuple[fx.GraphModule, Traced]:
     return gm, Traced(gm, {"forward": gm}, PassContext(direction="forward"))
 
 
-def test_a_gather_does_not_move_past_who_writes_to_what_it_reads() -> None:
+def test_gather_does_not_move_past_writes_to_its_input() -> None:
     with fake_world(2):
         gm, found = written_shard(casts=False)
         before = names_of(gm.graph)
@@ -214,7 +214,7 @@ def test_a_gather_does_not_move_past_who_writes_to_what_it_reads() -> None:
         assert names_of(gm.graph) == before
 
 
-def test_a_copy_stays_ahead_of_who_writes_to_what_it_reads() -> None:
+def test_copy_stays_before_writes_to_its_source() -> None:
     with fake_world(2):
         gm, found = written_shard(casts=True)
         for entry in (SinkWaits(), HoistStarts(prefetch=3)):

@@ -104,7 +104,7 @@ def test_sum_does_not_divide() -> None:
 
 
 @pytest.mark.usefixtures("world")
-def test_reduce_dtype_travels_and_the_gradient_arrives_in_the_parameters_own() -> None:
+def test_gradient_is_sent_in_reduce_dtype_and_arrives_in_parameters() -> None:
     graph = lowered(traced(mlp, reduce_dtype=torch.bfloat16))
     assert wires(graph) == {torch.bfloat16}
     assert {node.args[3] for node in nodes.call_functions(graph, nodes.is_sum_ranks)} == {torch.float32}
@@ -117,7 +117,7 @@ def test_a_wider_reduce_dtype_widens_nothing() -> None:
 
 
 @pytest.mark.usefixtures("world")
-def test_a_gradient_that_autocast_widened_travels_narrow_and_the_cast_is_gone() -> None:
+def test_gradient_widened_by_autocast_is_sent_narrow_without_cast() -> None:
     found = traced(Autocast)
     casts = [node.name for node in found.graphs["backward"].graph.nodes if traits.cast_dtype(node) == torch.float32]
     assert len(casts) == 5

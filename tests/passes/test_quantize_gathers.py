@@ -88,7 +88,7 @@ def gathers(graph: fx.Graph) -> list[tuple[str, torch.dtype]]:
 
 
 @pytest.mark.usefixtures("world")
-def test_codes_of_a_matrix_travel_and_are_decoded_before_its_first_use() -> None:
+def test_matrix_codes_are_sent_and_decoded_before_first_use() -> None:
     """[7, 5] over two ranks: shards of 20 elements, one group of 32 codes, a scale of 2 bytes, filled up to 48."""
     found = traced(mlp)
     text = graph_text(quantized(found))
@@ -135,7 +135,7 @@ def test_backward_gathers_codes_again_and_forward_saves_no_weight() -> None:
         ({"min_numel": 2**14}, 0),
     ],
 )
-def test_what_is_left_alone(options: dict[str, Any], left: int) -> None:
+def test_excluded_parameters_are_left_alone(options: dict[str, Any], left: int) -> None:
     found = traced(mlp)
     entry = replace(every_matrix(), **options)
     assert apply(entry, found, "forward") == (left > 0)
@@ -144,7 +144,7 @@ def test_what_is_left_alone(options: dict[str, Any], left: int) -> None:
     assert len(list(nodes.call_functions(graph, nodes.is_unshard))) == 5 - left
 
 
-def test_what_does_not_travel_is_left_alone() -> None:
+def test_parameters_without_gathers_are_left_alone() -> None:
     with fake_world(2):
         assert not apply(every_matrix(), traced(mlp, zero_stage=0), "forward")
     with fake_world(1):
@@ -231,7 +231,7 @@ LOWERED = (every_matrix(), LowerGathers(), LowerReductions())
 
 
 @pytest.mark.usefixtures("world")
-def test_a_bucket_is_one_payload_and_one_gather_decoded_one_by_one() -> None:
+def test_bucket_is_one_payload_and_gather_decoded_individually() -> None:
     found = traced(mlp, [*LOWERED, BucketCollectives(bucket_bytes=1000), SinkWaits()])
     text = graph_text(found.graphs["forward"].graph)
     (
@@ -436,7 +436,7 @@ def test_hybrid_sharding_quantizes_inside(zero_stage: int, method: BlockMethod) 
 
 
 @pytest.mark.parametrize("group", [32, 128])
-def test_eight_bits_lose_less_than_a_percent_of_a_groups_largest(group: int) -> None:
+def test_eight_bits_lose_under_one_percent_of_group_maximum(group: int) -> None:
     """Half a step of 1/127, and half a unit in the last place of the bf16 scale."""
     weight = torch.randn(13, 77, generator=torch.Generator().manual_seed(0)).exp()
     found = rounded(weight, NoFeedback(bits=8, group=group), 2)

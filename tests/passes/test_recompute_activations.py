@@ -90,7 +90,7 @@ def test_factors_of_a_product_are_computed_again() -> None:
         pytest.param(lambda x: (x @ x.t()) @ x, id="a product"),
     ],
 )
-def test_what_is_not_free_is_kept(function: Any) -> None:
+def test_expensive_activations_are_kept(function: Any) -> None:
     assert not set(again(step_of(Of(function)))) & {"gelu", "native_dropout", "silu", "amax", "mm"}
 
 

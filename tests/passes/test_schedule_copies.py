@@ -196,7 +196,7 @@ def check_order(graph: fx.Graph) -> None:
 
 
 @pytest.mark.parametrize(("offload", "out"), slow((OFF, DISK), (HOST, DEVICE_TO_HOST)))
-def test_copies_cost_what_they_carry_on_the_rank_with_most_rows(offload: zgraph.Offload, out: Any) -> None:
+def test_copies_cost_bytes_of_the_rank_with_most_rows(offload: zgraph.Offload, out: Any) -> None:
     judge = compared(offload, machine(100.0), STREAMED, world=3, layers=1)
     graph = judge.graphs[0].graph
     costs = CostModel(machine(100.0))
@@ -236,13 +236,13 @@ def agreed_by(rank: int, gathers: str) -> tuple[int, dict[str, tuple[int, str]],
 
 
 @pytest.mark.parametrize("gathers", ["flat", "coalesced", "sequential"])
-def test_ranks_that_pad_rows_from_the_host_count_and_start_what_the_others_do(gathers: str) -> None:
+def test_ranks_that_pad_host_rows_schedule_like_the_others(gathers: str) -> None:
     (*first, pads), (*second, more) = (agreed_by(rank, gathers) for rank in range(2))
     assert pads < more
     assert first == second
 
 
-def test_an_update_of_adam_costs_28_bytes_an_element_on_the_host() -> None:
+def test_host_adam_update_costs_28_bytes_per_element() -> None:
     judge = compared(HOST, machine(500.0, updates=10.0), AT_REST, world=1, layers=1)
     costs = CostModel(machine(500.0, updates=10.0))
     updates = [node for node in judge.graphs[0].graph.nodes if "_fused_adamw_" in str(node.target)]
@@ -269,7 +269,7 @@ def test_the_host_of_a_single_rank_updates_beside_backward() -> None:
 
 
 @pytest.mark.slow  # plans two steps
-def test_a_slow_host_is_waited_for_at_the_end_of_the_step() -> None:
+def test_slow_host_is_waited_for_at_step_end() -> None:
     """Whatever the order: all updates pass through its lane."""
     for updates in (1.0, 100_000.0):
         timeline = compared(HOST, machine(2000.0, updates), AT_REST, layers=1).found[1].timeline
@@ -281,7 +281,7 @@ def test_a_slow_host_is_waited_for_at_the_end_of_the_step() -> None:
 # --- pipeline ---------------------------------------------------------------------------------------------------------
 
 
-def test_what_all_rests_on_the_device_is_left_alone() -> None:
+def test_model_without_offload_is_left_alone() -> None:
     report = zgraph.Report()
     pipeline = zgraph.Pipeline(presets.planned(), target=zgraph.Target(hardware=CPU))
     with pytest.raises(zgraph.PreconditionError, match="schedule_copies"):

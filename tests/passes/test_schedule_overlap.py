@@ -112,7 +112,7 @@ def test_gathers_are_hidden_and_start_no_earlier_than_they_must() -> None:
 
 
 @pytest.mark.usefixtures("world")
-def test_a_slow_link_is_kept_busy_by_no_more_than_it_can_carry() -> None:
+def test_slow_link_is_kept_busy_without_overload() -> None:
     """Gathers of 30 us over matmuls of 7: the step is the link's, six gathers and the last matmul.
 
     Each gather holds its result from its start, so the one after next is started when the link is about to come to it.
@@ -131,7 +131,7 @@ def test_a_slow_link_is_kept_busy_by_no_more_than_it_can_carry() -> None:
 
 
 @pytest.mark.usefixtures("world")
-def test_reductions_start_when_their_gradients_are_ready_and_fill_the_end() -> None:
+def test_reductions_start_when_ready_and_fill_the_end() -> None:
     """12 matmuls and 6 sums: of the reductions only what no sum can hide of the last one is left."""
     found = with_costs(traced(deep, LOWERED))
     graph = found.graphs["backward"].graph
@@ -218,7 +218,7 @@ def test_an_order_that_is_the_best_already_is_kept() -> None:
 
 
 @pytest.mark.usefixtures("world")
-def test_what_is_not_a_parameters_stays_where_it_is_but_for_its_wait() -> None:
+def test_models_own_gather_stays_and_only_its_wait_moves() -> None:
     """A gather of the model's own, with a matmul behind it that hides the wait, as by rules."""
     drawing = Drawing()
     x, shard, other = drawing.input("x", 8, 8), drawing.input("shard", 4, 8), drawing.input("other", 4, 8)
@@ -235,7 +235,7 @@ def test_what_is_not_a_parameters_stays_where_it_is_but_for_its_wait() -> None:
 
 
 @pytest.mark.usefixtures("world")
-def test_a_copy_does_not_move_past_who_writes_to_its_source() -> None:
+def test_copy_does_not_move_past_writes_to_its_source() -> None:
     """shard.add_(1) stands before the gather that reads it, and stays there."""
     drawing = Drawing()
     x, shard = drawing.input("x", 8, 8), drawing.input("shard", 4, 8)
@@ -294,7 +294,7 @@ def test_why_a_collective_could_not_be_hidden() -> None:
 
 
 @pytest.mark.usefixtures("world")
-def test_a_limit_that_keeps_a_collective_from_being_hidden_is_named() -> None:
+def test_limit_that_prevents_hiding_a_collective_is_named() -> None:
     """mm, mm (gathered a), mm (gathered b), mm (gathered c), whose gather takes 20 us and is the third."""
     drawing = Drawing()
     value = drawing.input("x", 8, 8)
@@ -316,7 +316,7 @@ def test_a_limit_that_keeps_a_collective_from_being_hidden_is_named() -> None:
 
 @pytest.mark.usefixtures("world")
 @pytest.mark.parametrize(("zero_stage", "started"), [(0, 6), (1, 2)])
-def test_a_reduction_is_held_back_only_where_the_end_of_others_frees_memory(zero_stage: int, started: int) -> None:
+def test_reduction_is_delayed_only_if_others_free_memory(zero_stage: int, started: int) -> None:
     """Six gradients of 256 bytes, on a link that carries none before backward ends; two may be in flight in any case.
 
     A mean that each rank keeps whole is as large as its gradient: to wait for it would free nothing.

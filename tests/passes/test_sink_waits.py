@@ -107,7 +107,7 @@ def test_no_more_bytes_are_in_flight_than_asked(layers: int, outstanding: int) -
 
 
 @pytest.mark.usefixtures("world")
-def test_means_of_replicated_gradients_set_out_before_any_is_waited_for() -> None:
+def test_means_of_replicated_gradients_start_before_any_wait() -> None:
     found = traced(deep, LOWERED, zero_stage=0)
     apply(SinkWaits(), found, "backward")
     graph = found.graphs["backward"].graph

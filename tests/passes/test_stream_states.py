@@ -94,7 +94,7 @@ def test_each_update_reads_copies_that_are_stored_once(clips: bool) -> None:
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_what_was_stored_is_read_again_behind_the_wait_for_it(prefetch: int) -> None:
+def test_stored_tensors_are_reloaded_after_their_wait(prefetch: int) -> None:
     """A step of two updates: the second forward, and the second update, read what the first update has written."""
     graphs, _, _ = steps_of(HOST, StreamStates(prefetch=prefetch, updates="streamed"), updates=2)
     graph = graphs[-1].graph
@@ -120,7 +120,7 @@ def test_no_more_is_in_flight_than_was_asked_for() -> None:
 
 
 @pytest.mark.parametrize("world", [1], indirect=True)
-def test_a_fused_update_that_no_reduction_splits_is_split_by_bytes() -> None:
+def test_fused_update_without_reductions_is_split_by_bytes() -> None:
     whole, _, _ = steps_of(HOST, STREAMED)
     split, _, _ = steps_of(HOST, StreamStates(update_bytes=2 * 3 * 64, updates="streamed"))
     fused = [[node for node in graphs[-1].graph.nodes if "_fused_" in str(node.target)] for graphs in (whole, split)]
@@ -134,7 +134,7 @@ def test_a_fused_update_that_no_reduction_splits_is_split_by_bytes() -> None:
     ("prefetch", "in_flight_bytes", "joined"),
     [(0, 2**20, 0), (1, 1, 1), (2, 1, 1), (2, 2**20, 2)],
 )
-def test_an_update_writes_to_what_backward_has_read_if_it_would_be_on_its_way_by_then(
+def test_update_writes_to_copies_that_backward_has_just_read(
     prefetch: int, in_flight_bytes: int, joined: int, clips: bool
 ) -> None:
     """Backward reads the third and then the second layer, one and two uses ahead of the update."""
@@ -226,7 +226,7 @@ def steps_of_gpu(patch: pytest.MonkeyPatch, at_rest: zgraph.Offload, **options: 
 
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("at_rest", [HOST, STATE], ids=["all", "state"])
-def test_updates_on_the_host_of_a_gpu_read_copies_of_what_it_holds(
+def test_host_updates_read_copies_of_gpu_tensors(
     monkeypatch: pytest.MonkeyPatch, at_rest: zgraph.Offload, clips: bool
 ) -> None:
     graph = steps_of_gpu(monkeypatch, at_rest, clips=clips)
@@ -276,7 +276,7 @@ def test_updates_that_a_gpu_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("foreach", [False, True])
-def test_updates_that_are_not_fused_run_at_rest_where_they_stand(foreach: bool) -> None:
+def test_unfused_updates_run_in_place_on_offloaded_tensors(foreach: bool) -> None:
     graphs, _, _ = steps_of(HOST, StreamStates(), steps=3, optimizer_options={"foreach": foreach})
     graph = graphs[-1].graph
     assert not any(meta.beside(node) is not None or nodes.is_store(node) for node in graph.nodes)
@@ -286,7 +286,7 @@ def test_updates_that_are_not_fused_run_at_rest_where_they_stand(foreach: bool) 
     assert len(at_rest) == 3 * 3 and written.issuperset(at_rest)
 
 
-def test_what_rests_on_the_device_is_left_alone() -> None:
+def test_model_on_the_device_is_left_alone() -> None:
     graphs, _, _ = steps_of(None, StreamStates())
     assert not any(map(nodes.is_copy_start, graphs[-1].graph.nodes))
     forward_only = fx.Graph()
@@ -318,7 +318,7 @@ def test_a_pipeline_without_the_pass_gets_it() -> None:
 
 
 @pytest.mark.parametrize("is_compiled", [False, *slow(True)])  # compiles an optimizer's step
-def test_a_plain_step_leaves_its_state_where_it_is_to_rest(is_compiled: bool) -> None:
+def test_plain_step_stores_its_state_where_configured(is_compiled: bool) -> None:
     model = zgraph.shard(nn.Linear(4, 4), offload=HOST)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     other = torch.optim.SGD(nn.Linear(4, 4).parameters(), lr=0.1, momentum=0.9)  # of a model that has no part in it
@@ -346,7 +346,7 @@ def test_a_read_before_the_store_has_landed_is_found() -> None:
         verify(graph, before, (), WHERE)
 
 
-def test_a_read_before_an_update_beside_compute_has_ended_is_found() -> None:
+def test_read_during_a_concurrent_update_is_detected() -> None:
     graphs, _, _ = steps_of(HOST, StreamStates())
     graph = graphs[-1].graph
     check_stores_landed(graph, WHERE)
@@ -391,16 +391,16 @@ def test_options_that_cannot_be_honoured(options: dict[str, Any], text: str) -> 
     ("options", "text"),
     [
         ({"params": "gpu"}, 'params=\'gpu\' is unknown; write "host", "disk" or None'),
-        ({}, "neither params nor optimizer rests elsewhere"),
+        ({}, "neither params nor optimizer is offloaded"),
         ({"optimizer": "host", "update": "gpu"}, 'update=\'gpu\' is unknown; write "host", "device" or None'),
-        ({"params": "host", "update": "host"}, "update='host', but the optimizer's state rests on the device"),
+        ({"params": "host", "update": "host"}, "update='host', but the optimizer's state is stored on the device"),
         (
             {"optimizer": "disk", "path": "a", "update": "host"},
-            "rests on disk, and comes to the device for each update",
+            "is stored on disk, and comes to the device for each update",
         ),
         ({"optimizer": "disk"}, 'optimizer="disk" without a path'),
         ({"params": "disk", "path": ""}, 'params="disk" with an empty path; write path='),
-        ({"optimizer": "host", "path": "/tmp"}, "nothing rests on disk"),
+        ({"optimizer": "host", "path": "/tmp"}, "nothing is stored on disk"),
         ({"optimizer": "host", "host_budget_bytes": 0}, "host_budget_bytes=0 holds nothing"),
     ],
 )
@@ -412,11 +412,11 @@ def test_an_offload_that_cannot_be_honoured(options: dict[str, Any], text: str) 
 def test_parts_of_a_model_rest_alike() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     zgraph.shard(model[0], offload=HOST)
-    with pytest.raises(ValueError, match="all parts of a model rest alike"):
+    with pytest.raises(ValueError, match="all parts of a model must be offloaded alike"):
         zgraph.shard(model, offload=zgraph.Offload(params="host"))
 
 
-def test_a_budget_of_the_host_refuses_the_first_step_and_says_what_would_fit() -> None:
+def test_host_budget_refuses_first_step_and_suggests_a_fit() -> None:
     shards, state = 3 * 32, 3 * 64  # bytes of a rank's rows
     steps_of(zgraph.Offload(params="host", optimizer="host", host_budget_bytes=shards + state))
     with pytest.raises(ValueError, match=rf'keeps {shards + state} bytes .*{shards} of parameters.*optimizer="disk"'):

@@ -113,7 +113,7 @@ def test_a_report_does_not_differ_from_itself(reports: Path) -> None:
     assert (shown.exit_code, shown.stdout) == (0, "nothing differs\n")
 
 
-def test_what_only_one_of_them_has_is_shown(reports: Path) -> None:
+def test_entries_of_only_one_report_are_shown(reports: Path) -> None:
     """A frame, a graph, and what was measured."""
     first, second = load(reports / "apart"), load(reports / "apart")
     second["frames"][0]["graphs"].pop()

@@ -69,7 +69,7 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {str(path.relative_to(directory)): path.read_bytes() for path in files}
 
 
-def test_there_is_a_file_per_graph_and_pass_and_a_diff(tmp_path: Path) -> None:
+def test_dump_has_files_per_graph_and_pass_and_a_diff(tmp_path: Path) -> None:
     compile_small(tmp_path)
     names = [Path(name).name for name in contents(tmp_path)]
     assert len(names) == len(set(names)) > 0
@@ -90,7 +90,7 @@ def test_the_first_line_names_the_pass_and_its_options(tmp_path: Path) -> None:
     assert first.startswith(f"# after {used!r}, forward graph, ")
 
 
-def test_the_second_line_is_the_predicted_peak_and_the_one_before(tmp_path: Path) -> None:
+def test_second_line_has_predicted_peak_and_the_previous_one(tmp_path: Path) -> None:
     """f32: the forward makes [3, 6] twice and [3, 2]; backward starts with what it is given."""
     compile_small(tmp_path)
     (captured,) = tmp_path.rglob("*_captured.forward.py")
@@ -188,7 +188,7 @@ def _dump(tmp_path: Path, graph: fx.Graph) -> str:
     return path.read_text()
 
 
-def test_what_cannot_be_shown_is_replaced(tmp_path: Path) -> None:
+def test_unprintable_values_are_replaced(tmp_path: Path) -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")
     x.meta["val"] = Poison()
@@ -201,7 +201,7 @@ def test_what_cannot_be_shown_is_replaced(tmp_path: Path) -> None:
     assert "return (add, <unprintable Poison>)" in text
 
 
-def test_an_erased_node_that_is_still_read_is_shown_by_name(tmp_path: Path) -> None:
+def test_erased_node_that_is_read_is_shown_by_name(tmp_path: Path) -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")
     gone = graph.call_function(torch.neg, (x,))

@@ -10,7 +10,7 @@ import pytest
 from zgraph.cli import machine_checks, network_interface
 
 
-def test_a_folder_that_is_not_there_is_writable_where_it_can_be_made(tmp_path: Path) -> None:
+def test_missing_folder_counts_as_writable_if_it_can_be_created(tmp_path: Path) -> None:
     assert machine_checks.is_writable(tmp_path / "a" / "b")
     assert not [*tmp_path.iterdir()]
     (tmp_path / "file").write_text("")
@@ -48,7 +48,9 @@ def test_glooss_interface_is_the_one_that_is_set(monkeypatch: pytest.MonkeyPatch
         (None, "note", "loopback, because the host name here has no address"),
     ],
 )
-def test_or_that_of_the_host_name(monkeypatch: pytest.MonkeyPatch, address: str | None, status: str, text: str) -> None:
+def test_gloos_interface_is_that_of_the_host_name(
+    monkeypatch: pytest.MonkeyPatch, address: str | None, status: str, text: str
+) -> None:
     def look_up(*_: Any, **__: Any) -> Any:
         if address is None:
             raise OSError("unknown")

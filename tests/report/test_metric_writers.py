@@ -44,13 +44,13 @@ def test_a_second_run_adds_lines(tmp_path: Path) -> None:
     assert [row["step"] for row in lines_of(tmp_path / "run.jsonl")] == [1, 2, 1, 2]
 
 
-def test_a_line_is_in_the_file_when_its_step_has_ended(tmp_path: Path) -> None:
+def test_line_is_written_when_its_step_ends(tmp_path: Path) -> None:
     metrics = zgraph.Metrics(nn.Linear(2, 2), writers=[JsonLines(tmp_path / "run.jsonl")])
     metrics.step()
     assert len(lines_of(tmp_path / "run.jsonl")) == 1
 
 
-def test_each_rank_has_a_file_of_its_own_or_rank_0_alone(tmp_path: Path) -> None:
+def test_each_rank_or_only_rank_0_has_a_file(tmp_path: Path) -> None:
     for rank in (0, 1):
         with fake_world(2, rank):
             train(JsonLines(tmp_path / "run.jsonl"), JsonLines(tmp_path / "run-{rank}.jsonl"), steps=1)
@@ -113,7 +113,7 @@ class Module:
         self.run = run
 
 
-def test_what_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_writer_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(zgraph.ZgraphError, match="TensorBoard is not installed; pip install tensorboard"):
         TensorBoard(tmp_path)

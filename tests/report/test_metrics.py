@@ -243,7 +243,7 @@ def test_the_error_norm_is_that_of_the_decoded_state(ranks: Ranks, method: str) 
             assert norm > 0 and (said is None or said == pytest.approx(norm, rel=1e-5))
 
 
-def test_what_is_unknown_is_none_and_never_zero() -> None:
+def test_unknown_metrics_are_none_and_never_zero() -> None:
     metrics = zgraph.Metrics(nn.Linear(2, 2), error_norm_every=1)
     metrics.step()
     assert metrics.last is not None
@@ -382,7 +382,7 @@ class Event:
         self.happened = True
 
 
-def test_on_a_device_a_step_is_written_when_it_has_ended_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_step_is_written_when_it_has_ended_there(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[Event] = []
 
     def record(device: object) -> Event:

@@ -62,7 +62,7 @@ def test_edges_are_the_data_and_what_must_come_first(lowered: Traced) -> None:
         assert networkx.is_directed_acyclic_graph(network)
 
 
-def test_reads_of_an_old_value_come_before_the_write_and_of_the_new_one_behind_it() -> None:
+def test_reads_of_old_values_precede_the_write_new_ones_follow() -> None:
     with fake_world(2):
         drawing = Drawing()
         x, held = drawing.input("x", 4), drawing.input("held", 2, 2)

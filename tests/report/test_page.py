@@ -170,7 +170,7 @@ def test_parameters_are_filtered_and_sorted(page: Any) -> None:
 
 
 @pytest.mark.slow  # opens a page in a browser
-def test_the_diff_of_a_pass_has_the_lines_of_the_report(page: Any, document: dict[str, Any]) -> None:
+def test_diff_of_a_pass_has_the_reports_lines(page: Any, document: dict[str, Any]) -> None:
     (frame,) = document["frames"]
     page.locator("#passes-table button", has_text="tidy_backward").click()
     removed = page.locator("#diff-table td.removed").all_inner_texts()
@@ -186,7 +186,7 @@ def test_the_diff_of_a_pass_has_the_lines_of_the_report(page: Any, document: dic
 
 
 @pytest.mark.slow  # opens a page in a browser
-def test_timeline_zooms_by_wheel_and_keys_and_moves_to_what_is_selected(page: Any) -> None:
+def test_timeline_zooms_and_moves_to_the_selection(page: Any) -> None:
     chart = page.locator("#timeline-chart")
     chart.scroll_into_view_if_needed()
     box = chart.bounding_box()
@@ -239,7 +239,7 @@ def test_elements_of_the_picture_lie_apart_and_within_their_groups(page: Any) ->
 
 
 @pytest.mark.slow  # opens a page in a browser
-def test_a_click_on_a_bar_selects_it_and_the_mouse_shows_what_it_is(page: Any) -> None:
+def test_click_selects_a_bar_and_hovering_describes_it(page: Any) -> None:
     """The second gather is exposed for longer than any: its bar lies in the lane of group 0, from 66 us on."""
     chart = page.locator("#timeline-chart")
     chart.scroll_into_view_if_needed()

@@ -110,7 +110,7 @@ SLOW = [
 
 
 @pytest.mark.parametrize("case", [*CASES, *slow(*SLOW)], ids=str)
-def test_what_a_folder_says_is_what_the_library_says(ranks: Ranks, tmp_path: Path, case: Case) -> None:
+def test_folder_agrees_with_the_library(ranks: Ranks, tmp_path: Path, case: Case) -> None:
     """Nodes, bytes, exposure, measurements and error feedback, and the dump's texts, all from the files."""
     told = ranks.run(train, case, tmp_path, True)
     for rank, found in enumerate(told):

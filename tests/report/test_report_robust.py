@@ -156,7 +156,7 @@ SPOILERS: list[Callable[[fx.Node], None]] = [
 
 @pytest.mark.parametrize("costs", [False, True])
 @pytest.mark.parametrize("spoil", SPOILERS)
-def test_what_cannot_be_shown_is_said_so(spoil: Callable[[fx.Node], None], costs: bool) -> None:
+def test_unprintable_node_is_reported(spoil: Callable[[fx.Node], None], costs: bool) -> None:
     """The other nodes stay as they are."""
     drawing = drawn()
     (node,) = [each for each in drawing.graph.nodes if each.name == "relu"]

@@ -50,7 +50,7 @@ def test_a_step_runs_every_frame_forward_and_backward() -> None:
     assert report.step_bytes == 11111
 
 
-def test_of_a_frame_that_was_compiled_again_only_the_newest_counts() -> None:
+def test_only_the_newest_compile_of_a_frame_counts() -> None:
     report = Report(
         graphs=[
             graph("0/0", "forward", 1),

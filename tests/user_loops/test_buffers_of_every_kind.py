@@ -148,7 +148,7 @@ def refused(what: str) -> tuple[str, bool]:
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_be_taken_over_is_refused_before_anything_changes(ranks: Ranks, what: str) -> None:
+def test_unsupported_buffers_are_refused_before_anything_changes(ranks: Ranks, what: str) -> None:
     for text, is_unchanged in ranks.run(refused, what):
         assert REFUSED[what][1] in text and is_unchanged
 

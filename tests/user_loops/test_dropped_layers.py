@@ -152,7 +152,7 @@ def trained(stage: int, mode: str, units: type[nn.Module], planned: bool) -> int
         *long((0, "compile"), (1, "compile"), (3, "compile"), (1, "step"), (2, "step")),
     ],
 )
-def test_ranks_that_drop_other_layers_get_the_mean_of_their_gradients(ranks: Ranks, stage: int, mode: str) -> None:
+def test_ranks_dropping_different_layers_average_their_gradients(ranks: Ranks, stage: int, mode: str) -> None:
     assert ranks.run(trained, stage, mode, Layers, False) == [len(PLAN)] * 2
 
 
@@ -207,7 +207,7 @@ def planned_or_refused(stage: int, mode: str) -> str:
 @worlds(2)
 @pytest.mark.slow  # plans and compiles twice; test_agreement.py has graphs that differ
 @pytest.mark.parametrize("mode", ["compile", "step"])
-def test_a_planned_order_is_right_or_refused_before_anything_is_sent(ranks: Ranks, mode: str) -> None:
+def test_planned_order_is_right_or_refused_before_sending(ranks: Ranks, mode: str) -> None:
     found = ranks.run(planned_or_refused, 3, mode)
     assert found == ["right"] * 2 or all("compiled different communication" in text for text in found)
 
@@ -263,7 +263,7 @@ def same_bits(stage: int, mode: str, narrow: str) -> list[str]:
         *long((3, "step", "autocast"), (2, "compile", "autocast"), (2, "step", "bf16"), (3, "compile", "autocast")),
     ],
 )
-def test_what_travels_is_as_wide_on_ranks_that_do_not_read_it(ranks: Ranks, stage: int, mode: str, narrow: str) -> None:
+def test_sent_dtype_is_equal_on_ranks_without_reads(ranks: Ranks, stage: int, mode: str, narrow: str) -> None:
     assert ranks.run(same_bits, stage, mode, narrow) == [[], []]
 
 

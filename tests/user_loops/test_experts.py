@@ -215,5 +215,5 @@ def copied() -> list[Any]:
     return [type(found).__name__, found.experts, found is kept, torch.equal(found.hidden, kept.hidden)]
 
 
-def test_what_the_unit_returned_is_copied_and_not_changed(ranks: Ranks) -> None:
+def test_units_output_is_copied_and_not_changed(ranks: Ranks) -> None:
     assert ranks.run(copied) == [["Routed", 7, False, True]] * 2

@@ -147,6 +147,6 @@ def test_sharded_tensors_are_copied_to_dtensors(ranks: Ranks) -> None:
 
 
 @worlds(2, 3)
-def test_optimizers_and_other_writes_do_what_they_do_to_the_plain_model(ranks: Ranks) -> None:
+def test_optimizers_and_writes_act_as_on_the_plain_model(ranks: Ranks) -> None:
     for stage in (0, 3):
         assert ranks.run(written_alike, stage) == [[]] * ranks.world

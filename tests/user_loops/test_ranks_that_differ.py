@@ -187,7 +187,7 @@ def test_ranks_that_change_otherwise_are_told(ranks: Ranks, line: Line, mode: st
 
 
 @pytest.mark.parametrize(("mode", "stage"), [("eager", 0), ("eager", 3), ("fx", 1)])
-def test_what_changes_nothing_may_differ(ranks: Ranks, mode: str, stage: int) -> None:
+def test_differences_without_effect_are_allowed(ranks: Ranks, mode: str, stage: int) -> None:
     ranks.run(train, rightly, mode, stage)
 
 

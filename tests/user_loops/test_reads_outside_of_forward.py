@@ -188,7 +188,7 @@ def train_closed(compiles: bool) -> str:
 
 
 @pytest.mark.parametrize("compiles", [False, True])
-def test_what_shard_has_replaced_is_not_trained(ranks: Ranks, compiles: bool) -> None:
+def test_parameters_replaced_by_shard_are_not_trained(ranks: Ranks, compiles: bool) -> None:
     for text in ranks.run(train_closed, compiles):
         assert "a gradient has reached the tensor that gain was before zgraph.shard" in text
 
@@ -204,7 +204,7 @@ def prune_after_shard() -> str:
 
 def test_pruning_comes_before_shard(ranks: Ranks) -> None:
     for text in ranks.run(prune_after_shard):
-        assert "weight of a sharded Linear is about to become a tensor that is no parameter" in text
+        assert "weight of a sharded Linear is about to become a tensor that is not a parameter" in text
 
 
 def read_copies() -> None:
@@ -221,7 +221,7 @@ def read_copies() -> None:
     assert "write copy.detach().full_tensor()" in refusal_of(alone.full_tensor)
     assert torch.equal(alone.detach().full_tensor(), weight)
     read = pickle.loads(pickle.dumps(model.head.weight.full_tensor))
-    assert "was made apart from its model" in refusal_of(read)
+    assert "was made without its model" in refusal_of(read)
     model.float()  # swaps what parameters are, with their attributes
     assert isinstance(model.head.weight.full_tensor, WholeRead)
     saved = io.BytesIO()
@@ -238,7 +238,7 @@ def read_in_another_dtype() -> tuple[torch.dtype, torch.dtype | None]:
     return weight.dtype, model.head.weight.grad.dtype
 
 
-def test_a_model_that_computes_in_bf16_is_read_in_the_dtype_of_its_parameters(ranks: Ranks) -> None:
+def test_bf16_model_is_read_in_its_parameters_dtype(ranks: Ranks) -> None:
     assert ranks.run(read_in_another_dtype) == [(torch.float32, torch.float32)] * 2
 
 

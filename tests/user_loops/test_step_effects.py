@@ -144,7 +144,7 @@ REFUSED = {
 
 
 @worlds(2)
-def test_what_a_step_changes_in_python_is_refused(ranks: Ranks) -> None:
+def test_changes_to_python_values_are_refused(ranks: Ranks) -> None:
     for found in ranks.run(verdicts, list(REFUSED), [3]):
         for kind, text in REFUSED.items():
             message = found[f"{kind.__name__}, stage 3"]
@@ -152,6 +152,6 @@ def test_what_a_step_changes_in_python_is_refused(ranks: Ranks) -> None:
 
 
 @worlds(2)
-def test_tensors_that_a_step_puts_into_dicts_are_there_after_each_call(ranks: Ranks) -> None:
+def test_tensors_put_into_dicts_are_updated_by_each_call(ranks: Ranks) -> None:
     for found in ranks.run(verdicts, [CachesATensor], [3]):
         assert found == {"CachesATensor, stage 3": "right"}

@@ -222,7 +222,7 @@ def assigned(how: str) -> list[bool]:
 
 
 @worlds(2)
-def test_what_is_assigned_to_data_is_written(ranks: Ranks) -> None:
+def test_values_assigned_to_data_are_written(ranks: Ranks) -> None:
     for equal in ranks.run(assigned, ""):
         assert all(equal)
 
@@ -296,9 +296,9 @@ class RemovesAHook(Loop):
 
 
 REFUSED = {
-    Renormalized: "writes to the parameter embed.weight inside of a forward",
-    NormalizedRows: "writes to the parameter weight inside of a forward",
-    ClampedScalar: "writes to the parameter gain inside of a forward",
+    Renormalized: "writes to the parameter embed.weight inside a forward",
+    NormalizedRows: "writes to the parameter weight inside a forward",
+    ClampedScalar: "writes to the parameter gain inside a forward",
     SharesMemory: "assigns .data that another tensor has",
     AssignsAnotherKind: "assigns .data of another kind",
     LeavesAHook: "registers or removes a hook on 0.weight",
@@ -307,7 +307,7 @@ REFUSED = {
 
 
 @worlds(2)
-def test_what_would_be_lost_or_done_once_is_refused(ranks: Ranks) -> None:
+def test_lost_or_one_time_effects_are_refused(ranks: Ranks) -> None:
     for found in ranks.run(verdicts, list(REFUSED), [0, 3]):
         for name, message in found.items():
             kind = next(kind for kind in REFUSED if kind.__name__ == name.partition(",")[0])

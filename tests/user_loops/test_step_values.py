@@ -403,7 +403,7 @@ def reasons_of_a_history() -> list[str]:
 
 
 @worlds(2)
-def test_what_a_step_does_not_read_makes_no_graph(ranks: Ranks) -> None:
+def test_unread_values_cause_no_new_graph(ranks: Ranks) -> None:
     for reasons in ranks.run(reasons_of_a_history):
         assert [reason.partition(":")[0] for reason in reasons] == ["", "state"]
 

@@ -294,7 +294,7 @@ def refused_lines() -> tuple[str, ...]:
 
 def test_lines_that_cannot_be_followed_are_refused(ranks: Ranks) -> None:
     for several, reshaped in ranks.run(refused_lines):
-        assert "writes to several rows of a sharded tensor at once" in several
+        assert "writes to several views of sharded rows in one call" in several
         assert "changes the shape of a sharded tensor in place" in reshaped
 
 
@@ -401,5 +401,5 @@ def saved_and_copied() -> tuple[bool, ...]:
     )
 
 
-def test_what_is_saved_are_plain_dtensors(ranks: Ranks) -> None:
+def test_saved_tensors_are_plain_dtensors(ranks: Ranks) -> None:
     assert ranks.run(saved_and_copied) == [(True,) * 6] * 2

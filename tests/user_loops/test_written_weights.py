@@ -104,9 +104,7 @@ def written_in_forward(what: str, mode: str, stage: int) -> tuple[str, bool]:
         *long(*((what, (place + turn) % 4, "fx") for place, what in enumerate(WRITES) for turn in (1, 2, 3))),
     ],
 )
-def test_a_forward_that_writes_to_what_it_has_gathered_is_refused(
-    ranks: Ranks, what: str, stage: int, mode: str
-) -> None:
+def test_forward_that_writes_to_gathered_weights_is_refused(ranks: Ranks, what: str, stage: int, mode: str) -> None:
     for text, names_it in ranks.run(written_in_forward, what, mode, stage):
         assert names_it, text
 
@@ -121,7 +119,7 @@ def without_gradients(mode: str) -> tuple[str, bool]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_so_is_one_that_evaluates(ranks: Ranks, mode: str) -> None:
+def test_evaluating_forward_that_writes_to_weights_is_refused(ranks: Ranks, mode: str) -> None:
     for text, names_it in ranks.run(without_gradients, mode):
         assert names_it, text
 

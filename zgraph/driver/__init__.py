@@ -1,1 +1,1 @@
-"""What torch.compile calls: options, and the compile of one frame from trace to program."""
+"""The torch.compile backend: its options, and the compilation of one frame from trace to program."""

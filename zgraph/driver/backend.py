@@ -1,4 +1,4 @@
-"""What `torch.compile(model, backend="zgraph")` calls."""
+"""The function that `torch.compile(model, backend="zgraph")` calls."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def zgraph(
         gm: one frame's graph.
         example_inputs: its inputs in the call that is being compiled.
         options: see `zgraph.driver.options.CompileOptions`.
-        mode: of torch.compile; Inductor's presets, which zgraph does not have.
+        mode: torch.compile's `mode`, a preset of Inductor; must be None.
 
     Raises:
         ValueError: an option is unknown or cannot be honoured.
@@ -43,13 +43,13 @@ def zgraph(
         raise_through_dynamo(str(error))
     if parsed.cuda_graph:
         raise_through_dynamo(
-            "zgraph: cuda_graph belongs to whole steps, and forward and backward alone are none; write "
+            "zgraph: cuda_graph requires a whole step; torch.compile gives separate forward and backward graphs. Write "
             '@zgraph.training_step(model, opt, options={"cuda_graph": True}) above the function that holds the lines '
             "of the step."
         )
     if parsed.check:
         raise_through_dynamo(
-            "zgraph: check compares a whole step with its lines, and forward and backward alone are none; write "
+            "zgraph: check requires a whole step; torch.compile gives separate forward and backward graphs. Write "
             '@zgraph.training_step(model, opt, options={"check": True}) above the function that holds the lines of the '
             "step."
         )

@@ -1,4 +1,4 @@
-"""What `torch.compile(model, backend="zgraph", options=...)` accepts, checked when it is built."""
+"""Options of `torch.compile(model, backend="zgraph", options=...)`, checked on construction."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class CompileOptions:
     """Options of the backend.
 
     Attributes:
-        pipeline: which passes run; None: `zgraph.passes.presets.default()`.
+        pipeline: passes to run; None: `zgraph.passes.presets.default()`.
         lowering: "inductor" compiles the compute of the final graph, in the order the passes chose; "fx" runs it node
             by node, bitwise equal to eager, and compiles in a tenth of the time.
         dump: directory for the graphs after every pass; None: no dump.
-        report: filled while compiling.
+        report: report to fill while compiling.
         agreement_timeout_s: how long a rank waits for its peers to compile the same communication.
-        cuda_graph: launch the step by one call of the host; of `zgraph.training_step` alone, on GPUs.
-        check: of `zgraph.training_step` alone: in the first two calls run the plain lines, too, and compare all bits. A
-            number k: in every k-th call as well. 0, or False: never.
+        cuda_graph: launch the whole step with one host call; only for `zgraph.training_step`, on GPUs.
+        check: run the plain lines, too, in the first two calls and compare bitwise; only for `zgraph.training_step`. A
+            number k: in every k-th call as well. 0 or False: never.
     """
 
     pipeline: Pipeline | None = None
@@ -66,15 +66,15 @@ class CompileOptions:
                 "of seconds."
             )
         if not isinstance(self.cuda_graph, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ValueError(f"zgraph: cuda_graph={self.cuda_graph!r} is no truth value; write True or False.")
+            raise ValueError(f"zgraph: cuda_graph must be True or False, not {self.cuda_graph!r}.")
         if not isinstance(self.check, int) or self.check < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(
-                f"zgraph: check={self.check!r} is neither a truth value nor a number of calls; write True, or 100 for "
-                "every hundredth call as well."
+                f"zgraph: check={self.check!r} is neither a bool nor a number of calls; write True, or 100 for every "
+                "hundredth call as well."
             )
 
     def is_checked(self, call: int, first: int) -> bool:
-        """Whether a call of a step, counted from 0, is to be compared; of those at the start the `first` ones are."""
+        """Return whether to compare this call of a step, counted from 0; the `first` calls always are."""
         every = 0 if isinstance(self.check, bool) else self.check
         return bool(self.check) and (call < first or (every > 0 and call % every == 0))
 

@@ -1,1 +1,1 @@
-"""`zgraph.shard` and what follows from it: units, state dicts, accumulation windows, materialization."""
+"""`zgraph.shard` and sharded models: units, state dicts, accumulation windows, materialization."""

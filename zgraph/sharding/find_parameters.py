@@ -1,4 +1,4 @@
-"""Find what `zgraph.shard` is to shard: parameters of a model, with every place that reads them."""
+"""Find the parameters that `zgraph.shard` will shard, with every place that reads them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Ignored = nn.Parameter | nn.Module
 
 @dataclass(frozen=True)
 class Found:
-    """A parameter, and every place that reads it: ("h.0.mlp", module, "weight")."""
+    """A parameter and every place that reads it, such as ("h.0.mlp", module, "weight")."""
 
     name: str
     parameter: nn.Parameter
@@ -25,10 +25,10 @@ class Found:
 
 
 def find_parameters(module: nn.Module, mesh: DeviceMesh) -> list[Found]:
-    """Find every parameter that is still to be sharded, with its places, in the order of `named_parameters`.
+    """Find every parameter that is not sharded yet, with its places, in the order of `named_parameters`.
 
     Raises:
-        ValueError: one cannot be sharded; the message names it, and says what to do.
+        ValueError: a parameter cannot be sharded; the message names it and says what to do.
     """
     sites: dict[int, list[tuple[str, nn.Module, str]]] = {}
     parameters: dict[int, nn.Parameter] = {}
@@ -77,16 +77,16 @@ def _check_sharded_before(name: str, parameter: DTensor, mesh: DeviceMesh) -> No
     if parameter.device_mesh != mesh:
         raise ValueError(
             f"zgraph.shard: {name} was sharded on {parameter.device_mesh}, not on {mesh}; one model needs one mesh, or "
-            "clipping and fused optimizers cannot work on it. Shard a tensor-parallel model as a whole, or parts of it "
-            "of which each has something tensor-parallel."
+            "clipping and fused optimizers cannot work on it. Shard a tensor-parallel model as a whole, or by parts "
+            "that each contain a tensor-parallel parameter."
         )
 
 
 def check_untied(found: Sequence[Found], module: nn.Module) -> None:
-    """Refuse a parameter that is tied to one which was sharded before.
+    """Refuse a parameter that is tied to one sharded by an earlier call.
 
     Raises:
-        ValueError: names both.
+        ValueError: such a tie exists; the message names both parameters.
     """
     scopes = {id(state.scope): state.scope for part in module.modules() if (state := state_of(part)) is not None}
     replaced = {id(old): name for scope in scopes.values() for name, old in scope.replaced.alive()}
@@ -99,7 +99,7 @@ def check_untied(found: Sequence[Found], module: nn.Module) -> None:
 
 
 def on_other_axes(module: nn.Module, mesh: DeviceMesh) -> Iterator[tuple[str, DeviceMesh]]:
-    """Names and meshes of parameters on other axes than `mesh`'s, whether they were sharded before or not."""
+    """Yield names and meshes of parameters on axes other than `mesh`'s, whether already sharded or not."""
     for prefix, part in module.named_modules():
         state = state_of(part)
         for attribute, parameter in local_parameters(part).items():
@@ -112,7 +112,7 @@ def on_other_axes(module: nn.Module, mesh: DeviceMesh) -> Iterator[tuple[str, De
 
 
 def ids_of(ignored: Iterable[Ignored]) -> dict[int, None]:
-    """Ids of parameters that are named one by one, or by their modules."""
+    """Return ids of parameters that are listed directly or through their modules."""
     ids: dict[int, None] = {}
     for entry in ignored:
         for parameter in entry.parameters() if isinstance(entry, nn.Module) else (entry,):

@@ -1,7 +1,7 @@
-"""Compiled graphs take local shards instead of DTensors, which saves DTensor's overhead per parameter in every call.
+"""Pass local shards instead of DTensors to compiled graphs, which saves DTensor's overhead per parameter and call.
 
-Dynamo's graph reads a parameter as `parameter.to_local()`. AOTAutograd by itself would unwrap each DTensor before every
-forward, and wrap each gradient as a DTensor with a new specification after every backward.
+Dynamo's graph reads a parameter as `parameter.to_local()`. AOTAutograd would unwrap each DTensor before every forward,
+and wrap each gradient as a DTensor with a new specification after every backward.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def compile_on_local_shards(gm: fx.GraphModule, inputs: Sequence[Any], compile: 
     Args:
         gm: Dynamo's graph; changed in place, as are the bodies of its checkpointed regions. An input that is read by
             anything but `to_local()` stays a DTensor.
-        inputs: its example inputs.
+        inputs: example inputs of the graph.
         compile: called with the changed graph and matching example inputs.
 
     Returns:
@@ -70,9 +70,9 @@ def _take_local(gm: fx.GraphModule) -> dict[int, Tensor]:
 
 
 def _local_reads(gm: fx.GraphModule, node: fx.Node) -> list[tuple[fx.GraphModule, fx.Node]] | None:
-    """Every `to_local()` of an input, with the graph it is in; None if anything else reads the input.
+    """Find every `to_local()` of an input, and the graph it is in; None if anything else reads the input.
 
-    Dynamo keeps a checkpointed region as a separate graph, which takes parameters as operands.
+    Dynamo keeps a checkpointed region as a separate graph, whose operands include parameters.
     """
     found: list[tuple[fx.GraphModule, fx.Node]] = []
     for user in node.users:
@@ -91,7 +91,7 @@ def _local_reads(gm: fx.GraphModule, node: fx.Node) -> list[tuple[fx.GraphModule
 
 
 def _checkpointed_body(gm: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
-    """Graph of a checkpointed region that only this node calls; None for anything else."""
+    """Return the graph of a checkpointed region that only this node calls; None for anything else."""
     body = node.args[0] if node.op == "call_function" and node.target is checkpoint_operator() else None
     if not isinstance(body, fx.Node) or len(body.users) > 1:
         return None
@@ -101,7 +101,7 @@ def _checkpointed_body(gm: fx.GraphModule, node: fx.Node) -> fx.GraphModule | No
 
 
 def local_shards(parameters: Sequence[DTensor]) -> list[Tensor]:
-    """`to_local()` of all of them, as one node of autograd's graph."""
+    """Call `to_local()` on all parameters, as a single node of autograd's graph."""
     if not torch.is_grad_enabled():
         return [parameter.to_local() for parameter in parameters]
     tracked = iter(_LocalShards.apply(*[parameter for parameter in parameters if parameter.requires_grad]))
@@ -128,7 +128,7 @@ class _LocalShards(torch.autograd.Function):
 def _gradient(grad: Tensor, parameter: DTensor) -> DTensor:
     if not torch.is_grad_enabled():
         return sharded_like(grad, parameter)
-    # create_graph=True: a second derivative must reach what refuses it.
+    # create_graph=True: a second derivative must reach the node that refuses it.
     shape, stride = parameter.shape, parameter.stride()
     made = DTensor.from_local(grad, parameter.device_mesh, parameter.placements, shape=shape, stride=stride)
     as_sharded(made, parameter)

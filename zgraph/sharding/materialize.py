@@ -1,10 +1,10 @@
-"""`zgraph.materialize`: gives values to a sharded model that was built on the meta device, one module at a time.
+"""`zgraph.materialize`: give values to a sharded model that was built on the meta device, one module at a time.
 
-While `init` runs, the model looks as it did before `shard`: original classes, and plain unsharded parameters. Their
-storage is paged: present for the module that is being initialised, and for any other parameter from the moment an
-operator touches it; what does not fit beside these is reduced to this rank's shard. An init that reaches into another
-module (Hugging Face GPT-2 rescales the projections of a block, nn.MultiheadAttention zeroes a bias of its child)
-therefore does what it does to an unsharded model, with the memory of one module.
+While `init` runs, the model looks as it did before `shard`: original classes and plain unsharded parameters. Their
+storage is paged: it exists for the module being initialised, and for any other parameter from the moment an operator
+touches it. Parameters that no longer fit are reduced to this rank's shard. An init that reaches into another module
+(Hugging Face GPT-2 rescales the projections of a block, nn.MultiheadAttention zeroes a bias of its child) therefore
+works as on an unsharded model, with the memory of one module.
 """
 
 from __future__ import annotations
@@ -30,33 +30,33 @@ from zgraph.torch_compat.operators import OpOverload, written_tensors
 def materialize(
     module: nn.Module, init: Callable[[nn.Module], object] | None = None, *, seed: int | None = None
 ) -> nn.Module:
-    """Give a sharded model's meta parameters and buffers storage, and the values that the unsharded model would have.
+    """Give a sharded model's meta parameters and buffers storage and the values of the unsharded model.
 
         with torch.device("meta"):
             model = Net()
         zgraph.shard(model, mesh)
         zgraph.materialize(model)
 
-    The result, and what is drawn from torch's default generators afterwards, equals bitwise that of `model.apply(init)`
-    on the unsharded model, followed by `zgraph.shard`. Beside the shards, memory holds at most the parameters of the
-    largest module, or what a single operator of `init` reads and writes.
+    The result is bitwise that of `model.apply(init)` on the unsharded model followed by `zgraph.shard`; so are later
+    draws from torch's default generators. In addition to the shards, memory holds at most the parameters of the largest
+    module, or the tensors that a single operator of `init` reads and writes.
 
     Every rank draws rank 0's random numbers, whatever its own random state, which advances as if the rank had drawn
-    from it. Operators that draw more or fewer numbers depending on values, such as rrelu_, count by rank 0's values.
-    Collectives run where `init` touches a parameter a second time (a tied one, or one of another module), so `init` has
-    to do the same on all ranks. With nothing on the meta device the call changes nothing.
+    from it. Operators whose number of draws depends on values, such as rrelu_, count by rank 0's values. Collectives
+    run when `init` touches a parameter a second time (a tied one, or one of another module), so `init` must do the same
+    on all ranks. If nothing is on the meta device, the call changes nothing.
 
-    Parameters are the same objects afterwards, so the optimizer may have been created before this call. Where that is
+    Parameters remain the same objects, so the optimizer may have been created before this call. Where that is
     impossible (something holds a weak reference, such as a compiler that has seen the model) the parameter is
     replaced, and an optimizer that holds the old one is refused at the next forward.
 
     Args:
-        module: sharded by `zgraph.shard`; or what torch.compile made of it.
+        module: a model sharded by `zgraph.shard`, compiled or not.
         init: called without gradient for each module as `module.apply(init)` would, children first. None: each
-            module's `reset_parameters`, once. That equals construction where each module initialises itself at the end
-            of its `__init__`; a tied parameter takes the value of its last module, and under torch 2.11 a convolution
+            module's `reset_parameters`, once. That equals construction if each module initialises itself at the end
+            of its `__init__`; a tied parameter gets the value of its last module, and under torch 2.11 a convolution
             that was moved to channels_last draws its numbers in memory order.
-            Modules without anything on the meta device, in themselves or their children, are left out, and parameters
+            Modules with nothing on the meta device, in themselves or their children, are skipped, and parameters
             that had values keep them.
         seed: seed for torch's generators, as for torch.manual_seed; None: they continue from rank 0's state.
 
@@ -64,9 +64,9 @@ def materialize(
         `module`.
 
     Raises:
-        ZgraphError: a parameter is not sharded, `init` left one or a buffer without a value, or replaced it by
-            something that does not fit. As after an exception of `init` itself, everything that was on the meta device
-            still is, the random state is as it was, and the call can be repeated.
+        ZgraphError: a parameter is not sharded, or `init` left a parameter or buffer without a value or replaced it by
+            one that does not fit. As after an exception of `init` itself, everything that was on the meta device
+            still is, the random state is restored, and the call can be repeated.
     """
     root = without_compile(module)
     pages = find_pages(root)
@@ -96,11 +96,11 @@ def materialize(
 
 @contextlib.contextmanager
 def _original_classes(root: nn.Module) -> Generator[None]:
-    """Give modules the classes that they had before `shard`, for an init that asks for `type(module)`."""
+    """Restore the classes that modules had before `shard`, for an init that checks `type(module)`."""
     sharded = {part: type(part) for part in root.modules() if hasattr(type(part), "_zgraph_base")}
     try:
         for part, kind in sharded.items():
-            part.__class__ = getattr(kind, "_zgraph_base")  # noqa: B009 (the type does not have it for pyright)
+            part.__class__ = getattr(kind, "_zgraph_base")  # noqa: B009 (pyright does not know the attribute)
         yield
     finally:
         for part, kind in sharded.items():
@@ -145,7 +145,7 @@ def _reset(part: nn.Module) -> None:
 
 
 class _Watch(DispatchMode):
-    """Pages in what an operator needs, notes what it writes, and gives it the shared random numbers."""
+    """Page in an operator's tensors, note the parameters it writes, and give it the shared random numbers."""
 
     def __init__(self, pager: ParameterPager, rng: SharedRng) -> None:
         super().__init__()
@@ -163,16 +163,16 @@ class _Watch(DispatchMode):
         return self.rng.run(func, args, kwargs)
 
 
-# --- what init has left out -----------------------------------------------------------------------------------------
+# --- parameters without values --------------------------------------------------------------------------------------
 
 
 def _check_values(
     root: nn.Module, init: Callable[[nn.Module], object] | None, pages: Sequence[PagedParameter], mesh: DeviceMesh
 ) -> None:
-    """Check that everything has values; the answer is the same on all ranks.
+    """Check that every parameter and buffer has values; all ranks reach the same result.
 
     Raises:
-        ZgraphError: something has no value, or only in part; names the first.
+        ZgraphError: a parameter or buffer has no value, or only in part; the message names the first.
     """
     source = "reset_parameters" if init is None else "init"
     fresh = [page for page in pages if page.sharded.is_meta]
@@ -183,8 +183,8 @@ def _check_values(
         advice = (
             "Give the module a reset_parameters that fills its parameters and buffers, or pass init=."
             if init is None
-            else "init has to write every parameter and buffer; call module.reset_parameters() for the modules that it "
-            "has nothing of its own for."
+            else "init has to write every parameter and buffer; call module.reset_parameters() for modules that it "
+            "does not initialise itself."
         )
         raise ZgraphError(f"zgraph.materialize: {source} left without a value: {shown}{more}. {advice}")
     holes = torch.tensor([_has_nan(page) for page in fresh], dtype=torch.int32, device=mesh.device_type)
@@ -193,8 +193,8 @@ def _check_values(
     for page, hole in zip(fresh, holes.tolist(), strict=True):
         if hole:
             raise ZgraphError(
-                f"zgraph.materialize: {source} wrote {_described(page)} only in part, or computed it from what had no "
-                "value yet (there are NaNs in it). Write all of it first, with torch.nn.init.zeros_ for instance."
+                f"zgraph.materialize: {source} wrote {_described(page)} only in part, or computed it from a tensor "
+                "without values (it has NaNs). Write all of it first, with torch.nn.init.zeros_ for instance."
             )
     for name, part in root.named_modules():
         for attribute, value in vars(part).items():
@@ -213,7 +213,7 @@ def _described(page: PagedParameter) -> str:
 
 
 def _has_nan(page: PagedParameter) -> bool:
-    """Whether this rank's part has a NaN. The sum needs no memory, but is NaN for infinities of both signs as well."""
+    """Return whether this rank's part has a NaN; check the sum first, which needs no memory but may be inf - inf."""
     values = page.unsharded if page.shard is None else page.shard
     if not page.is_parameter or values.dtype not in WITH_NAN:
         return False

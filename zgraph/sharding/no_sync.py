@@ -18,24 +18,24 @@ def no_sync(module: nn.Module) -> Generator[None]:
         for batch in batches[:-1]:
             with zgraph.no_sync(model):
                 loss(model(batch)).backward()
-        loss(model(batches[-1])).backward()     # reduces the gradients of all
+        loss(model(batches[-1])).backward()     # reduces the gradients of all batches
         optimizer.step()
 
-    These forwards and the next one without `no_sync` form a window. What it saves depends on the stage: at stages 0
-    and 1 gradients are summed on each rank and reduced once; at stages 1 and 2 parameters are gathered once, and the
-    copies are kept until the closing backward ends; at stage 3 nothing is kept, and nothing changes. What counts is
-    where the forward runs; its backward may run outside. Each parameter closes its window by itself, in the first
-    backward of such a forward that reaches it; so parts of a model may be called one by one, in any order. All other
-    backwards of the window run before that. Until then `.grad` holds this rank's own sum at stage 0, and a placeholder
-    at stage 1: each of its elements is `runtime.window_state.PLACEHOLDER`, once for each backward. `zero_grad()`
-    discards the gradients that wait, also by zeros in place; a `.grad` that is scaled in place scales them.
+    These forwards and the next one without `no_sync` form a window. The savings depend on the stage: at stages 0 and 1
+    gradients are summed on each rank and reduced once; at stages 1 and 2 parameters are gathered once, and the copies
+    are kept until the closing backward ends; at stage 3 nothing is kept, and nothing changes. Only the place of the
+    forward counts; its backward may run outside. Each parameter closes its own window, in the first backward of a
+    closing forward that reaches it, so parts of a model may be called one by one, in any order. All other backwards of
+    the window must run before that. Until then `.grad` holds this rank's own sum at stage 0, and a placeholder at
+    stage 1: each element is the sum of one `runtime.window_state.PLACEHOLDER` per backward. `zero_grad()` discards the
+    pending gradients, also if it zeroes in place; scaling a `.grad` in place scales them.
 
     Args:
-        module: what `zgraph.shard` returned, compiled or not.
+        module: a model sharded by `zgraph.shard`, compiled or not.
 
     Raises:
-        ValueError: nothing in the module is sharded, or its parameters are of several stages.
-        ZgraphError: from `optimizer.step()`, where gradients of one of its parameters still wait.
+        ValueError: nothing in the module is sharded, or its parameters are at different stages.
+        ZgraphError: from `optimizer.step()`, if gradients of one of its parameters are still pending.
     """
     module = without_compile(module)
     scopes = _scopes(module)

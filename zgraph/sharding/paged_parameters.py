@@ -1,4 +1,4 @@
-"""Unsharded tensors that are paged: in memory while an initialisation needs them, else only this rank's shard."""
+"""Paged unsharded tensors: whole while an initialisation needs them, otherwise only this rank's shard."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from zgraph.torch_compat.dtensor import dtensor_like
 from zgraph.torch_compat.memory import storage_key
 from zgraph.torch_compat.modules import local_buffers, local_parameters, replace_parameter
 
-# Dtypes whose new pages are filled with NaN, so that what an initialisation leaves out is found, not trained on.
+# Dtypes whose new pages are filled with NaN, so that elements left uninitialised are detected rather than trained on.
 WITH_NAN = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 Site = tuple[nn.Module, str]
@@ -32,16 +32,16 @@ class PagedParameter:
     """A parameter or buffer, and the unsharded tensor that takes its place while `init` runs.
 
     Attributes:
-        name: qualified name of its first place.
+        name: qualified name of its first site.
         sites: every (module, attribute) that holds it.
-        sharded: what the module held before: a DTensor, or a meta buffer.
+        sharded: the tensor that the module held before: a DTensor, or a meta buffer.
         unsharded: [*shape] plain tensor; its storage is empty while the page is out.
-        shown: what the module holds while `init` runs: a parameter or buffer over the storage of `unsharded`.
+        shown: the parameter or buffer that the module holds while `init` runs, over the storage of `unsharded`.
         unsharded_bytes: size of the full storage.
-        is_split: whether some rank keeps less than all of it, or keeps it elsewhere than on the device.
-        shard: this rank's part, once there are values that are not in `unsharded`.
-        written: whether an operator has written to it.
-        changed: whether one has since it was last paged out.
+        is_split: whether some rank keeps less than the whole tensor, or keeps it off the device.
+        shard: this rank's part; None until there are values outside `unsharded`.
+        written: whether an operator has written to the tensor.
+        changed: whether an operator has written to it since it was last paged out.
     """
 
     name: str
@@ -61,7 +61,7 @@ class PagedParameter:
 
     @property
     def is_paged(self) -> bool:
-        """Whether it can be paged out: to a shard, or to the values that it had before and will keep."""
+        """Whether the tensor can be paged out: to a shard, or to values it already had and will keep."""
         return self.is_split or not self.sharded.is_meta
 
     @property
@@ -105,7 +105,7 @@ def mesh_of(pages: Iterable[PagedParameter]) -> DeviceMesh:
 
 
 def _lay_out(page: PagedParameter, device_type: str) -> None:
-    """Make the unsharded tensor, without its storage."""
+    """Create the unsharded tensor, without storage."""
     sharded = page.sharded
     page.unsharded = torch.empty_strided(sharded.shape, sharded.stride(), dtype=sharded.dtype, device=device_type)
     page.unsharded_bytes = page.unsharded.untyped_storage().nbytes()
@@ -126,7 +126,7 @@ def _lay_out(page: PagedParameter, device_type: str) -> None:
 
 
 class ParameterPager:
-    """All pages of a model. No more are in memory than the largest module needs, or a single operator."""
+    """All pages of a model; in memory are at most the pages of the largest module or of a single operator."""
 
     def __init__(self, pages: Sequence[PagedParameter]) -> None:
         self.pages = pages
@@ -141,7 +141,7 @@ class ParameterPager:
             (sum(page.unsharded_bytes for page in owned if page.is_paged) for owned in self.of_module.values()),
             default=0,
         )
-        self.in_memory: dict[PagedParameter, None] = {}  # those that can be paged out, least recently used first
+        self.in_memory: dict[PagedParameter, None] = {}  # pages that can be paged out, least recently used first
 
     def show(self) -> None:
         """Put the unsharded tensors where the model reads its parameters and buffers."""
@@ -150,18 +150,18 @@ class ParameterPager:
                 _hold(page, part, attribute, page.shown)
 
     def hide(self) -> None:
-        """Put back what was there before, as if nothing had been initialised."""
+        """Put back the previous tensors, as if nothing had been initialised."""
         for page in self.pages:
             for part, attribute in page.sites:
                 _hold(page, part, attribute, page.sharded)
 
     def of(self, tensors: Iterable[object]) -> list[PagedParameter]:
-        """Pages of these tensors, or of what they are views of."""
+        """Return the pages of these tensors, or of the tensors they view."""
         keys = dict.fromkeys(storage_key(tensor) for tensor in tensors if isinstance(tensor, Tensor))
         return [self.by_storage[key] for key in keys if key in self.by_storage]
 
     def page_in(self, needed: Sequence[PagedParameter]) -> None:
-        """Give these pages storage and values; the least recently used others make room."""
+        """Give these pages storage and values; page out others, least recently used first, to make room."""
         missing_bytes = sum(page.unsharded_bytes for page in needed if page.is_paged and not page.is_in)
         for page in [page for page in self.in_memory if page not in needed]:
             if sum(page.unsharded_bytes for page in self.in_memory) + missing_bytes <= self.budget_bytes:
@@ -182,7 +182,7 @@ class ParameterPager:
                 page.unsharded.zero_()
 
     def page_out(self, page: PagedParameter) -> None:
-        """Keep this rank's part and give the rest back."""
+        """Keep this rank's part and free the rest."""
         self.in_memory.pop(page, None)
         if page.changed and page.sharded.is_meta:
             page.shard = None  # freed before the new one is made
@@ -192,16 +192,16 @@ class ParameterPager:
 
     def page_out_all(self) -> None:
         empty = [page for page in self.pages if page.sharded.is_meta and page.unsharded.numel() == 0]
-        for page in empty:  # no operator writes to what has no elements
+        for page in empty:  # no operator writes to a tensor without elements
             page.written = page.changed = True
         for page in [*self.in_memory, *(page for page in empty if page.is_split)]:
             self.page_out(page)
 
     def adopt(self, root: nn.Module) -> None:
-        """Take over what `init` has assigned instead of writing in place, here or in a child.
+        """Take over tensors that `init` has assigned instead of writing in place, here or in a child.
 
         Raises:
-            ZgraphError: what was assigned does not fit the parameter.
+            ZgraphError: an assigned tensor does not fit its parameter.
         """
         for part in root.modules():
             for page in self.of_module.get(id(part), ()):
@@ -249,7 +249,7 @@ class ParameterPager:
             local_buffers(part)[attribute] = found.to(page.unsharded.device)
 
     def settle(self) -> None:
-        """Turn the parameters back into DTensors, now with storage; buffers are in place already."""
+        """Turn the parameters back into DTensors, now with storage; buffers already are in place."""
         for page in self.pages:
             if not isinstance(page.sharded, DTensor):
                 continue
@@ -276,14 +276,14 @@ def _own_part(page: PagedParameter) -> Tensor:
 
 
 def _resting(page: PagedParameter) -> Resting | None:
-    """The memory in which the parameter is to rest; None: the device's."""
+    """Return the memory that stores the parameter between uses; None: the device's."""
     state = state_of(page.sites[0][0])
     resting = None if state is None else state.scope.resting
     return resting if resting is not None and resting.options.params is not None else None
 
 
 def _codes(page: PagedParameter) -> Codes | None:
-    """What the parameter is to rest as; None: as it is."""
+    """Return the codes as which the parameter is stored; None: it is stored unencoded."""
     site, attribute = page.sites[0]
     state = state_of(site)
     param = None if state is None else state.by_attribute.get(attribute)
@@ -291,13 +291,13 @@ def _codes(page: PagedParameter) -> Codes | None:
 
 
 def _at_rest(page: PagedParameter, part: Tensor) -> Tensor:
-    """This rank's part where it is to rest: all parts together may not fit on the device."""
+    """Move this rank's part to where it is stored: all parts together may not fit on the device."""
     resting = _resting(page)
     return part if resting is None else resting.place_shard(part, page.name)
 
 
 def _gather_into(page: PagedParameter) -> None:
-    """Gather the ranks' parts into the unsharded tensor; for `Shard(0)` without a second buffer of its size."""
+    """Gather the ranks' parts into the unsharded tensor; `Shard(0)` needs no second buffer of its size."""
     assert isinstance(page.sharded, DTensor) and page.shard is not None
     mesh, placements = page.sharded.device_mesh, page.sharded.placements
     axes = [axis for axis, kind in enumerate(placements) if not kind.is_replicate() and mesh.size(axis) > 1]
@@ -309,10 +309,10 @@ def _gather_into(page: PagedParameter) -> None:
         return
     group = mesh.get_group(axes[0])
     try:
-        # Shard(0) splits as torch.chunk does: the last ranks may have less, or nothing.
+        # Shard(0) splits like torch.chunk: the last ranks may have fewer rows, or none.
         for rank, rows in enumerate(page.unsharded.chunk(mesh.size(axes[0]))):
             if rank == mesh.get_local_rank(axes[0]):
-                rows.copy_(page.shard)  # sent from here: gloo may hold what it sends a moment after its wait has ended
+                rows.copy_(page.shard)  # send a copy: gloo may hold its send buffer briefly after the wait has ended
             piece = rows.contiguous()
             dist.broadcast(piece, src=dist.get_global_rank(group, rank), group=group)
             if piece is not rows:
@@ -332,9 +332,9 @@ def _as_dtensor(page: PagedParameter, shard: Tensor) -> DTensor:
 
 
 def _fill_sharded(page: PagedParameter, sharded: DTensor) -> None:
-    """Give the parameter its shard: in the same object where torch allows it, else in a new one in its places."""
+    """Give the parameter its shard: in the same object if torch allows it, otherwise in a new one at all its sites."""
     shard = page.unsharded if page.shard is None else page.shard
-    laid_out = cast(DTensor, sharded.detach()).to_local()  # on meta, laid out as shard() does values
+    laid_out = cast(DTensor, sharded.detach()).to_local()  # on meta, with the layout that shard() gives values
     if shard.stride() != laid_out.stride():
         shard = torch.empty_like(laid_out, device=shard.device).copy_(shard)
         page.unsharded.untyped_storage().resize_(0)
@@ -345,12 +345,12 @@ def _fill_sharded(page: PagedParameter, sharded: DTensor) -> None:
         coded = codes.encoded(_as_dtensor(page, shard))
         values = dtensor_like(_at_rest(page, coded.to_local()), coded)
     filled = nn.Parameter(values, requires_grad=page.shown.requires_grad and codes is None)
-    vars(filled).pop("viewed", None)  # it shows nothing but itself
+    vars(filled).pop("viewed", None)  # it is not a view of another parameter
     for mark, value in vars(page.shown).items():
         setattr(filled, mark, value)
     try:
         torch.utils.swap_tensors(sharded, filled)
-    except RuntimeError:  # something holds a weak reference to it, or has it in an autograd graph
+    except RuntimeError:  # a weak reference or an autograd graph holds it
         for part, attribute in page.sites:
             state = state_of(part)
             sites = state.by_attribute[attribute].sites if state and attribute in state.by_attribute else page.sites

@@ -1,4 +1,4 @@
-"""State of a sharded model: its parameters, its modules, and the forward that is running."""
+"""State of a sharded model: its parameters, its modules and its running forward."""
 
 from __future__ import annotations
 
@@ -35,40 +35,40 @@ from zgraph.torch_compat.autograd import at_end_of_backward, inside_functional_t
 from zgraph.torch_compat.dynamo import never_a_frame, no_frames_inside, raise_through_dynamo
 from zgraph.torch_compat.modules import local_parameters, tree_flatten
 
-STATE = "_zgraph"  # the one attribute that zgraph adds to a module
-READ = "full_tensor"  # and to a parameter
+STATE = "_zgraph"  # the only attribute that zgraph adds to a module
+READ = "full_tensor"  # the only attribute that it adds to a parameter
 
 
 class Scope:
-    """State shared by all modules under one `shard` root: whether a forward is running, and what it has gathered.
+    """State shared by all modules under one `shard` root: whether a forward is running, and its gathered parameters.
 
     Attributes:
         active: whether a forward is running.
         has_windows: whether some parameter is at a stage where `no_sync` changes anything (0 to 2).
         accumulating: whether `no_sync` is active.
-        accumulation: what its parameters hold in open windows.
-        given: position of the next forward in its window, where a stage of a pipeline knows it; None: it is counted.
+        accumulation: gradients and gathered parameters held by open windows.
+        given: position of the next forward in its window, as set by a pipeline stage; None: it is counted.
         window: position of the running forward in its window.
         last: position of the last forward that recorded gradients.
-        is_staged: whether a stage of a pipeline runs these modules, which may ask for backwards in two halves.
-        splitting_forwards: how many compiled forwards have run whose backwards can do that.
-        repeats: whether a backward is running through what an uncompiled forward has returned. Compiled parts that
+        is_staged: whether a pipeline stage runs these modules; it may request backwards in two halves.
+        splitting_forwards: number of compiled forwards so far whose backwards can run in two halves.
+        repeats: whether a backward is running through the result of an uncompiled forward. Compiled parts that
             activation checkpointing repeats cannot ask autograd; they are compiled a second time for this case.
-        models: of each call of `zgraph.shard`: its parameters, which all ranks of its groups step on together.
-        report: `zgraph.Report` of what was compiled for these modules, only stored here; None: nothing was.
-        machine: hardware of all ranks, as far as the names of GPUs tell; None: unknown.
-        resting: memory of what these modules offload; None: everything rests on the device.
-        same_batch: compares what the ranks of a tensor-parallel group are given; None: there is none, or nobody asks.
-        same_gradients: of each part with tensor parallelism: compares gradients of what that does not split.
-        uncompiled: modules that a compiled forward runs outside of its graphs.
-        clocks: of each `zgraph.Metrics` that watches these modules, only stored here.
-        replaced: what sharding has replaced, until a forward has found no optimizer that holds it.
-        handle_of: while a whole step is traced: what stands for the handle of a parameter that is read. The shards
-            are the modules' parameters at that time, as ever. None: no step is traced.
+        models: one entry per call of `zgraph.shard`: its parameters, which all ranks of its groups step together.
+        report: `zgraph.Report` of the graphs compiled for these modules, only stored here; None: there are none.
+        machine: hardware of all ranks, as far as GPU names tell; None: unknown.
+        resting: memory of the tensors these modules offload; None: everything is kept on the device.
+        same_batch: compares the inputs of the ranks of a tensor-parallel group; None: not needed or switched off.
+        same_gradients: one entry per tensor-parallel part: compares gradients of its parameters that are not split.
+        uncompiled: modules that a compiled forward runs outside its graphs.
+        clocks: clocks of each `zgraph.Metrics` that watches these modules, only stored here.
+        replaced: parameters that sharding has replaced, until a forward has found no optimizer that holds them.
+        handle_of: returns the stand-in for the handle of a parameter while a whole step is traced; the shards remain
+            the modules' parameters. None: no step is being traced.
     """
 
-    # What forwards write, also at their end. In a graph of Dynamo's, after a torch.cond or the like, a second write to
-    # an attribute in a `__dict__` is lost (2.13: what stands for the dict keeps side effects that were copied since).
+    # Slots for the attributes that forwards write, also at their end. In a Dynamo graph, after a torch.cond or similar,
+    # a second write to an attribute in a `__dict__` is lost (2.13: the dict's stand-in keeps stale side effects).
     __slots__ = ("__dict__", "__weakref__", "active", "last", "window")
 
     def __init__(self) -> None:
@@ -92,10 +92,10 @@ class Scope:
         self.clocks: list[Any] = []
         self.handle_of: Callable[[ShardedParam], Tensor] | None = None
         # Without a compiler autograd keeps every gathered parameter for backward anyway, so a trainable parameter is
-        # gathered once per outermost forward: several uses then sum their gradients before the one reduction, as they
-        # do in the replicated model. In a compiled graph the pass dedupe_gathers does this.
+        # gathered once per outermost forward: several uses then sum their gradients before a single reduction, as in
+        # the replicated model. In a compiled graph the pass dedupe_gathers does this.
         self.gathered: dict[ShardedParam, Tensor] | None = None
-        self.reads = Gathered()  # each gathered alone, in the running forward
+        self.reads = Gathered()  # parameters gathered individually in the running forward
         self.replaced = ReplacedParameters()
         guard_steps(self)
 
@@ -104,7 +104,7 @@ class Scope:
         """Check that the ranks of a tensor-parallel group run their first forward on the same batch.
 
         Raises:
-            ZgraphError: they do not.
+            ZgraphError: the batches differ.
         """
         if self.same_batch is not None and self.same_batch.is_due and not torch.compiler.is_compiling():
             self.same_batch.check(tree_flatten(inputs)[0])
@@ -136,8 +136,8 @@ class Scope:
         elif self.given is not None:
             self.last = self.given
         elif self.accumulation.opened:
-            # Each parameter closes its own window, so it does not matter which parts of the model are called, or in
-            # which order: what has nothing open does the same as alone.
+            # Each parameter closes its own window, so parts of the model may be called in any order: a parameter
+            # without an open window treats CLOSING like ALONE.
             self.last = CLOSING
         else:
             self.last = ALONE
@@ -146,19 +146,19 @@ class Scope:
     @property
     @never_a_frame
     def runs_outside_graphs(self) -> bool:
-        """Whether a forward is running that is compiled, or should be; asked by what is in no graph."""
+        """Whether a compiled forward, or one that should be, is running; only read by code outside graphs."""
         return self.active and (self.gathered is None or self.uncompiled.is_skipped)
 
     @property
     def position(self) -> str:
-        """Position in its window of the forward that runs, also of one that could not note that it does."""
+        """Window position of the running forward, including a forward that could not record that it runs."""
         if self.active:
             return self.window
         return self.last if self.repeats and self.has_windows and torch.is_grad_enabled() else ALONE
 
     @property
     def has_to_note(self) -> bool:
-        """Whether the next forward changes what is known of the window."""
+        """Whether the next forward changes the state of the window."""
         is_noted = self.accumulating or self.accumulation.opened or self.given is not None
         return is_noted and self.has_windows and torch.is_grad_enabled() and not self.repeats
 
@@ -184,10 +184,10 @@ class Scope:
     @torch.compiler.assume_constant_result
     @no_frames_inside
     def check_optimizers(self) -> None:
-        """Refuse to train what only serves, what no optimizer steps late, or by one that holds what `shard` replaced.
+        """Refuse training that an offload option forbids, or whose optimizer holds parameters `shard` replaced.
 
         Raises:
-            ZgraphError: names the first such parameter; or says which option of `zgraph.Offload` is in the way.
+            ZgraphError: training is not possible; names the first such parameter, or the option of `zgraph.Offload`.
         """
         refusal = self.resting.forbids_gradients() if self.resting is not None and torch.is_grad_enabled() else None
         if refusal is not None:
@@ -215,7 +215,7 @@ class ShardedParam:
     """A parameter that a unit gathers, with every (module, attribute) that reads it.
 
     Attributes:
-        stays_gathered: at stage 3: gathered once per window, as at stage 2, by which it is lowered then.
+        stays_gathered: at stage 3, whether it is gathered once per window and lowered as at stage 2.
     """
 
     name: str
@@ -226,7 +226,7 @@ class ShardedParam:
 
     @property
     def lifetime_stage(self) -> int:
-        """The ZeRO stage by which its markers are lowered; at rest, stages 1 to 3 are alike."""
+        """ZeRO stage by which the parameter's markers are lowered; stages 1 to 3 store it alike."""
         return 2 if self.stays_gathered else self.spec.layout.zero_stage
 
     @property
@@ -242,10 +242,10 @@ class ShardedParam:
     # Run, not traced: Dynamo answers a traced raise by skipping the frame for good, even after the cause is fixed.
     @torch.compiler.assume_constant_result
     def check(self) -> None:
-        """Check that the parameter still is what `shard` made of it.
+        """Check that the parameter is still the DTensor that `shard` made.
 
         Raises:
-            ZgraphError: it is not; the message says what it is now.
+            ZgraphError: the parameter has changed; the message describes it.
         """
         owner, attribute = self.sites[0]
         parameter, spec = local_parameters(owner)[attribute], self.spec
@@ -270,7 +270,7 @@ class ShardedParam:
                 ZgraphError,
             )
         shape, state = spec.shape, state_of(owner)
-        # What stands for it while a whole step is traced is on the device.
+        # While a whole step is traced, the parameter's stand-in is on the device.
         is_traced = state is not None and state.scope.handle_of is not None
         device_type = spec.device_type if is_traced else spec.rests_on
         if (parameter.shape, parameter.dtype, parameter.device.type) != (shape, spec.dtype, device_type):
@@ -290,10 +290,10 @@ class ModuleState:
         scope: shared with every module under the same root.
         params: parameters gathered when this module's forward starts.
         by_attribute: the module's own parameters by attribute, to gather one that is read outside its unit.
-        unsharded: parameters that are gathered right now, by attribute.
+        unsharded: currently gathered parameters, by attribute.
         reduces_all_params: whether this is a named unit, whose parameters all receive a gradient.
         input_dtype: dtype to which floating-point inputs are cast (roots with a param_dtype).
-        module: whose state it is; that of a copy, in a copy.
+        module: module that has this state; in a copied state, the copied module.
     """
 
     scope: Scope
@@ -307,10 +307,10 @@ class ModuleState:
     @torch.compiler.assume_constant_result
     @no_frames_inside
     def check_call(self) -> None:
-        """Refuse an outermost call inside of torch.func, or of modules with trainable parameters that are not sharded.
+        """Refuse an outermost call inside torch.func, or on modules with unsharded trainable parameters.
 
         Raises:
-            ZgraphError: names what is new, and what to do.
+            ZgraphError: the call is not supported; the message names new parameters and says what to do.
         """
         owner = f"a sharded {type(self.module).__name__}"
         if inside_functional_transform():
@@ -324,14 +324,14 @@ class ModuleState:
             names = [f"{prefix}.{name}".lstrip(".") for prefix, part in named for name in _added_to(part)]
             raise_through_dynamo(
                 f"zgraph: {', '.join(names)} of {owner} came after zgraph.shard: not sharded, and with gradients of "
-                "this rank alone. Call zgraph.shard on the model again, which shards what is new and leaves the rest, "
-                "and give the optimizer what is new afterwards.",
+                "this rank only. Call zgraph.shard on the model again, which shards only new parameters, then add "
+                "these to the optimizer.",
                 ZgraphError,
             )
 
 
 def _added_to(part: nn.Module) -> list[str]:
-    """The module's own trainable parameters that `shard` has not seen."""
+    """Return names of the module's own trainable parameters that `shard` has not seen."""
     state = state_of(part)
     return [
         name
@@ -346,7 +346,7 @@ def state_of(module: nn.Module) -> ModuleState | None:
 
 
 def compute_devices(module: nn.Module) -> list[torch.device]:
-    """Devices on which a model's parameters are computed with, which need not be where they rest."""
+    """Return the devices that compute with a model's parameters, which may be stored elsewhere."""
     states = (state_of(part) for part in module.modules())
     resting = next((state.scope.resting for state in states if state is not None and state.scope.resting), None)
     if resting is not None and resting.computes_elsewhere:
@@ -355,7 +355,7 @@ def compute_devices(module: nn.Module) -> list[torch.device]:
 
 
 def sharded_parameters(module: nn.Module) -> dict[str, ShardedParam]:
-    """Sharded parameters by their first name in the module, without what torch.compile adds to names."""
+    """Return sharded parameters by their first name in the module, without torch.compile's prefixes."""
     found: dict[int, tuple[str, ShardedParam]] = {}
     for prefix, part in module.named_modules():
         state = state_of(part)
@@ -366,18 +366,18 @@ def sharded_parameters(module: nn.Module) -> dict[str, ShardedParam]:
 
 
 def window_is_open(module: nn.Module) -> bool:
-    """Whether some part of a model has gradients, or gathered parameters, waiting for a closing forward."""
+    """Return whether any part of a model holds gradients or gathered parameters until a closing forward."""
     return any(scope.accumulation.opened for scope in scopes_of(module))
 
 
 def scopes_of(module: nn.Module) -> list[Scope]:
-    """The scopes of a module's parts; several where parts were sharded that lie under no sharded root."""
+    """Return the scopes of a module's parts; several if parts were sharded separately, without a common root."""
     states = (state_of(part) for part in module.modules())
     return list(dict.fromkeys(state.scope for state in states if state is not None))
 
 
 def scope_behind(handle: object) -> Scope | None:
-    """Scope of the model whose parameter a handle stands for; None for anything else."""
+    """Return the scope of the model whose parameter this handle represents; None for anything else."""
     if not isinstance(handle, Tensor) or name_of(handle) == "?":
         return None
     state = state_of(state_behind(handle).owner)
@@ -385,10 +385,10 @@ def scope_behind(handle: object) -> Scope | None:
 
 
 def closes_window(handle: Tensor, window: str) -> bool:
-    """Whether an optimizer step follows the backward that runs a marker with this position in its window.
+    """Return whether an optimizer step follows the backward of a marker with this position in its window.
 
-    At stage 3 forwards do not tell their backward that they ran under `no_sync`; there it counts whether the backward
-    itself runs under it.
+    At stage 3 forwards do not tell their backward that they ran under `no_sync`; the answer then depends on whether the
+    backward itself runs under it.
     """
     scope = scope_behind(handle)
     return window != OPEN and not (window == ALONE and scope is not None and scope.accumulating)

@@ -1,4 +1,4 @@
-"""`zgraph.shard`: parameters become sharded DTensors, and read as unsharded tensors inside forward."""
+"""`zgraph.shard`: parameters become sharded DTensors and read as unsharded tensors inside forward."""
 
 from __future__ import annotations
 
@@ -59,19 +59,19 @@ def shard(
     offload: Offload | None = None,
     check_batch: bool = True,
 ) -> nn.Module:
-    """Shard a module's parameters over a mesh, in place, so that `forward` gathers what it reads.
+    """Shard a module's parameters over a mesh, in place, so that `forward` gathers the parameters it reads.
 
-    Rank 0's values of parameters and buffers become everyone's. Between forwards each parameter is a DTensor:
-    `Shard(0)` at stages 1 to 3, `Replicate` at stage 0 and for 0-d parameters. Inside forward it reads as the unsharded
-    tensor in `param_dtype`. Its gradient is averaged over the ranks, in rank order, and arrives in `.grad`, sharded.
-    All this holds with and without `torch.compile`. Create the optimizer afterwards. The first call that gathers over a
-    process group makes a second group of the same ranks, for reductions.
+    All ranks get rank 0's values of parameters and buffers. Between forwards each parameter is a DTensor: `Shard(0)` at
+    stages 1 to 3, `Replicate` at stage 0 and for 0-d parameters. Inside forward it reads as the unsharded tensor in
+    `param_dtype`. Its gradient is averaged over the ranks, in rank order, and arrives in `.grad`, sharded. All this
+    holds with and without `torch.compile`. Create the optimizer afterwards. The first call that gathers over a process
+    group makes a second group of the same ranks, for reductions.
 
-    Parameters that are DTensors of a tensor-parallel axis (torch's `parallelize_module`) are sharded in addition over
-    `mesh`, another axis of the same mesh. At rest all parameters of such a model lie on both axes; in forward these
-    read as the DTensors that they were before.
+    Parameters that are DTensors of a tensor-parallel axis (torch's `parallelize_module`) are further sharded over
+    `mesh`, another axis of the same mesh. Between forwards all parameters of such a model are DTensors on both axes; in
+    forward the tensor-parallel ones read as the DTensors that they were before.
 
-    To give parts of a model other options, call it on them first; a later call on the model leaves them as they are.
+    To use other options for parts of a model, call `shard` on them first; a later call on the model leaves them as is.
 
     Args:
         module: any module. Parameters on the meta device are sharded without storage; `zgraph.materialize` then
@@ -82,33 +82,33 @@ def shard(
         zero_stage: 0 keeps every parameter unsharded on every rank; the others keep 1/N of parameter, gradient and
             optimizer state (ZeRO, Rajbhandari et al. 2020, arXiv 1910.02054). They differ in what a window keeps, see
             `no_sync`: 3 gathers for every forward and again for every backward, and reduces in every backward; 2
-            gathers once per window; 1 gathers once and reduces once per window, as 0 does.
+            gathers once per window; 1 gathers once and reduces once per window, as does 0.
         param_dtype: dtype in which parameters are gathered and computed with; floating-point inputs of `module` are
             cast to it. None: the parameter's own.
-        reduce_dtype: dtype in which gradients travel. A gradient narrower than this travels as it is: the sum is fp32
-            on arrival in any case, so widening first would cost bytes and change no bit. None: the gradient's own.
-        mean_dtype: dtype in which means come back where each rank computes a part and gathers the other parts: at
-            stage 0, for 0-d parameters, and across the replicas of hybrid sharding. Rounded once, equal on all ranks,
-            and never wider than the parameter. None: `reduce_dtype`, or the gradient's own if that is None.
+        reduce_dtype: dtype in which gradients are sent. A narrower gradient is sent as is: the sum is fp32 on arrival
+            in any case, so widening first would cost bytes without changing a bit. None: the gradient's own.
+        mean_dtype: dtype in which means are gathered when each rank computes a part of them: at stage 0, for 0-d
+            parameters, and across the replicas of hybrid sharding. Rounded once, equal on all ranks, and never wider
+            than the parameter. None: `reduce_dtype`, or the gradient's own if that is None.
             torch.float32 keeps the precision of the sum, for more bytes.
         reduction: "mean" divides the summed gradient by the number of ranks, "sum" does not. A number is the divisor:
-            experts that get tokens of all ranks, and are sharded over those that hold the same expert, take the number
-            of all.
+            for experts that receive tokens from all ranks but are sharded over the ranks that hold the same expert,
+            pass the number of all ranks.
         units: modules, or classes of modules, that gather all their parameters when their forward starts. Name a
             module whose reads depend on the data, such as a mixture-of-experts block: all its parameters then receive
             a gradient (zeros where no rank read them). None: each module gathers what it owns.
         ignored: parameters, or modules with all their parameters, that zgraph only wraps: every rank keeps its own
             values, and their gradients are not reduced.
-        offload: where shards and the optimizer's state rest between uses, see `zgraph.Offload`; one for all parts of a
-            model. None: on the device.
-        check_batch: of a tensor-parallel model: compare, in the first forward, a checksum of the inputs over the ranks
-            of each tensor-parallel group, which compute one batch together. False: their inputs are parts of it.
+        offload: where shards and optimizer state are stored between uses, see `zgraph.Offload`; the same for all parts
+            of a model. None: on the device.
+        check_batch: whether the first forward of a tensor-parallel model compares a checksum of the inputs over each
+            tensor-parallel group, whose ranks compute one batch together. False: each rank's input is a part of it.
 
     Returns:
         `module`.
 
     Raises:
-        ValueError: an option or the model cannot be honoured; the message says which and what to do.
+        ValueError: an option or the model is not supported; the message says which and what to do.
     """
     mesh = check_mesh(mesh, module)
     _check_options(zero_stage, reduction, param_dtype=param_dtype, reduce_dtype=reduce_dtype, mean_dtype=mean_dtype)
@@ -130,7 +130,7 @@ def shard(
         if axis is not None and scope.resting.options.param_bits is not None:
             raise ValueError(
                 f"zgraph.shard: param_bits={scope.resting.options.param_bits} and parameters that are tensor-parallel "
-                f"on {axis}: only whole weights rest as codes; leave param_bits or parallelize_module out."
+                f"on {axis}: only whole weights are stored as codes; leave param_bits or parallelize_module out."
             )
     scope.same_batch = SameBatch(axis) if axis is not None and check_batch else None
     for part in module.modules():
@@ -208,7 +208,7 @@ def shard(
         elif not hasattr(type(part), "_zgraph_base") and next(part.parameters(), None) is not None:
             part.__class__ = container_class(type(part))
         if has_own_forward:
-            part.forward = part.__dict__["forward"]  # which the new class wraps
+            part.forward = part.__dict__["forward"]  # assigned again, so that the new class wraps it
     broadcast_buffers(module, at_rest)
     return module
 
@@ -233,39 +233,39 @@ def _check_options(zero_stage: int, reduction: str | int, **dtypes: torch.dtype 
 
 
 def _resting(module: nn.Module, mesh: DeviceMesh, offload: Offload | None) -> Resting | None:
-    """The memory of what is offloaded: that of parts which were sharded before, or a new one."""
+    """Return the memory of offloaded tensors: that of parts sharded before, or a new one."""
     known = next(
         (state.scope.resting for part in module.modules() if (state := state_of(part)) and state.scope.resting), None
     )
     if known is None or offload is None:
         if known is not None or offload is None:
             return known
-        # A plan's tensors have no values, and those of CPUs may stand for a GPU's.
+        # A plan's tensors have no values, and its CPU tensors may represent a GPU's.
         is_planned = mesh.device_type == "cpu" and any(is_fake(parameter) for parameter in module.parameters())
         return Resting.on_paper(offload) if is_planned else Resting.of(offload, mesh)
     if known.options != offload:
         raise ValueError(
             f"zgraph.shard: offload={offload}, but a part of the model was sharded with {known.options}; all parts of "
-            "a model rest alike: write the same for each."
+            "a model must be offloaded alike: write the same for each."
         )
     return known
 
 
 def _rests_on(resting: Resting | None, mesh: DeviceMesh, parameter: nn.Parameter) -> str:
-    """Device type of a parameter between forwards; what rests on the host is a CPU's, whatever the mesh."""
+    """Return the device type of a parameter between forwards: "cpu" if offloaded, otherwise the mesh's."""
     return "cpu" if resting is not None and resting.options.params and parameter.ndim else mesh.device_type
 
 
 def _place(entry: Found, spec: ParamSpec, mesh: DeviceMesh, at_rest: DeviceMesh, resting: Resting | None) -> None:
-    """Replace the parameter by its DTensor, wherever it is read."""
+    """Replace the parameter with its DTensor, wherever it is read."""
     placements = placements_at_rest(spec.layout, mesh.ndim, spec.split)
     shape, part, stride = entry.parameter.shape, entry.parameter.detach(), entry.parameter.stride()
-    is_coded = spec.codes is not None and not entry.parameter.is_meta  # what is on meta has no values yet
+    is_coded = spec.codes is not None and not entry.parameter.is_meta  # meta tensors have no values yet
     if isinstance(part, DTensor):
         part = local_of(part)
     with torch.no_grad():
         if not spec.ignored and spec.split is not None and spec.split.dim is not None:
-            # Each rank of the tensor-parallel axis has another part; the first one along `mesh` has its values.
+            # Each rank of the tensor-parallel axis has its own part, with the values of the first rank along `mesh`.
             part = local_of(distribute_tensor(part, mesh, spec.layout.placements(mesh.ndim)))
         elif not spec.ignored:
             part = local_of(distribute_tensor(part, at_rest, placements))
@@ -287,7 +287,7 @@ def _place(entry: Found, spec: ParamSpec, mesh: DeviceMesh, at_rest: DeviceMesh,
 def _assign_to_unit(
     entry: Found, spec: ParamSpec, root: nn.Module, unit_names: tuple[str, ...], exchanges: Exchanges | None
 ) -> ShardedParam:
-    """Choose the module that gathers it: the named unit around all its readers, else their closest common parent."""
+    """Choose the module that gathers a parameter: the named unit around all its readers, else their common parent."""
     sites = tuple((part, attribute) for _, part, attribute in entry.sites)
     handle = make_handle(entry.name)
     attach_state(handle, *sites[0], _state(root).scope.accumulation)
@@ -297,7 +297,7 @@ def _assign_to_unit(
     unit = next((name for name in unit_names if all(lies_inside(prefix, name) for prefix in prefixes)), None)
     if unit is None:
         unit = _common_parent(prefixes)
-        # Hugging Face's tensor parallelism replaces a layer's forward in the instance: what calls that gathers for it.
+        # Hugging Face's tensor parallelism replaces a layer's forward in the instance; the layer's caller must gather.
         while unit and _is_tensor_parallel(root.get_submodule(unit)) and "forward" in root.get_submodule(unit).__dict__:
             unit = unit.rpartition(".")[0]
     owner = _state(root.get_submodule(unit))
@@ -308,7 +308,7 @@ def _assign_to_unit(
 
 
 def _is_tensor_parallel(part: nn.Module) -> bool:
-    """Whether a module's own parameters are split, so that a forward of its own computes on parts of them."""
+    """Return whether a module's own parameters are split, so that a forward set on it computes on parts of them."""
     state = state_of(part)
     return state is not None and any(one.spec.split is not None for one in state.by_attribute.values())
 
@@ -327,7 +327,7 @@ def _state(module: nn.Module) -> ModuleState:
 
 
 def _separate_reductions(mesh: DeviceMesh) -> str:
-    """Give gathers and reductions over the last axis a group each; return the name of the group of gathers."""
+    """Give gathers and reductions over the last axis a group each; return the name of the gather group."""
     group = mesh.get_group(mesh.ndim - 1)
     device = torch.device(mesh.device_type)
     # NCCL may split the new group off the default one, which takes every rank of the world.

@@ -1,7 +1,7 @@
-"""State dicts of sharded models: loading and returning unsharded tensors, under keys without torch.compile's prefix.
+"""State dicts of sharded models: load and return unsharded tensors, under keys without torch.compile's prefix.
 
 `state_dict()` returns the sharded DTensors, which torch.distributed.checkpoint stores and reshards. The hooks here let
-`load_state_dict` take unsharded tensors too, and `full_state_dict` returns them.
+`load_state_dict` accept unsharded tensors too, and `full_state_dict` returns them.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from zgraph.torch_compat.dynamo import no_frames_inside, without_compile
 from zgraph.torch_compat.groups import is_distributed_ready, resolve_group
 from zgraph.torch_compat.modules import local_parameters
 
-ASSIGN = "assign_to_params_buffers"  # how torch tells a module's load hooks of assign=True
+ASSIGN = "assign_to_params_buffers"  # torch's key that tells load hooks of assign=True
 
 
 def follow_state_dicts(module: nn.Module) -> None:
-    """Make one module of a sharded model, not its children, translate the state dicts that it writes and reads."""
+    """Make one module of a sharded model, without its children, translate the state dicts it writes and reads."""
     module.register_state_dict_post_hook(_strip_names)
     module.register_load_state_dict_pre_hook(_accept)
 
 
 @cache
 def follow_compiled_modules() -> None:
-    """Let what torch.compile makes of sharded modules load keys without `_orig_mod.`; once per process.
+    """Let torch.compile's wrappers of sharded modules load keys without `_orig_mod.`; once per process.
 
-    The wrapper sees a state dict before the module inside, finds none of its keys there, and has no hook of its own.
-    torch's registration hook, which meets every module of the process, is the only public way to learn that a wrapper
-    is being built. It is one for all models, and stays: where a forward builds a module, as a slice of a ModuleList
-    does, Dynamo guards on each such hook, and one that came and went with a model would recompile the others.
+    The wrapper sees a state dict before the module inside, finds none of its keys, and has no hook of its own. torch's
+    registration hook, which sees every module of the process, is the only public way to learn that a wrapper is being
+    built. One hook serves all models and is never removed: if a forward builds a module, as slicing a ModuleList does,
+    Dynamo guards on each such hook, so adding and removing hooks per model would recompile the others.
     """
     register_module_module_registration_hook(_follow_if_compiled)
 
 
-@no_frames_inside  # `torch.compiler.disable(block)(x)` in a forward that is compiled builds such a wrapper, too
+@no_frames_inside  # `torch.compiler.disable(block)(x)` in a compiled forward builds a wrapper, too
 def _follow_if_compiled(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
     if f"{name}." == COMPILED and submodule is not None and state_of(submodule) is not None:
         module.register_load_state_dict_pre_hook(_accept_compiled)
@@ -56,11 +56,11 @@ def _follow_if_compiled(module: nn.Module, name: str, submodule: nn.Module | Non
 
 
 def _strip_names(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
-    """Remove the `_orig_mod.` that a compiled module's wrapper has put before this module's keys."""
+    """Remove the `_orig_mod.` that a compiled module's wrapper has prefixed to this module's keys."""
     if not prefix.endswith(COMPILED):
         return
     outer = prefix.removesuffix(COMPILED)
-    for key in [key for key in state_dict if key.startswith(prefix)]:  # popped and inserted anew, to keep the order
+    for key in [key for key in state_dict if key.startswith(prefix)]:  # popped and reinserted, to keep the order
         state_dict[outer + key.removeprefix(prefix)] = state_dict.pop(key)
     versions: dict[str, Any] = getattr(state_dict, "_metadata", {})
     for key in [key for key in versions if f"{key}.".startswith(prefix)]:
@@ -68,7 +68,7 @@ def _strip_names(module: nn.Module, state_dict: dict[str, Any], prefix: str, loc
 
 
 def _strip_missing(wrapper: nn.Module, incompatible: Any) -> None:
-    """Remove `_orig_mod.` from the keys that `load_state_dict` reports; in place, as torch allows its hooks."""
+    """Remove `_orig_mod.` from the keys that `load_state_dict` reports; in place, as torch requires of hooks."""
     for keys in (incompatible.missing_keys, incompatible.unexpected_keys):
         keys[:] = [key.replace(COMPILED, "") for key in keys]
 
@@ -83,7 +83,7 @@ def _accept_compiled(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
-    """Pass keys without `_orig_mod.` on to the module inside; load nothing if any value cannot be loaded."""
+    """Pass keys without `_orig_mod.` on to the wrapped module; load nothing if any value cannot be loaded."""
     inner = f"{prefix}{COMPILED}"
     for key in [key for key in state_dict if key.startswith(prefix)]:
         if not key.startswith(inner):
@@ -93,7 +93,7 @@ def _accept_compiled(
     assign = bool(local_metadata.get(ASSIGN))
     dry_run = dry_run_of(module, given, assign)
     try:
-        # Hooks are not told whether the caller is strict, so this finds only what fails either way.
+        # Hooks are not told whether the caller is strict, so this detects only values that fail either way.
         nn.Module.load_state_dict(module, dry_run, strict=False, assign=assign)
     except RuntimeError:
         state_dict.update({inner + key: value for key, value in dry_run.items()})  # torch will say what is wrong
@@ -109,7 +109,7 @@ def _accept(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
-    """Turn unsharded tensors into DTensors that are sharded like the parameters, which torch can copy."""
+    """Turn unsharded tensors into DTensors sharded like the parameters, which torch can copy."""
     if f"{COMPILED[:-1]}" not in dict(module.named_children()):
         compiled = f"{prefix}{COMPILED}"
         for key in [key for key in state_dict if key.startswith(compiled)]:
@@ -117,11 +117,11 @@ def _accept(
     state = state_of(module)
     if state is None:
         return
-    if state.scope.accumulation.opened:  # the dry run comes here first, so nothing was loaded yet
+    if state.scope.accumulation.opened:  # the dry run comes here first, so nothing has been loaded yet
         raise ZgraphError(
-            f"zgraph: load_state_dict in an open no_sync window (at {prefix or type(module).__name__}). What it has "
-            "gathered would hide the new values, and its gradients are of the old ones; run the last forward and "
-            "backward outside of no_sync first."
+            f"zgraph: load_state_dict in an open no_sync window (at {prefix or type(module).__name__}). Its gathered "
+            "parameters would hide the new values, and its gradients are of the old ones; run the last forward and "
+            "backward outside no_sync first."
         )
     if not state.by_attribute:
         return
@@ -132,16 +132,16 @@ def _accept(
         sharded, value = local_parameters(module).get(attribute), state_dict.get(key)
         if _is_weight(value, param) and isinstance(sharded, DTensor):
             errors.append(
-                f"zgraph: {key} rests as codes (zgraph.Offload, param_bits), and the state dict has the weight itself. "
+                f"zgraph: {key} is stored as codes (zgraph.Offload, param_bits), but the state dict has the weight. "
                 "Load the weights before zgraph.shard, which then quantizes them."
             )
             state_dict[key] = sharded.detach()
             continue
         if not isinstance(sharded, DTensor) or not isinstance(value, Tensor) or value.shape != sharded.shape:
-            continue  # torch says what is wrong
+            continue  # torch reports the error
         if assign and value.dtype != sharded.dtype:
             errors.append(
-                f"zgraph: assign=True would make the sharded {key} {value.dtype}, and it rests as {sharded.dtype}, "
+                f"zgraph: assign=True would make the sharded {key} {value.dtype}, but it is stored as {sharded.dtype}, "
                 "which the optimizer relies on. Leave assign out to convert the values, or build the model in "
                 f"{value.dtype} before zgraph.shard."
             )
@@ -154,20 +154,20 @@ def _accept(
 
 
 def _is_weight(value: object, param: ShardedParam) -> bool:
-    """Whether a value is that of a parameter, of which only codes are kept."""
+    """Return whether a value is the weight of a parameter that is stored as codes."""
     codes = param.spec.codes
     return codes is not None and isinstance(value, Tensor) and value.dtype != param.spec.dtype
 
 
 def full_state_dict(model: nn.Module) -> OrderedDict[str, Any]:
-    """Gather the model on rank 0, as plain CPU tensors: what the unsharded model's `state_dict` would hold.
+    """Gather the model's state dict on rank 0, as plain CPU tensors, with the contents of the unsharded model's.
 
-    Every rank must call it. Parameters travel one by one, so that beside the shards a device holds one unsharded
-    parameter at a time. Tied parameters share storage, dtypes are those of the sharded parameters, persistent buffers
-    are rank 0's. Weights that rest as codes (`zgraph.Offload`, param_bits) are decoded.
+    Every rank must call it. Parameters are gathered one by one, so that a device holds only one unsharded parameter at
+    a time in addition to the shards. Tied parameters share storage, dtypes are those of the sharded parameters, and
+    persistent buffers are rank 0's. Weights stored as codes (`zgraph.Offload`, param_bits) are decoded.
 
     Args:
-        model: sharded or not, compiled or not.
+        model: any model, sharded or not, compiled or not.
 
     Returns:
         Tensors on CPU under keys without `_orig_mod.`, for `load_state_dict` of a plain model, `torch.save`,
@@ -178,13 +178,13 @@ def full_state_dict(model: nn.Module) -> OrderedDict[str, Any]:
     """
     module = without_compile(model)
     if any(param.spec.layout.zero_stage for param in sharded_parameters(module).values()):
-        meet(module, "zgraph.full_state_dict()")  # replicas may be saved by one rank alone
+        meet(module, "zgraph.full_state_dict()")  # one rank by itself may save replicas
     first = not is_distributed_ready() or dist.get_rank() == 0
     result: OrderedDict[str, Any] = OrderedDict()
     done: dict[int, Tensor | None] = {}
     params = sharded_parameters(module).values()
     specs = {id(param.sharded): param.spec for param in params}
-    # keep_vars: with it tied parameters are one object, not two detached ones.
+    # keep_vars: keeps tied parameters one object, instead of two detached ones.
     for key, value in module.state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor):
             result[key] = value
@@ -202,7 +202,7 @@ def meet(module: nn.Module, call: str) -> None:
     """Wait until all ranks have made the same call.
 
     Raises:
-        AgreementError: a rank does something else, such as its next forward.
+        AgreementError: a rank makes another call, such as its next forward.
     """
     scopes = {id(state.scope): state.scope for part in module.modules() if (state := state_of(part)) is not None}
     for scope in scopes.values():
@@ -211,14 +211,14 @@ def meet(module: nn.Module, call: str) -> None:
 
 
 def _unsharded_on_first(value: Tensor, spec: ParamSpec | None, first: bool) -> Tensor | None:
-    """A plain copy on the CPU of rank 0; None on the others."""
+    """Return a plain copy on rank 0's CPU; None on other ranks."""
     if spec is None:
         plain = value.full_tensor() if isinstance(value, DTensor) else value
         return plain.to("cpu", copy=True) if first else None
     split = spec.split
     sent_on = split is not None and split.dim is not None
     sharded = cast(DTensor, value)
-    # Groups of GPUs send nothing from the host, where parameters may rest.
+    # GPU process groups cannot send from the host, where parameters may be stored.
     device_type = sharded.device_mesh.device_type
     part = _gathered_part(sharded, spec.layout, torch.device(device_type if sent_on else "cpu"))
     if part is None or split is None or split.dim is None:
@@ -229,9 +229,9 @@ def _unsharded_on_first(value: Tensor, spec: ParamSpec | None, first: bool) -> T
 
 
 def _gathered_part(value: DTensor, layout: ShardLayout, device: torch.device) -> Tensor | None:
-    """A tensor-parallel rank's part of a parameter, or all of it, on a device; None on all but the first rank."""
+    """Gather a tensor-parallel rank's part of a parameter, or all of it, on a device; None except on the first rank."""
     if layout.replica > 0 or (layout.rank > 0 and not layout.is_sharded):
-        return None  # the first rank has these, or its group the shards of these
+        return None  # the first rank, or its group, has the same values
     local = value.to_local().to(value.device_mesh.device_type)
     if not layout.is_sharded:
         return local

@@ -1,11 +1,11 @@
 """Units: modules that gather their parameters once, when their forward starts, and keep them until it ends.
 
 A unit's class is replaced by a subclass whose `forward` gathers first, and whose parameters are properties: inside
-forward they return the unsharded tensor, outside the sharded DTensor. So does `parameters()`, where gradients are
-enabled: what a forward adds to its loss in a loop over them is then a function of the tensors that it reads.
+forward they return the unsharded tensor, outside the sharded DTensor. So does `parameters()` if gradients are enabled:
+a penalty that a forward computes in a loop over them then depends on the tensors that the forward reads.
 
-Every rank gathers all of a unit when it starts, so reads that depend on the data cannot make ranks issue different
-collectives.
+Every rank gathers the whole unit when its forward starts, so reads that depend on the data cannot make ranks issue
+different collectives.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ from zgraph.torch_compat.modules import apply_keeping, local_parameters, tree_fl
 
 @no_frames_inside
 def gather(param: ShardedParam, scope: Scope) -> Tensor:
-    """The unsharded parameter, through its marker; of a tensor-parallel one this rank's part.
+    """Return the unsharded parameter, through its marker; this rank's part if it is tensor-parallel.
 
     Raises:
-        ZgraphError: the parameter is no longer what `shard` made of it.
+        ZgraphError: the parameter is no longer the DTensor that `shard` made.
     """
     param.check()
     if torch.compiler.is_compiling() and traced_body() == "control_flow":
@@ -66,17 +66,17 @@ def gather(param: ShardedParam, scope: Scope) -> Tensor:
     share = scope.gathered if not torch.compiler.is_compiling() else None
     if share is None or not (parameter.requires_grad and torch.is_grad_enabled()):
         return _unshard(parameter, handle, spec, stage, window)
-    if param not in share:  # by identity: parts sharded one by one may have parameters of equal names
+    if param not in share:  # by identity: parts sharded separately may have equal names
         share[param] = _unshard(parameter, handle, spec, stage, window)
     return share[param]
 
 
 @no_frames_inside
 def gather_as_stored(param: ShardedParam, scope: Scope) -> Tensor:
-    """The unsharded parameter in its own dtype, whatever forward computes in.
+    """Return the unsharded parameter in its stored dtype, whatever dtype forward computes in.
 
     Raises:
-        ZgraphError: as `gather`.
+        ZgraphError: as for `gather`.
     """
     param.check()
     handle = param.handle if scope.handle_of is None else scope.handle_of(param)
@@ -87,24 +87,24 @@ def gather_as_stored(param: ShardedParam, scope: Scope) -> Tensor:
 
 @torch.compiler.assume_constant_result
 def _refuse_in_branch(name: str) -> None:
-    """Refuse what could hang: not every rank need take the branch, and gradients leave no branch sharded.
+    """Refuse a gather in a branch: it hangs if ranks take different branches, and gradients cannot leave it sharded.
 
     Raises:
         ZgraphError: always.
     """
     raise_through_dynamo(
-        f"zgraph: {name} is read inside of torch.cond, scan, map or while_loop, where nothing can be gathered: ranks "
-        "may take different branches. Let the module whose forward calls it gather before: "
-        "zgraph.shard(model, units=[ThatModule]); or read the weight before the call, and use what was read inside.",
+        f"zgraph: {name} is read inside torch.cond, scan, map or while_loop, where nothing can be gathered: ranks may "
+        "take different branches. Let the module whose forward calls it gather first: "
+        "zgraph.shard(model, units=[ThatModule]); or read the weight before the call, and use that value inside.",
         ZgraphError,
     )
 
 
 @no_frames_inside
 def _on_device(parameter: DTensor, spec: ParamSpec) -> Tensor:
-    """The local part where it is computed with: what rests on the host of a GPU is copied, and so is its gradient.
+    """Return the local part on the computing device; a part offloaded to the host is copied, as is its gradient.
 
-    A compiled graph copies it ahead instead (`zgraph.compiler.inputs_at_rest`).
+    A compiled graph copies it in advance instead (`zgraph.compiler.inputs_at_rest`).
     """
     # Dynamo's graph reads `to_local()`, whose own gradient would be a plain DTensor.
     part = parameter.to_local() if torch.compiler.is_compiling() else local_shards([parameter])[0]
@@ -113,7 +113,7 @@ def _on_device(parameter: DTensor, spec: ParamSpec) -> Tensor:
 
 @no_frames_inside
 def _as_read(part: Tensor, param: ShardedParam) -> Tensor:
-    """What the module reads: a DTensor where the parameter is tensor-parallel."""
+    """Return the tensor that the module reads: a DTensor if the parameter is tensor-parallel."""
     if param.spec.split is not None:
         return param.spec.split.as_read(part)
     return part if param.spec.ignored or torch.compiler.is_compiling() else as_gathered(part, param.name)
@@ -149,9 +149,9 @@ def _cast_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dty
 
 @never_a_frame
 def _run_unit(forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Gather, run the module's own forward, and release, also when it raises."""
+    """Gather, run the module's own forward, and release, even if it raises."""
     state = state_of(module)
-    if state is None:  # made after sharding, such as a slice of an nn.Sequential; its parts are the units
+    if state is None:  # built after sharding, such as a slice of an nn.Sequential whose parts are units
         return forward(module, *args, **kwargs)
     scope = state.scope
     if torch.compiler.is_compiling() and traced_body() == "checkpoint":
@@ -209,7 +209,7 @@ def _forward(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """The module's own forward; a named unit's depends on all that it has gathered, and reduces all of it."""
+    """Run the module's own forward; a named unit's output depends on all its parameters, which are all reduced."""
     if not state.reduces_all_params:
         return forward(module, *args, **kwargs)
     gathered = after_gathers(state.params, unsharded, state.scope)
@@ -221,7 +221,7 @@ def _forward(
 def _gathered_alone(param: ShardedParam, scope: Scope) -> Tensor:
     tensor = _as_read(gather(param, scope), param)
     if not torch.compiler.is_compiling() and scope.handle_of is None and not param.spec.ignored:
-        scope.reads.add_read(param.name, tensor)  # while a step is traced, its watch sees all writes
+        scope.reads.add_read(param.name, tensor)  # not needed while a step is traced: its watch sees all writes
     return tensor
 
 
@@ -229,14 +229,14 @@ def _gathered_alone(param: ShardedParam, scope: Scope) -> Tensor:
 def _run_in_region(
     forward: Callable[..., Any], module: nn.Module, state: ModuleState, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run a unit in a checkpointed region that is being traced, where it may write nothing.
+    """Run a unit in a checkpointed region that is being traced, where it must not write to any state.
 
-    Each read gathers by a marker of its own, see `_read_property`; the pass dedupe_gathers lets reads share a gather.
+    Each read gathers through its own marker, see `_read_property`; the pass dedupe_gathers lets reads share a gather.
     """
     scope = state.scope
     if not scope.active:
         scope.check_optimizers()
-        if scope.has_to_note:  # nothing of the model's runs before the region that could
+        if scope.has_to_note:  # no module of the model runs before the region and could note it
             _leave_graph(module)
             break_graph("zgraph: a region calls a part of a model while gradients are accumulated")
     if state.input_dtype is not None:
@@ -247,21 +247,21 @@ def _run_in_region(
 
 @torch.compiler.assume_constant_result
 def _leave_graph(module: nn.Module) -> None:
-    """Say that a region runs uncompiled, in which the outermost module would have to note its place in the window."""
+    """Warn that a region runs uncompiled because its outermost module would have to record its window position."""
     states = [state for part in module.modules() if (state := state_of(part)) is not None]
     for state in states:
         for param in state.params:
             state.scope.uncompiled.leave(
                 param.name,
-                "a checkpointed region calls them while gradients are accumulated, which nothing in a region can note; "
-                "call them by a module around the region that is part of what zgraph.shard was given",
+                "a checkpointed region calls them while gradients are accumulated, which a region cannot record; call "
+                "them in a module around the region that zgraph.shard has sharded",
             )
     states[0].scope.uncompiled.warn()
 
 
 @torch.compiler.assume_constant_result
 def _is_unnoted() -> bool:
-    """Whether a unit is being traced that could not note that it runs."""
+    """Return whether the unit being traced could not record that it runs."""
     return is_inlining(_run_in_region)
 
 
@@ -269,7 +269,7 @@ def _read_property(attribute: str) -> property:
     def read(module: nn.Module) -> Any:
         state = state_of(module)
         if state is None or attribute not in local_parameters(module):
-            return module.__getattr__(attribute)  # as torch reads it, or says that it is not there
+            return module.__getattr__(attribute)  # as torch reads it; raises if missing
         if state.unsharded is not None and attribute in state.unsharded:
             return state.unsharded[attribute]
         if attribute in state.by_attribute and (
@@ -287,7 +287,7 @@ def _named_parameters(base: type[nn.Module]) -> Callable[..., Iterator[tuple[str
     def named_parameters(self: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
         prefix = cast(str, args[0] if args else kwargs.get("prefix", ""))
         state = state_of(self)
-        # Without gradients a loop looks for devices and dtypes, or writes, which the sharded parameters are for.
+        # Without gradients, loops look up devices and dtypes or write; the sharded parameters serve these.
         is_read = state is not None and state.scope.active and torch.is_grad_enabled()
         for name, parameter in base.named_parameters(self, *args, **kwargs):
             yield name, _attribute(self, name.removeprefix(f"{prefix}.")) if is_read else parameter
@@ -302,7 +302,7 @@ def _attribute(module: nn.Module, name: str) -> Any:
 
 @functools.cache
 def container_class(base: type[nn.Module]) -> type[nn.Module]:
-    """Make a subclass of `base` whose `parameters()`, inside forward, are what its parts read."""
+    """Make a subclass of `base` whose `parameters()`, inside forward, returns the tensors that its parts read."""
     body = {
         "named_parameters": _named_parameters(base),
         "__module__": base.__module__,
@@ -316,8 +316,8 @@ def container_class(base: type[nn.Module]) -> type[nn.Module]:
 def unit_class(base: type[nn.Module], attributes: tuple[str, ...]) -> type[nn.Module]:
     """Make a subclass of `base` that gathers in forward and reads `attributes` from the gathered tensors.
 
-    All modules of a type share one class, or equal blocks could not share a compiled graph. The class keeps the name of
-    `base`, so that a model prints, and is found by class name, as before.
+    All modules of a type share one class, so that equal blocks can share a compiled graph. The class keeps the name of
+    `base`, so that printing a model and finding modules by class name work as before.
     """
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -353,15 +353,15 @@ def unit_class(base: type[nn.Module], attributes: tuple[str, ...]) -> type[nn.Mo
 
 def _refuse_replacing(module: nn.Module, attribute: str) -> NoReturn:
     raise ZgraphError(
-        f"zgraph: {attribute} of a sharded {type(module).__name__} is about to become a tensor that is no parameter, "
-        "as torch.nn.utils.prune and weight_norm make it. Do that before zgraph.shard."
+        f"zgraph: {attribute} of a sharded {type(module).__name__} is about to become a tensor that is not a "
+        "parameter, as torch.nn.utils.prune and weight_norm make it. Do that before zgraph.shard."
     )
 
 
 def gathering(module: nn.Module, own: Any) -> Any:
-    """What to put into a module in place of a forward of its own, such as a loss fused with the head, or autocast.
+    """Wrap a forward that is set on a module instance, such as a fused head and loss, or autocast, to gather first.
 
-    It gathers first, as that of the module's class does, and is copied and inspected like the method that it replaces.
+    The wrapper gathers like the forward of the module's class, and copies and inspects like the replaced method.
     """
     method = own if isinstance(own, MethodType) and own.__self__ is module else None
     if not callable(own) or (method is not None and method.__func__ is type(module).forward):
@@ -379,7 +379,7 @@ def gathering(module: nn.Module, own: Any) -> Any:
     functools.update_wrapper(forward, own if method is None else function, updated=())
     if method is None:
         del forward.__wrapped__  # pyright: ignore[reportFunctionMemberAccess]
-        with contextlib.suppress(TypeError, ValueError):  # of what has none
+        with contextlib.suppress(TypeError, ValueError):  # callables without a signature
             found = inspect.signature(own)
             first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
             forward.__signature__ = found.replace(  # pyright: ignore[reportFunctionMemberAccess]
@@ -389,7 +389,7 @@ def gathering(module: nn.Module, own: Any) -> Any:
 
 
 def outermost_units(module: nn.Module, units: Iterable[nn.Module | type[nn.Module]] | None) -> tuple[str, ...]:
-    """Qualified names of the units that a user has named; where they are nested, only of the outermost.
+    """Return qualified names of the units named by the user; of nested units, only the outermost.
 
     Raises:
         ValueError: the model has no such module.

@@ -1,6 +1,6 @@
-"""`full_tensor()` of a sharded parameter outside of forward, with a gradient that is reduced as any other.
+"""`full_tensor()` of a sharded parameter outside forward, with a gradient that is reduced like any other.
 
-DTensor's own is a function of the shard: its gradient is what this rank's batch gives, averaged with nobody's.
+DTensor's own is a function of the shard: its gradient is from this rank's batch only, averaged with no other rank's.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from zgraph.torch_compat.modules import local_parameters
 
 
 class WholeRead:
-    """An attribute of a parameter that stands before the method: a read with gradients is a small forward of its own.
+    """A parameter's attribute that shadows the method `full_tensor`: a read with gradients is a forward of its own.
 
     Args:
-        owner, attribute: where the parameter is found; without an owner it is a copy that no model holds.
+        owner: module that holds the parameter; None: the parameter is a copy outside any model.
+        attribute: name of the parameter in its owner.
     """
 
     def __init__(self, owner: nn.Module | None, attribute: str) -> None:
@@ -35,7 +36,7 @@ class WholeRead:
         owner = None if self._owner is None else self._owner()
         if owner is None:
             raise ZgraphError(
-                f"zgraph: this copy of a parameter {self._attribute} was made apart from its model; write "
+                f"zgraph: this copy of a parameter {self._attribute} was made without its model; write "
                 "copy.detach().full_tensor()."
             )
         parameter, state = cast(DTensor, local_parameters(owner)[self._attribute]), state_of(owner)
@@ -59,8 +60,8 @@ class WholeRead:
 
 def _refuse_gradient(name: str, grad: Tensor) -> NoReturn:
     raise ZgraphError(
-        f"zgraph: a gradient has reached {name}, which is tensor-parallel, through full_tensor() outside of forward, "
-        "and nothing would average it; compute what needs the whole parameter in the model's forward."
+        f"zgraph: a gradient has reached {name}, which is tensor-parallel, through full_tensor() outside forward, "
+        "where it would not be averaged; read the whole parameter in the model's forward."
     )
 
 
@@ -77,12 +78,12 @@ def _read(param: ShardedParam, scope: Scope) -> Tensor:
 
 
 def attach_read(parameter: DTensor, owner: nn.Module, attribute: str) -> None:
-    """Let `parameter.full_tensor()` be a read of `owner.attribute`."""
+    """Make `parameter.full_tensor()` a read of `owner.attribute`."""
     vars(parameter)[READ] = WholeRead(owner, attribute)
 
 
 def carry_read(parameter: Tensor, other: Tensor) -> None:
-    """Let another tensor that takes the parameter's place in its module be read as it is."""
+    """Give a tensor that replaces the parameter in its module the parameter's `full_tensor()`."""
     read = vars(parameter).get(READ)
     if read is not None:
         vars(other)[READ] = read

@@ -1,8 +1,8 @@
-"""What a named unit does to communicate alike on all ranks: it gathers and reduces even what a rank never reads.
+"""Make a named unit communicate alike on all ranks: it gathers and reduces even parameters that a rank never reads.
 
-Without a compiler, gathers run where they are called. In a graph they are dead code if nobody reads them, so there the
-unit's outputs depend on all that was gathered in forward, and what goes into its backward on all that is gathered again
-for it. All of it is gathered before anything computes with it, in one order, whichever of it a rank reads.
+Without a compiler, gathers run where they are called. In a graph unread gathers are dead code, so the unit's outputs
+depend on all gathers of forward, and its incoming gradients on all gathers of backward. All parameters are gathered
+before any computation uses them, in one order, whichever of them a rank reads.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class _ReduceAllParams(torch.autograd.Function):
     A parameter that this rank did not read (an expert without tokens) then joins the reduction with zeros, instead of
     leaving the other ranks waiting.
 
-    Its arguments: how many of the tensors are outputs, the others being parameters; whether backward yields zeros for
-    these, and which of them it gathers again; what forward's gathers end in.
+    Arguments: the number of outputs among the tensors, which are followed by parameters; whether backward yields zeros
+    for the parameters; which of them it gathers again; the dependence on forward's gathers.
     """
 
     @staticmethod
@@ -46,18 +46,18 @@ class _ReduceAllParams(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        # After the gradients as well: else the partitioner would let forward compute it, and backward gather nothing.
+        # Depends on the gradients, too: else the partitioner would compute it in forward, and backward gather nothing.
         arrived = [grad for grad in grads if not isinstance(grad, DTensor)]
         again = after([*ctx.saved_tensors, *arrived]) if ctx.saved_tensors else None
         if again is not None:
             grads = tuple(_dependent(grad, again) for grad in grads)
         if not ctx.zeros:
             return (None, None, None, None, *grads, *([None] * len(ctx.layouts)))
-        # One zero, expanded: no memory. None would do in eager mode, but AOTAutograd cuts inputs whose gradient is
-        # always None off the tape, and with them the reduction that the other ranks wait for. Besides, a gradient that
-        # autocast has only widened would be sent as it was before, were nothing added to it; zeros cannot be.
+        # One expanded zero needs no memory. None would do in eager mode, but AOTAutograd removes inputs whose gradient
+        # is always None from the tape, and with them the reduction that the other ranks wait for. Also, a gradient that
+        # autocast has only widened would be sent in its narrow dtype unless zeros were added to it.
         zeros = [torch.zeros((), dtype=dtype, device=device) for _, dtype, device in ctx.layouts]
-        if again is not None:  # one of these is always reduced, though nobody may need the other gradients
+        if again is not None:  # one of the zeros is always reduced, even if the other gradients are unused
             zeros[0] = _dependent(zeros[0], again)
         none = [zero.expand(shape) for zero, (shape, _, _) in zip(zeros, ctx.layouts, strict=True)]
         return (None, None, None, None, *grads, *none)
@@ -65,7 +65,7 @@ class _ReduceAllParams(torch.autograd.Function):
 
 @no_frames_inside
 def after(gathered: Sequence[Tensor]) -> Tensor | None:
-    """Something without values that is there only after all of these; None for none."""
+    """Return an empty tensor that depends on all of these; None if there are none."""
     if not gathered:
         return None
     return depend(torch.empty(0, dtype=torch.uint8, device=gathered[0].device), list(gathered))
@@ -73,14 +73,14 @@ def after(gathered: Sequence[Tensor]) -> Tensor | None:
 
 @no_frames_inside
 def _dependent(tensor: Tensor, gathered: Tensor | None) -> Tensor:
-    if gathered is None or isinstance(tensor, DTensor):  # which knows no operators of ours
+    if gathered is None or isinstance(tensor, DTensor):  # DTensors do not support zgraph's operators
         return tensor.view_as(tensor)
     return depend(tensor, [gathered])
 
 
 @no_frames_inside
 def after_gathers(params: Sequence[ShardedParam], unsharded: Sequence[Tensor], scope: Scope) -> Tensor | None:
-    """In a graph, what forward's gathers of a unit end in; None if there are none, or they run anyway."""
+    """Return an empty tensor that depends on a unit's gathers in forward; None if untraced or without gathers."""
     if not _is_traced(scope):
         return None
     return after([part for param, part in zip(params, unsharded, strict=True) if _is_gathered(param)])
@@ -91,7 +91,7 @@ def _is_traced(scope: Scope) -> bool:
 
 
 def _is_gathered(param: ShardedParam) -> bool:
-    """Whether it takes a gather, though a group of one rank sends nothing; Dynamo cannot ask a group for its size."""
+    """Return whether reading needs a gather, even in a group of one rank: Dynamo cannot ask a group for its size."""
     return param.spec.layout.is_sharded and not param.spec.ignored
 
 
@@ -104,16 +104,17 @@ def reduce_all_params(
     gathered: Tensor | None,
     scope: Scope,
 ) -> Any:
-    """A unit's outputs, which depend on all that it has gathered, and whose backward visits all of its parameters.
+    """Return a unit's outputs such that they depend on all its gathers and backward visits all its parameters.
 
     Args:
-        result: of the module's forward.
-        params, unsharded: its parameters, and what its forward reads for them.
-        gathered: of `after_gathers`.
-        scope: the module's.
+        result: return value of the module's forward.
+        params: parameters of the unit.
+        unsharded: tensors that forward reads for `params`, in the same order.
+        gathered: result of `after_gathers`.
+        scope: scope of the module.
 
     Raises:
-        ZgraphError: there is no tensor among the outputs, through which backward could come.
+        ZgraphError: there is no tensor among the outputs, through which backward could pass.
     """
     leaves, rebuild = flatten_outputs(result)
     tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -122,7 +123,7 @@ def reduce_all_params(
     if trains and not tensors:
         _refuse(type(module).__name__, params[0].name, type(result).__name__)
     floating = [i for i in tensors if leaves[i].is_floating_point()]
-    # Where no output needs a gradient, this rank has read nothing trainable, but has to join the reductions anyway.
+    # If no output needs a gradient, this rank has read no trainable parameter, but must join the reductions anyway.
     places = [i for i in floating if leaves[i].requires_grad] or (floating if trains else [])
     if not records or not places:
         if gathered is None:
@@ -151,22 +152,22 @@ def reduce_all_params(
 @torch.compiler.assume_constant_result
 def _refuse(unit: str, parameter: str, returned: str) -> None:
     raise_through_dynamo(
-        f"zgraph: the unit {unit}, which holds {parameter}, returns a {returned} in which no tensor was found, so that "
+        f"zgraph: the unit {unit}, which holds {parameter}, returns a {returned} in which no tensor was found, so "
         "backward could not reduce parameters that a rank has not read. Return a tensor from its forward, or tensors "
         "in a tuple, list, dict or dataclass.",
         ZgraphError,
     )
 
 
-# --- what a unit returns ----------------------------------------------------------------------------------------------
+# --- outputs of a unit ------------------------------------------------------------------------------------------------
 
 
 @no_frames_inside
 def flatten_outputs(result: Any) -> tuple[list[Any], Rebuild]:
-    """The leaves of a result, and what puts others in their places.
+    """Return the leaves of a result, and a function that rebuilds the result from other leaves.
 
-    Beside what pytree knows, dataclasses are taken apart by their fields; where that finds no tensor, any object by its
-    attributes. What is taken apart is copied, since it may be kept elsewhere; all else stays what it is.
+    In addition to pytree's types, dataclasses are flattened by their fields; if that finds no tensor, any object by its
+    attributes. Flattened objects are copied, since other code may hold them; all others are kept.
     """
     leaves, rebuild = _flatten(result, dataclasses.is_dataclass)
     if any(isinstance(leaf, Tensor) for leaf in leaves):
@@ -176,7 +177,7 @@ def flatten_outputs(result: Any) -> tuple[list[Any], Rebuild]:
 
 @no_frames_inside
 def _flatten(result: Any, opens: Callable[[Any], bool], inside: tuple[Any, ...] = ()) -> tuple[list[Any], Rebuild]:
-    """As `flatten_outputs`; `inside` are the objects around the result, which may refer back to them."""
+    """Flatten like `flatten_outputs`; `inside` are the objects around the result, which may refer back to them."""
     found, spec = tree_flatten(result)
     leaves: list[Any] = []
     parts: list[Rebuild | None] = []
@@ -217,7 +218,7 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 def _is_copied_by_attributes(leaf: Any) -> bool:
-    """Whether its attributes make up an object; not so for a dict with attributes, for instance."""
+    """Return whether attributes fully describe an object; false for a dict with attributes, for instance."""
     return not isinstance(leaf, Tensor | type | nn.Module) and type(leaf).__new__ is object.__new__
 
 

@@ -1,4 +1,4 @@
-"""Writes to gathered parameters in graphs of Dynamo; AOTAutograd would turn them into other values for later reads."""
+"""Detect writes to gathered parameters in Dynamo's graphs; AOTAutograd would pass the new values to later reads."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from zgraph.torch_compat.operators import assigns_data
 
 
 def refuse_written_weights(gm: fx.GraphModule, handles: Mapping[int, str]) -> None:
-    """Refuse a graph that writes to what a marker has gathered, or to what was gathered for it before.
+    """Refuse a graph that writes to a parameter gathered by one of its markers, or by code before the graph.
 
-    Dynamo has run each node on fake tensors, whose versions count the writes to them and to views of them.
+    Dynamo has run each node on fake tensors, whose versions count writes to them and to their views.
 
     Args:
-        gm: the graph of a frame.
-        handles: names of parameters by the positions of their handles among its inputs.
+        gm: graph of a frame.
+        handles: names of parameters by the positions of their handles among the inputs.
 
     Raises:
-        ZgraphError: names the parameter.
+        ZgraphError: the graph writes to a parameter; the message names it.
     """
     places = {node: place for place, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
     names = {node: handles[place] for node, place in places.items() if place in handles}
@@ -43,7 +43,7 @@ def refuse_written_weights(gm: fx.GraphModule, handles: Mapping[int, str]) -> No
             key, name = fake_storage_key(value), _gathered_name(node, names)
             if name is not None:
                 gathered[key] = name
-            if assigns_data(node.target):  # Dynamo takes the version back
+            if assigns_data(node.target):  # Dynamo resets the version
                 name = _gathered_name(node.args[0], names)
                 if name is None and isinstance(value, DTensor):
                     raise_through_dynamo(ASSIGNED, ZgraphError)
@@ -56,12 +56,12 @@ def refuse_written_weights(gm: fx.GraphModule, handles: Mapping[int, str]) -> No
 
 
 def _graphs(gm: fx.GraphModule) -> Iterable[fx.Graph]:
-    """Of the frame, and of the regions in it that an operator calls."""
+    """Return the frame's graph and those of its regions, which operators call."""
     return [part.graph for part in gm.modules() if isinstance(part, fx.GraphModule)]
 
 
 def _gathered_name(node: object, names: Mapping[fx.Node, str]) -> str | None:
-    """Name of the parameter that a node is the gathered copy of; None for anything else."""
+    """Return the name of the parameter whose gathered copy this node is; None for anything else."""
     if not isinstance(node, fx.Node):
         return None
     if nodes.is_unshard(node):
@@ -72,15 +72,15 @@ def _gathered_name(node: object, names: Mapping[fx.Node, str]) -> str | None:
 
 
 def watch_outputs(gm: fx.GraphModule, handles: Mapping[int, str], compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Let forward be watched where it goes on outside of a graph with parameters that this has gathered.
+    """Watch gathered parameters that a graph returns, with which forward continues outside the graph.
 
     Args:
-        gm: the graph of a frame, with its handles as above.
-        handles: names of parameters by the positions of their handles among its inputs.
-        compiled: of the graph.
+        gm: graph of a frame.
+        handles: names of parameters by the positions of their handles among the inputs.
+        compiled: compiled form of the graph.
 
     Returns:
-        `compiled`, whose outputs count what is written to them, if there are such parameters among them.
+        `compiled`, or a wrapper that watches its outputs for writes if gathered parameters are among them.
     """
     places = {node: place for place, node in enumerate(gm.graph.find_nodes(op="placeholder")) if place in handles}
     given = nodes.output_of(gm.graph).args[0]

@@ -1,4 +1,4 @@
-"""A model and its optimizers as they are in one call of a step: tensors for its graph, and what a graph must fit."""
+"""A model and its optimizers in one call of a step: tensors for its graph, and conditions that a graph must meet."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from zgraph.torch_compat.dtensor import requires_grad_of
 
 
 class Current:
-    """What is known of a model and its optimizers for as long as they hold the same tensors.
+    """Cached facts about a model and its optimizers, valid as long as they hold the same tensors.
 
     Attributes:
-        lifted: their tensors.
-        own: ids of the model's.
-        scopes: of the model's sharded parts.
+        lifted: tensors of the model and its optimizers.
+        own: ids of the model's tensors.
+        scopes: scopes of the model's sharded parts.
 
     Raises:
-        ValueError: an optimizer cannot be honoured.
-        ZgraphError: it steps plain parameters with sharded ones.
+        ValueError: an optimizer is not supported.
+        ZgraphError: an optimizer steps plain parameters together with sharded ones.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[optim.Optimizer]) -> None:
@@ -54,7 +54,7 @@ class Current:
         return self.lifted.held[0].device if resting is None else resting.device
 
     def state(self) -> list[Tensor]:
-        """The tensors of the optimizers' state, in the order of the graph."""
+        """Return the tensors of the optimizers' state, in the order of the graph."""
         found: list[Tensor] = []
         for number, one in enumerate(self.lifted.optimizers):
             tensors = self._states[number].tensors(one.optimizer.state)
@@ -73,7 +73,7 @@ class Current:
         outside: Outside,
         tensors: list[Tensor],
     ) -> guards.Conditions:
-        """What a graph for this call is captured under."""
+        """Return the conditions under which a graph for this call is captured."""
         lifted = self.lifted
         return guards.Conditions(
             arguments=guards.of_arguments(leaves, tree),

@@ -1,4 +1,4 @@
-"""Conditions under which a graph of a step holds: a call that differs in one of them needs another graph."""
+"""Conditions under which a graph of a step is valid: a call that differs in any of them needs another graph."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _NUMBERS = (bool, int, float, complex, str, type(None), torch.dtype, torch.devic
 
 @dataclass(frozen=True)
 class Conditions:
-    """What a graph was captured under; compared field by field.
+    """Conditions under which a graph was captured; compared field by field.
 
     Attributes:
-        arguments: structure of the arguments, layouts of tensors, values of all else.
+        arguments: structure of the arguments, layouts of tensors, values of all other arguments.
         modes: training or evaluation, and the numbers that each module holds, such as a dropout's probability.
         trainable: `requires_grad` of each parameter.
-        hooks: on parameters, as `parameter_hooks.conditions` has them.
-        options: of the optimizers, without parameters and without what is an input of the graph.
+        hooks: hooks on parameters, as returned by `parameter_hooks.conditions`.
+        options: options of the optimizers, except parameters and options that are inputs of the graph.
         state: entries of the optimizers' state.
         layouts: shapes and dtypes of parameters and buffers.
         outside: names and layouts of tensors that the function reads from outside.
-        variables: numbers among what the function reads from outside.
-        spaces: memory spaces in which inputs rest; () if all are on the device.
+        variables: numbers that the function reads from outside.
+        spaces: memory spaces in which inputs are stored; () if all are on the device.
         ambient: grad mode, autocast, default dtype.
     """
 
@@ -51,13 +51,13 @@ class Conditions:
     ambient: tuple[Any, ...]
 
     def closest(self, others: Sequence[Conditions]) -> Conditions | None:
-        """The one of the others that differs in the fewest fields, the latest of several; None without others."""
+        """Return the one of the others that differs in the fewest fields, the latest if several do; None if empty."""
         names = [field.name for field in fields(self)]
         counts = [sum(getattr(self, name) != getattr(other, name) for name in names) for other in others]
         return min(zip(reversed(counts), reversed(others), strict=True), key=itemgetter(0))[1] if others else None
 
     def difference(self, other: Conditions) -> str:
-        """The first condition in which the other one differs, for people; "" if there is none."""
+        """Describe the first condition in which the other one differs; "" if there is none."""
         for field in fields(self):
             ours, theirs = getattr(self, field.name), getattr(other, field.name)
             if ours != theirs:
@@ -70,14 +70,14 @@ class Conditions:
 
 @dataclass(frozen=True)
 class Variant:
-    """A step as a graph, compiled, and what it holds for.
+    """A compiled graph of a step, and the calls for which it is valid.
 
     Attributes:
-        conditions: under which it was captured.
-        captured: the graph, whose options were assumed to be what they are.
+        conditions: conditions under which it was captured.
+        captured: the graph, with its assumptions about options.
         program: the compiled graph.
-        lowering: by which it was compiled.
-        values: of Python, which are constants of the graph.
+        lowering: lowering that compiled it.
+        values: Python values that are constants of the graph.
     """
 
     conditions: Conditions
@@ -87,7 +87,7 @@ class Variant:
     values: PythonValues
 
     def holds(self, conditions: Conditions, options: OptionInputs, tensors: Sequence[Tensor]) -> bool:
-        """Whether it is the graph for a call."""
+        """Return whether the graph is valid for a call."""
         return (
             self.conditions == conditions
             and self.captured.assumed.hold(options.values, tensors)
@@ -98,7 +98,7 @@ class Variant:
 def why_another(
     others: Sequence[Variant], conditions: Conditions, options: OptionInputs, tensors: Sequence[Tensor]
 ) -> str:
-    """Why no graph that was made before will do, by the one that is closest; "" for the first."""
+    """Explain why no earlier graph is valid, by comparison with the closest one; "" for the first graph."""
     closest = conditions.closest([one.conditions for one in others])
     if closest is None:
         return ""
@@ -111,10 +111,10 @@ def why_another(
 
 
 def of_arguments(leaves: Sequence[Any], tree: Any) -> tuple[Any, ...]:
-    """Conditions on the arguments of a call.
+    """Return conditions on the arguments of a call.
 
     Raises:
-        ZgraphError: one of them can be neither an input of a graph nor compared.
+        ZgraphError: an argument can neither be an input of a graph nor be compared.
     """
     return (str(tree), *map(_of_argument, leaves))
 
@@ -136,7 +136,7 @@ def _of_argument(leaf: Any) -> Any:
 
 
 class Modules:
-    """The numbers that modules hold, read at once for each module."""
+    """Numbers that modules hold, read with a single call per module."""
 
     def __init__(self, model: nn.Module) -> None:
         self.readers: list[tuple[dict[str, Any], Callable[[Any], Any]]] = []
@@ -149,7 +149,7 @@ class Modules:
 
 
 def of_variables(outside: Outside) -> tuple[Any, ...]:
-    """Numbers among what a function reads from outside; those of the model are `Modules`."""
+    """Return the numbers that a function reads from outside; for the model's own see `Modules`."""
     numbers = [(name, type(value), value) for name, value in outside.variables if isinstance(value, _NUMBERS)]
     factors = [
         (one.get_growth_factor(), one.get_backoff_factor(), one.get_growth_interval()) for one in outside.scalers
@@ -158,7 +158,7 @@ def of_variables(outside: Outside) -> tuple[Any, ...]:
 
 
 def of_tensors(outside: Outside) -> tuple[Any, ...]:
-    """Conditions on tensors that a function reads from outside."""
+    """Return conditions on the tensors that a function reads from outside."""
     return tuple(
         (name, type(one), tuple(one.shape), one.dtype, one.device, one.stride(), one.requires_grad)
         for name, one in outside.tensors.items()
@@ -166,6 +166,6 @@ def of_tensors(outside: Outside) -> tuple[Any, ...]:
 
 
 def ambient() -> tuple[Any, ...]:
-    """Settings of torch that a trace depends on."""
+    """Return the settings of torch that a trace depends on."""
     autocast = [(torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)) for name in KINDS]
     return (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(), *autocast)

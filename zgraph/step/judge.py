@@ -1,4 +1,4 @@
-"""The judge of captured steps: the plain lines run on the same state and data, and all bits are compared."""
+"""Check of captured steps: run the plain lines on the same state and data, and compare all bits."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from zgraph.step.outside.variables import Outside
 from zgraph.torch_compat.dtensor import local_of
 from zgraph.torch_compat.modules import local_buffers, replace_parameter, tree_leaves_with_paths
 
-FIRST_CALLS = 2  # that are checked: the one that makes the optimizer's state, and one that finds it
+FIRST_CALLS = 2  # always checked: a call that creates the optimizer's state, and one that finds it
 
 
 @dataclass(frozen=True)
 class _Optimizer:
-    """What an optimizer holds besides parameters: tensors by identity, everything else by value."""
+    """Contents of an optimizer besides parameters: tensors by identity, everything else by value."""
 
     state: list[tuple[Tensor, dict[str, Any]]]
     groups: list[dict[str, Any]]
@@ -52,12 +52,12 @@ class _Optimizer:
 
 
 class Before:
-    """Everything that a step may change, as it was before.
+    """Snapshot, before a step, of everything that it may change.
 
     Args:
         lifted: model and optimizers.
-        outside: what else the function reads and writes.
-        device: of the random numbers.
+        outside: other variables that the function reads and writes.
+        device: device of the random numbers.
     """
 
     def __init__(self, lifted: Lifted, outside: Outside, device: torch.device) -> None:
@@ -76,7 +76,7 @@ class Before:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put everything back."""
+        """Restore everything."""
         lifted = self._lifted
         for one in lifted.parameters:
             for part, attribute in one.sites:
@@ -105,17 +105,17 @@ class Before:
 
 
 class After:
-    """Everything that a step leaves, by names for people.
+    """All results of a step, by readable names.
 
     Args:
         lifted: model and optimizers.
-        outside: what else the function reads and writes.
-        result: what it has returned.
-        device: of the random numbers.
+        outside: other variables that the function reads and writes.
+        result: return value of the function.
+        device: device of the random numbers.
     """
 
     def __init__(self, lifted: Lifted, outside: Outside, result: Any, device: torch.device) -> None:
-        self.values: dict[str, Any] = {f"what it returns{path}": leaf for path, leaf in tree_leaves_with_paths(result)}
+        self.values: dict[str, Any] = {f"return value{path}": leaf for path, leaf in tree_leaves_with_paths(result)}
         for one in lifted.parameters:
             self.values[f"parameter {one.name}"] = one.tensor
             self.values[f"gradient of {one.name}"] = one.tensor.grad
@@ -129,7 +129,7 @@ class After:
         self.values = {name: _copied(value) for name, value in self.values.items()}
 
     def difference(self, expected: After) -> str:
-        """The first value that differs from what is expected, and by how much; "" if all are equal."""
+        """Describe the first value that differs from the expected one, and by how much; "" if all are equal."""
         names = dict.fromkeys([*expected.values, *self.values])
         found = [
             (name, text)
@@ -143,15 +143,15 @@ _MISSING = "not there"
 
 
 def tell(found: str, lifted: Lifted, function: Callable[..., Any], call: int) -> None:
-    """Tell all ranks of a model what one has found.
+    """Share the differences that ranks have found with all ranks of a model.
 
     Raises:
-        ZgraphError: on every rank, if any has found a difference.
+        ZgraphError: any rank has found a difference; raised on every rank.
     """
     texts = {dist.get_rank(): found} if found and dist.is_initialized() else {}
     meshes = dict.fromkeys(one.device_mesh for one in lifted.held if isinstance(one, DTensor))
     for mesh in meshes:
-        for group in mesh.get_all_groups():  # along one axis, then along the next: so all hear of all
+        for group in mesh.get_all_groups():  # axis by axis, so that every rank hears from all
             heard: list[Any] = [None] * dist.get_world_size(group)
             dist.all_gather_object(heard, texts, group=group)
             for one in heard:
@@ -161,16 +161,16 @@ def tell(found: str, lifted: Lifted, function: Callable[..., Any], call: int) ->
     if texts:
         first = min(texts)
         raise ZgraphError(
-            f"zgraph.training_step: captured, {function.__name__} does otherwise than its lines, which ran on the same "
+            f"zgraph.training_step: captured, {function.__name__} differs from its plain lines, which ran on the same "
             f"state and data (options check, call {call}): on rank {first} {texts[first]}"
-            f"{f' (and on ranks {sorted(texts)[1:]})' if len(texts) > 1 else ''}. It reads or writes what a graph does "
-            "not follow: values that change between calls are passed as arguments; what is done to Python objects "
-            "belongs outside of the step."
+            f"{f' (and on ranks {sorted(texts)[1:]})' if len(texts) > 1 else ''}. It reads or writes something that a "
+            "graph does not follow: pass values that change between calls as arguments, and change Python objects "
+            "outside the step."
         )
 
 
 def _attributes(holder: object) -> dict[str, Any]:
-    """An object's attributes; dicts and lists among them are copies."""
+    """Return an object's attributes, with copies of dicts and lists."""
     return {key: copy(value) if isinstance(value, dict | list) else value for key, value in vars(holder).items()}
 
 
@@ -185,11 +185,11 @@ def _copied(value: Any) -> Any:
 
 
 def _difference(found: Any, expected: Any) -> str:
-    """How a value differs; "" if it does not."""
+    """Describe how a value differs; "" if it does not."""
     if isinstance(found, tuple) and isinstance(expected, tuple) and isinstance(found[-1], Tensor):
         placements, part = cast("tuple[Any, Tensor]", found)
         wanted, other = cast("tuple[Any, Any]", expected)
-        return _difference(part, other) if placements == wanted else f"lies as {placements}, not as {wanted}"
+        return _difference(part, other) if placements == wanted else f"is placed as {placements}, not as {wanted}"
     if not isinstance(found, Tensor) or not isinstance(expected, Tensor):
         if isinstance(found, Tensor | tuple) or isinstance(expected, Tensor | tuple):
             return "" if found is expected else f"is {_kind(found)}, and {_kind(expected)} by its lines"

@@ -1,4 +1,4 @@
-"""What a step's graph returns, put where the plain lines would have left it."""
+"""Put the results of a step's graph where the plain lines would have left them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zgraph.torch_compat.modules import note_step, tree_unflatten
 
 
 def hand_back(lifted: Lifted, captured: Captured, outputs: Sequence[Any]) -> Any:
-    """Put new state and gradients where they belong, and return what the function returns."""
+    """Put new state and gradients in their places, and return the function's return value."""
     parameters = lifted.parameters
     optimizers = [one.optimizer for one in lifted.optimizers]
     states = [one.state for one in optimizers]
@@ -35,14 +35,14 @@ def hand_back(lifted: Lifted, captured: Captured, outputs: Sequence[Any]) -> Any
     ]
     for position in captured.grads:
         parameter = parameters[position].tensor
-        # Torch keeps gradients where their parameters are, which may be the host.
+        # torch keeps gradients on the device of their parameters, which may be the host.
         parameter.grad = _wrapped(next(given).to(local(parameter).device), parameter)
     for (attributes, name), like in zip(captured.bindings, captured.bound, strict=True):
         attributes[name] = _wrapped(next(given), like)
     for scaler, optimizer, flags in captured.told:
         scaler.tell_models([(optimizer, [next(given) for _ in range(flags)])])
     flags = dict(zip(captured.skips, given, strict=True))
-    # Reading a flag waits for the device: only the first step, which makes state, needs it.
+    # Reading a flag waits for the device: only the first step, which creates state, needs it.
     makers = dict.fromkeys(number for number, *_ in (*captured.state, *captured.constants))
     skipped = {number for number in makers if flags.get(number)}
     for number, parameter, key, value in made:
@@ -61,9 +61,9 @@ def _wrapped(value: Tensor, like: Tensor | None) -> Tensor:
 
 
 def check_gradients(captured: Captured, has_gradient: Sequence[bool]) -> None:
-    """Refuse gradients from before the step, unless it clears them before it adds to them."""
+    """Refuse gradients from before the step, unless the step clears them before adding to them."""
     if any(has and position not in captured.cleared for position, has in enumerate(has_gradient)):
         raise ZgraphError(
-            "zgraph.training_step: parameters have gradients from before the step, which would be added to; call "
-            "zero_grad() of the model before the step, or first in it."
+            "zgraph.training_step: parameters have gradients from before the step, to which it would add; call the "
+            "model's zero_grad() before the step, or first in it."
         )

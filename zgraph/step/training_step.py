@@ -48,7 +48,7 @@ from zgraph.torch_compat.modules import tree_flatten
 P = ParamSpec("P")
 R = TypeVar("R")
 _log = logging.getLogger(__name__)
-RECOMPILES = 8  # as many as Dynamo allows
+RECOMPILES = 8  # Dynamo's limit
 
 
 def training_step(
@@ -71,23 +71,23 @@ def training_step(
 
         loss = step(x, y)
 
-    The function holds the lines of a plain loop, and without the decorator does the same. It is run once on fake values
-    for each kind of call, and must compute the same from equal arguments each time: what it does in Python beside that,
-    such as counting or printing, happens only then. What a graph cannot hold is refused with the line that does it.
+    The function holds the lines of a plain loop, and does the same without the decorator. It is run once on fake values
+    for each kind of call, and must compute the same result from equal arguments each time. Python side effects, such as
+    counting or printing, only happen then. Operations that a graph cannot hold are refused, naming the line.
 
     Args:
-        model: what `zgraph.shard` returned; what `torch.compile` made of it will do.
-        optimizer: of its parameters; a list where the function steps several. Element-wise ones of torch.optim step
-            on shards, others on DTensors. Options that are floats or tensors are inputs of the graph.
-        options: those of `torch.compile(model, backend="zgraph")`, `{"cuda_graph": True}`, and `{"check": True}`, which
-            compares the first calls with the plain lines.
-        recompile_limit: graphs that may be made for different calls.
+        model: a model sharded by `zgraph.shard`, compiled or not.
+        optimizer: optimizer of its parameters; a list if the function steps several. Element-wise ones of torch.optim
+            step on shards, others on DTensors. Options that are floats or tensors are inputs of the graph.
+        options: options of `torch.compile(model, backend="zgraph")`, `{"cuda_graph": True}`, and `{"check": True}`,
+            which compares the first calls with the plain lines.
+        recompile_limit: limit of graphs that are compiled for different calls.
 
     Returns:
         A decorator; `TrainingStep.function` is the plain function.
 
     Raises:
-        ValueError: an option, or an optimizer, cannot be honoured.
+        ValueError: an option or an optimizer is not supported.
     """
     module = without_compile(model)
     parsed = CompileOptions.parse(options)
@@ -97,8 +97,8 @@ def training_step(
     resting = Lifted.of(module, optimizers).resting
     if resting is not None and parsed.cuda_graph:
         raise ValueError(
-            "zgraph.training_step: cuda_graph=True and a model with zgraph.Offload: the host waits at the end of each "
-            "step for what goes back there, which a recording cannot hold; leave out one of the two."
+            "zgraph.training_step: cuda_graph=True and a model with zgraph.Offload: at the end of each step the host "
+            "waits for tensors copied to it, which cannot be recorded; leave out one of the two."
         )
     if parsed.check:
         _check_comparable(parsed.pipeline, offloads=resting is not None)
@@ -121,7 +121,7 @@ def training_step(
 
 
 def _recorder_of(model: nn.Module) -> Recorder:
-    """What records a step as a CUDA graph.
+    """Return a recorder of steps as CUDA graphs.
 
     Raises:
         ValueError: the model is not on a GPU.
@@ -129,14 +129,14 @@ def _recorder_of(model: nn.Module) -> Recorder:
     devices = dict.fromkeys(parameter.device.type for parameter in model.parameters())
     if "cuda" not in devices or len(devices) > 1:
         raise ValueError(
-            f"zgraph.training_step: cuda_graph=True takes a model on a GPU, and this one's parameters are on "
+            f"zgraph.training_step: cuda_graph=True needs a model on a GPU, and this one's parameters are on "
             f"{' and '.join(devices) or 'no device'}; move it before zgraph.shard, or leave out cuda_graph."
         )
     return CudaGraphs()
 
 
 def _drawn(model: nn.Module, optimizer: optim.Optimizer) -> dict[int, rounded_adam.Drawn]:
-    """What the moments of each parameter are rounded by, by the parameter's id."""
+    """Return how the moments of each parameter are rounded, by the parameter's id."""
     lifted = Lifted.of(model, [optimizer])
     return {id(lifted.held[position]): one for position, one in (lifted.drawn() or {}).items()}
 
@@ -145,13 +145,13 @@ def _check_comparable(pipeline: Pipeline | None, *, offloads: bool) -> None:
     """Refuse to compare a step with lines that compute something else.
 
     Raises:
-        ValueError: names what is in the way.
+        ValueError: a lossy pass or offload prevents the comparison.
     """
     passes = () if pipeline is None else pipeline.passes
     lossy = [entry.name for entry in passes if isinstance(entry, CompressGradients | QuantizeGathers)]
-    what = f"the pass {lossy[0]}, which these do not have" if lossy else ""
+    what = f"the pass {lossy[0]}, which they do not have" if lossy else ""
     if offloads:
-        what = "zgraph.Offload, whose state these would move as well"
+        what = "zgraph.Offload, whose state they would move as well"
     if what:
         raise ValueError(
             f'zgraph.training_step: options["check"] compares all bits with the plain lines, and there is {what}; '
@@ -163,10 +163,10 @@ class TrainingStep(Generic[P, R]):
     """A training step that runs as one graph; made by `zgraph.training_step`.
 
     Attributes:
-        function: the function as it was written, which may be called in between.
+        function: the user's plain function, which may be called between steps.
 
     Args:
-        recorder: of the device; None: each step runs operator by operator.
+        recorder: recorder of CUDA graphs; None: each step runs operator by operator.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class TrainingStep(Generic[P, R]):
                 expected = After(lifted, outside, self.function(*args, **kwargs), device)
         finally:
             before.restore()
-        result = self._run(args, kwargs, "fx")  # which computes as the plain lines do, to the last bit
+        result = self._run(args, kwargs, "fx")  # bitwise equal to the plain lines
         found = After(lifted, outside, result, device).difference(expected)
         tell(found, lifted, self.function, call)
         return result
@@ -216,7 +216,7 @@ class TrainingStep(Generic[P, R]):
             if scope.accumulation.opened:
                 raise ZgraphError(
                     "zgraph.training_step: the step begins while a window of zgraph.no_sync is open; close the window "
-                    "with a forward and backward outside of no_sync first."
+                    "with a forward and backward outside no_sync first."
                 )
             scope.check_batch(leaves)
         parameters = lifted.held
@@ -231,7 +231,7 @@ class TrainingStep(Generic[P, R]):
         variant = next((one for one in known if one.holds(conditions, options, tensors)), None)
         if variant is None:
             variant = self._compile(current, conditions, options, outside, tensors, args, kwargs, lowering)
-        # Numbers travel with the exchanges of the graph; tensors do not, and are compared before anything is written.
+        # Numbers are sent with the graph's exchanges; tensors are not, so they are compared before anything is written.
         found = numbers_of(self._optimizers, of_tensors=True)
         members = hash(tuple(members_of(one)[0] for one in self._optimizers))
         for scope in current.scopes:
@@ -245,12 +245,12 @@ class TrainingStep(Generic[P, R]):
                 parameter.grad = None
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         inputs = [*tensors, *options.values, *given]
-        del state, tensors  # the program alone holds its inputs
+        del state, tensors  # only the program may hold its inputs
         try:
             with torch.no_grad():
                 outputs = list(variant.program(inputs))
         except BaseException:
-            if lifted.resting is not None:  # what was started goes on, and would write over what is loaded next
+            if lifted.resting is not None:  # started copies continue, and could overwrite tensors loaded next
                 with contextlib.suppress(Exception):
                     lanes_of(lifted.resting.device).drain()
             raise
@@ -273,7 +273,7 @@ class TrainingStep(Generic[P, R]):
         return result
 
     def _current(self) -> Current:
-        """The model and optimizers as they are now; read again where tensors were replaced."""
+        """Return the facts about model and optimizers; read again if tensors were replaced."""
         if self._known is None or not self._known.lifted.is_current():
             self._known = Current(self._model, self._optimizers)
         return self._known
@@ -301,7 +301,7 @@ class TrainingStep(Generic[P, R]):
         if len(others) >= self._limit:
             raise ZgraphError(
                 f"zgraph.training_step: {self._limit} graphs were made for different calls, the last time because of "
-                f"{reason}. Pass what changes as a tensor and pad inputs to few shapes, or raise recompile_limit."
+                f"{reason}. Pass changing values as tensors and pad inputs to few shapes, or raise recompile_limit."
             )
         if reason:
             _log.info("zgraph: step %s is compiled again: %s", self.function.__name__, reason)
@@ -312,13 +312,13 @@ class TrainingStep(Generic[P, R]):
         take = partial(capture, self.function, lifted, args, kwargs, outside, values=values)
         captured = take(decompose=options.lowering == "inductor")
         if captured.state and options.lowering == "inductor":
-            # The step that makes the optimizer's state runs once.
+            # The step that creates the optimizer's state runs only once, so Inductor would not pay off.
             options = replace(options, lowering="fx")
             captured = take()
         check_gradients(captured, [gradient is not None for gradient in gradients_of(lifted.held)])
         name = f"{name_part(self.function.__name__)}/{len(self._variants)}"
         frame = Frame(name=name, reason=reason, inputs=lifted.tensors(), is_step=True)
-        recorder = None if captured.state else self._recorder  # what makes state runs once
+        recorder = None if captured.state else self._recorder  # the step that creates state runs once
         recorded = None if recorder is None else RecordedSteps(recorder, len(tensors))
         known = PassContext(machine=frame.machine)
         if lifted.resting is not None:

@@ -1,4 +1,4 @@
-"""`zgraph.Offload`: where parameters and the optimizer's state rest between the moments in which a step needs them."""
+"""`zgraph.Offload`: where parameters and optimizer state are stored while a step does not need them."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ Bits = Literal[8, 4]
 
 @dataclass(frozen=True, kw_only=True)
 class Offload:
-    """Where the shards of parameters and the state of their optimizers rest, for `zgraph.shard(offload=...)`.
+    """Where parameter shards and their optimizers' state are stored, for `zgraph.shard(offload=...)`.
 
     Attributes:
-        params: "host", "disk", a `zgraph.tiers.tier.Tier` of your own, or None for the device.
-        optimizer: the same for the optimizer's state: moments, and whatever else it keeps for each element.
-        path: folder for what rests on disk, made in a folder that exists; each rank writes to a file of its own in it,
-            which is gone when the process is.
-        host_budget_bytes: the most that a rank may keep on the host; a step that would keep more is refused before it
-            runs. None: no limit.
-        update: where a `zgraph.training_step` updates by state on the host: "host" or "device", to which parameters and
-            state then come, and from which they go back. None: fused calls where `presets.planned` finds the step
-            fastest, which may be some here and some there, and by rules on the host; what is not fused runs on the
-            device if that is a GPU. A GPU and its host round an update differently.
-        moments_dtype: torch.bfloat16 for both moments of fused Adam or AdamW, in half of the memory, of which a disk
-            reads and writes half as much. Updates compute in fp32, and round moments stochastically. This changes
-            results. For `zgraph.training_step`. None: moments have the parameter's dtype.
-        param_bits: for inference: weights rest, and are sent, as codes of 8 or 4 bits with a scale for each group, and
-            are decoded on the device where they are read. Lossy. Applies to floating-point parameters of two or more
-            dims and 4096 or more elements. None: parameters rest as they are.
-        full_precision: names of parameters that rest as they are all the same, as shell patterns: ("*.wte.weight",).
+        params: storage of parameters: "host", "disk", a `zgraph.Tier` of your own, or None for the device.
+        optimizer: storage of optimizer state with one value per element, such as moments; choices as for params.
+        path: folder for tensors on disk, created inside an existing folder; each rank writes to a file of its own in
+            it, which is deleted when the process ends.
+        host_budget_bytes: limit of bytes that a rank may keep on the host; a step that would exceed it is refused
+            before it runs. None: no limit.
+        update: where a `zgraph.training_step` runs updates whose state is on the host: "host", or "device", to which
+            parameters and state are copied and back. None: fused updates run where `presets.planned` finds the step
+            fastest, possibly some on each, and otherwise on the host; unfused ones run on the device if that is a GPU.
+            A GPU and its host round an update differently.
+        moments_dtype: torch.bfloat16 for both moments of fused Adam or AdamW, which halves their memory and disk
+            traffic. Updates compute in fp32, and round moments stochastically. This changes results. For
+            `zgraph.training_step`. None: moments have the parameter's dtype.
+        param_bits: for inference: weights are stored, and sent, as codes of 8 or 4 bits with a scale for each group,
+            and decoded on the device where they are read. Lossy. Applies to floating-point parameters of two or more
+            dims and 4096 or more elements. None: parameters are stored as they are.
+        full_precision: names of parameters that are not stored as codes, as shell patterns: ("*.wte.weight",).
 
     Raises:
-        ValueError: an option, or a combination, cannot be honoured.
+        ValueError: an option, or a combination of options, is not supported.
 
-    Sources: Ren et al. 2021, "ZeRO-Offload", arXiv 2101.06840; for weights at rest that are read layer by layer,
+    Sources: Ren et al. 2021, "ZeRO-Offload", arXiv 2101.06840; for offloaded weights that are read layer by layer,
     Aminabadi et al. 2022, "DeepSpeed Inference", arXiv 2207.00032, section 6.
     """
 
@@ -62,7 +62,7 @@ class Offload:
                 raise ValueError(f'zgraph.Offload: {name}={tier!r} is unknown; write "host", "disk" or None.')
         if self.params is None and self.optimizer is None:
             raise ValueError(
-                'zgraph.Offload: neither params nor optimizer rests elsewhere; write optimizer="host", for example, or '
+                'zgraph.Offload: neither params nor optimizer is offloaded; write optimizer="host", for example, or '
                 "leave offload out."
             )
         if "disk" in (self.params, self.optimizer) and (self.path is None or not os.fspath(self.path)):
@@ -73,8 +73,8 @@ class Offload:
             )
         if "disk" not in (self.params, self.optimizer) and self.path is not None:
             raise ValueError(
-                f'zgraph.Offload: path={str(self.path)!r}, but nothing rests on disk; write optimizer="disk", or leave '
-                "path out."
+                f'zgraph.Offload: path={str(self.path)!r}, but nothing is stored on disk; write optimizer="disk", or '
+                "leave path out."
             )
         if self.host_budget_bytes is not None and self.host_budget_bytes < 1:
             raise ValueError(
@@ -115,15 +115,15 @@ class Offload:
         if tier is None or not tier.updates:
             where = "the device" if tier is None else f"{tier}, and comes to the device for each update"
             raise ValueError(
-                f"zgraph.Offload: update={self.update!r}, but the optimizer's state rests on {where}; write "
+                f"zgraph.Offload: update={self.update!r}, but the optimizer's state is stored on {where}; write "
                 'optimizer="host", or leave update out.'
             )
 
     def check_updates(self, optimizer: optim.Optimizer) -> None:
-        """Check that an optimizer whose parameters are on a GPU can update where it is to.
+        """Check that an optimizer whose parameters are on a GPU can update where `update` says.
 
         Raises:
-            ValueError: its updates are to run on the host, and are many small calls.
+            ValueError: unfused updates, which are many small calls, must run on the host.
         """
         if self.update == "host" and not all(group.get("fused") for group in optimizer.param_groups):
             name = type(optimizer).__name__
@@ -143,7 +143,7 @@ class Offload:
             )
         if self.optimizer is None:
             raise ValueError(
-                f"zgraph.Offload: moments_dtype={dtype} without an optimizer that rests elsewhere; write "
+                f"zgraph.Offload: moments_dtype={dtype}, but the optimizer's state is not offloaded; write "
                 'optimizer="host", or leave moments_dtype out.'
             )
 
@@ -157,7 +157,7 @@ class Offload:
         if bits is None:
             if self.full_precision:
                 raise ValueError(
-                    f"zgraph.Offload: full_precision={self.full_precision}, but no parameter rests as codes; write "
+                    f"zgraph.Offload: full_precision={self.full_precision}, but no parameter is stored as codes; write "
                     "param_bits=8, or leave full_precision out."
                 )
             return

@@ -1,4 +1,4 @@
-"""The memory of what a sharded model offloads: host memory and disks, what lies where, and what moves it there."""
+"""Memory of a sharded model's offloaded tensors: host memory and disks, where each tensor is, and moves to it."""
 
 from __future__ import annotations
 
@@ -27,18 +27,17 @@ T = TypeVar("T", bound=Tensor)
 
 @dataclass(eq=False)
 class Resting:
-    """The memory of what one sharded model offloads on this rank.
+    """Memory of the tensors that one sharded model offloads on this rank.
 
     Attributes:
-        options: the user's.
+        options: the user's options.
         stores: the memory of each tier in use, the host's last.
-        planned: where tensors without values are to rest, by their storages, which it keeps; None: there are values.
-        traced: tiers of tensors without values that stand for some of other tiers than the host, by their storages,
-            which it keeps.
-        roots: what was sharded, by calls of `zgraph.shard`.
+        planned: tiers of tensors without values, with the tensors, by their storages; None: tensors have values.
+        traced: tiers other than the host of tensors without values, with the tensors, by their storages.
+        roots: modules passed to `zgraph.shard`.
         has_step: whether a `zgraph.training_step` has been made for the model.
         rounding: optimizers whose steps round their moments.
-        device: on which everything is computed. A GPU computes nothing where tensors rest: they are copied to it.
+        device: device of all computation. If it is a GPU, offloaded tensors are copied to it first.
     """
 
     options: Offload
@@ -55,7 +54,7 @@ class Resting:
         """Prepare the memory.
 
         Raises:
-            ValueError: what is asked for does not exist here.
+            ValueError: this machine or mesh does not support the options.
         """
         if mesh.device_type not in KINDS:
             raise ValueError(
@@ -82,7 +81,7 @@ class Resting:
         return found
 
     def _follow_steps(self) -> None:
-        """Move what `optimizer.step()` makes; a captured step has copies of it in its graph, and calls no hook."""
+        """Move state created by `optimizer.step()`; a captured step has these copies in its graph and calls no hook."""
         watched = weakref.ref(self)
 
         def check(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -91,8 +90,8 @@ class Resting:
                 own = {id(parameter) for root in resting.roots for parameter in root.parameters()}
                 if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
                     raise ZgraphError(
-                        f"zgraph.Offload: a step of {type(optimizer).__name__}, whose moments are to be "
-                        f"{resting.options.moments_dtype}, and which no zgraph.training_step was given; pass it to one "
+                        f"zgraph.Offload: a step of {type(optimizer).__name__}, whose moments must be "
+                        f"{resting.options.moments_dtype}, but which no zgraph.training_step was given; pass it to one "
                         "first, or leave moments_dtype out."
                     )
 
@@ -106,7 +105,7 @@ class Resting:
             if resting is not None:
                 resting._join_parameters(optimizer, resting._names())
 
-        # Not compiled where an optimizer's step is.
+        # The hooks must not be compiled if the optimizer's step is.
         for hook in (check, join) if self.computes_elsewhere else (check,):
             handle = register_optimizer_step_pre_hook(cast(Any, torch.compiler.disable(hook)))
             weakref.finalize(self, handle.remove)
@@ -114,41 +113,41 @@ class Resting:
         weakref.finalize(self, handle.remove)
 
     def _names(self) -> dict[int, str]:
-        """Names of the parameters of what was sharded, by their ids."""
+        """Return the names of the sharded modules' parameters, by their ids."""
         named = (entry for root in self.roots for entry in root.named_parameters())
         return {id(parameter): name for name, parameter in named}
 
     @property
     def computes_elsewhere(self) -> bool:
-        """Whether nothing computes with tensors of the host, as where the device is a GPU."""
-        return is_gpu(self.device)
+        """Whether the host does not compute with offloaded tensors, because the device is a GPU."""
+        return self.device.type != "cpu"
 
     @classmethod
     def on_paper(cls, options: Offload) -> Resting:
-        """Where the tensors of a plan, which have no values, are to rest: nothing is allocated, and no file made."""
+        """Create the memory of a plan, whose tensors have no values: nothing is allocated, and no file is made."""
         return cls(options, planned={})
 
     def lacks_step(self) -> bool:
-        """Whether moments are rounded, and no training step has been made that rounds them."""
+        """Return whether moments must be rounded but no training step that rounds them has been made."""
         return not self.has_step and self.options.moments_dtype is not None
 
     def forbids_gradients(self) -> str | None:
-        """What forbids to compute gradients here; None: nothing does."""
+        """Return an error message if the options forbid computing gradients, otherwise None."""
         if self.options.param_bits is not None:
             return (
                 f"zgraph.Offload: a forward that computes gradients, but param_bits={self.options.param_bits}: weights "
-                "rest as codes, which are for inference; run it under torch.no_grad(), or leave param_bits out."
+                "are stored as codes, for inference; run it under torch.no_grad(), or leave param_bits out."
             )
         if self.lacks_step():
             return (
                 f"zgraph.Offload: moments_dtype={self.options.moments_dtype}, but the model trains without "
-                "zgraph.training_step, which alone can round moments; decorate the lines of the loop first, or leave "
+                "zgraph.training_step, and only that can round moments; decorate the lines of the loop first, or leave "
                 "moments_dtype out."
             )
         return None
 
-    def space_of(self, tensor: Tensor) -> Tier:  # asked in each call for every input
-        """The tier in which a local tensor is."""
+    def space_of(self, tensor: Tensor) -> Tier:  # hot: called for every input of each call
+        """Return the tier of a local tensor."""
         if self.planned is not None:
             tier, _ = self.planned.get(fake_storage_key(tensor), (DEVICE, None))
             return tier
@@ -162,19 +161,19 @@ class Resting:
         return DEVICE
 
     def place_shard(self, shard: Tensor, name: str) -> Tensor:
-        """A rank's part of a parameter where it is to rest."""
+        """Move a rank's part of a parameter to where it is stored."""
         return self._placed(shard, self.options.params_tier, f"{name}.shard")
 
     def place_parameter(self, sharded: DTensor, name: str) -> DTensor:
-        """The same shard where it is to rest."""
+        """Move a parameter's shard to where it is stored."""
         return self._placed(sharded, self.options.params_tier, f"{name}.shard")
 
     def settle(self, optimizer: optim.Optimizer, names: dict[int, str]) -> None:
-        """Move the state of an optimizer to where it is to rest, unless it is there already.
+        """Move the state of an optimizer to where it is stored, unless it is there already.
 
         Args:
-            optimizer: any; numbers, and tensors without dimensions, stay, as does state of other models.
-            names: of the model's parameters, by their ids.
+            optimizer: any optimizer; numbers, 0-d tensors and state of other models' parameters stay.
+            names: names of the model's parameters, by their ids.
         """
         tier = self.options.optimizer_tier
         if tier is None and not self.computes_elsewhere:
@@ -195,10 +194,10 @@ class Resting:
                     entries[key] = self._placed(value, tier, f"{name}.{key}")
 
     def settle_counts(self, optimizer: optim.Optimizer) -> None:
-        """Move step counts to the device if the optimizer updates there by them, as a captured step does.
+        """Move step counts to the device if the optimizer reads them there, as a captured step does.
 
         Args:
-            optimizer: all of whose parameters are the model's.
+            optimizer: optimizer of which all parameters are the model's.
         """
         if not self.computes_elsewhere:
             return
@@ -209,7 +208,7 @@ class Resting:
                         optimizer.state[parameter][key] = _moved(value, self.device)
 
     def _join_parameters(self, optimizer: optim.Optimizer, names: dict[int, str]) -> None:
-        """Move the state of an optimizer to its parameters, where a plain step computes; `settle` moves it back."""
+        """Move an optimizer's state to its parameters' device, where a plain step computes; `settle` moves it back."""
         for parameter, entries in optimizer.state.items():
             device = _local(parameter).device
             for key, value in entries.items() if id(parameter) in names else ():
@@ -217,7 +216,7 @@ class Resting:
                     entries[key] = _moved(value, device)
 
     def _is_pageable(self, local: Tensor) -> bool:
-        """Whether a tensor of the host is not pinned, as what `load_state_dict` makes: copies of it wait."""
+        """Return whether a host tensor is unpinned, such as those from `load_state_dict`: copies of it block."""
         has_values = bool(local.numel()) and not is_fake(local)
         return self.computes_elsewhere and has_values and self.space_of(local) == HOST and not local.is_pinned()
 
@@ -225,12 +224,13 @@ class Resting:
         """Refuse a step that keeps more on the host than the budget allows.
 
         Args:
-            params_bytes, state_bytes: parameters, and state of the optimizer, that rest there, on the rank with most.
-            step_bytes: what the step keeps there beside them at most: activations, and
-            staging_bytes: of it, through which tensors pass between a disk and a GPU.
+            params_bytes: parameters stored on the host, on the rank with the most.
+            state_bytes: optimizer state stored on the host, on the rank with the most.
+            step_bytes: further peak host memory of the step: activations and staging buffers.
+            staging_bytes: the part of step_bytes used as staging buffers between disk and GPU.
 
         Raises:
-            ValueError: says by how much, and what would make it fit.
+            ValueError: the step exceeds the budget; the message says by how much, and what would make it fit.
         """
         budget = self.options.host_budget_bytes
         host_bytes = params_bytes + state_bytes + step_bytes
@@ -240,7 +240,7 @@ class Resting:
         parts = [f"{params_bytes} of parameters", f"{state_bytes} of the optimizer's state"]
         parts += [f"{activations_bytes} of activations"] if activations_bytes else []
         parts += [f"{staging_bytes} of buffers between disk and GPU"] if staging_bytes else []
-        most = MOST_STAGING_BYTES if self.computes_elsewhere or staging_bytes else 0  # of what would rest on disk
+        most = MOST_STAGING_BYTES if self.computes_elsewhere or staging_bytes else 0  # for tensors moved to disk
         choices = {
             'With optimizer="disk", and a path,': params_bytes + activations_bytes + most,
             'With params="disk", and a path,': state_bytes + activations_bytes + most,
@@ -283,7 +283,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _cast(state: Tensor, dtype: torch.dtype) -> Tensor:
-    """Moments of another dtype: `load_state_dict` gives them that of their parameter, which takes nothing from them."""
+    """Cast moments: `load_state_dict` gives them their parameter's dtype, which loses nothing."""
     if state.dtype == dtype:
         return state
     local = _local(state).to(dtype)
@@ -291,7 +291,7 @@ def _cast(state: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _moved(tensor: T, device: torch.device) -> T:
-    """The same tensor with its local part on a device."""
+    """Return the same tensor with its local part on a device."""
     local = _local(tensor)
     if local.device == device:
         return tensor

@@ -1,1 +1,1 @@
-"""Device meshes: which axis zgraph shards over, which one tensor parallelism splits over, what machines they span."""
+"""Device meshes: the axis that zgraph shards over, the tensor-parallel axis, and the machines they span."""

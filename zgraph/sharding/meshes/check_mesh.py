@@ -1,4 +1,4 @@
-"""Checks of the mesh that `zgraph.shard` is given."""
+"""Checks of the mesh passed to `zgraph.shard`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from zgraph.tiers.devices import kind_of_group
 
 
 def check_mesh(mesh: DeviceMesh | None, module: nn.Module) -> DeviceMesh:
-    """The mesh to shard over; one axis of all ranks if none is given.
+    """Return the mesh to shard over; if None is given, one axis of all ranks.
 
     Raises:
-        ValueError: this rank cannot shard over it.
+        ValueError: this rank cannot shard over the mesh.
     """
     if mesh is None:
         if not (dist.is_available() and dist.is_initialized()):
@@ -24,7 +24,7 @@ def check_mesh(mesh: DeviceMesh | None, module: nn.Module) -> DeviceMesh:
                 'torch.compile(model, backend="zgraph") works without it.'
             )
         first = next((parameter for parameter in module.parameters() if not parameter.is_meta), None)
-        if isinstance(first, DTensor):  # sharded before, and may rest on another device
+        if isinstance(first, DTensor):  # sharded before, and may be stored on another device
             device_type = first.device_mesh.device_type
         elif first is not None:
             device_type = first.device.type

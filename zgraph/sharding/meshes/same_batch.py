@@ -1,4 +1,4 @@
-"""A check that ranks of one tensor-parallel group are given the same batch, which they compute together."""
+"""A check that the ranks of a tensor-parallel group are given the same batch, which they compute together."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zgraph.torch_compat.groups import is_fake_world
 
 
 class SameBatch:
-    """Compares checksums of the first batch over a tensor-parallel axis; all of its ranks run that forward together.
+    """Compares checksums of the first batch over a tensor-parallel axis; all its ranks must run that forward together.
 
     Args:
         mesh: [T] ranks of the axis.
@@ -29,10 +29,10 @@ class SameBatch:
         self.is_due = mesh.size() > 1
 
     def check(self, inputs: Iterable[object]) -> None:
-        """Compare the inputs of the first call; later calls return at once.
+        """Compare the inputs of the first call; later calls return immediately.
 
         Raises:
-            ZgraphError: on all ranks of the group; the inputs differ.
+            ZgraphError: the inputs differ; raised on all ranks of the group.
         """
         if not self.is_due:
             return

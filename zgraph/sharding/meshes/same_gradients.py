@@ -1,7 +1,7 @@
-"""A check that parameters which tensor parallelism does not split get one gradient on all of its ranks.
+"""A check that parameters which tensor parallelism does not split get the same gradient on all its ranks.
 
-They do where all ranks compute with the same activations. A layer that reads a part of the sequence, or a dropout with
-another random state, gives each rank a gradient of its own, which nobody sums: replicas would drift apart silently.
+They do if all ranks compute with the same activations. A layer that reads a part of the sequence, or dropout with
+different random states, gives each rank its own gradient, which is never summed: replicas would drift apart silently.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from zgraph.torch_compat.dtensor import local_of
 from zgraph.torch_compat.fake_values import is_fake
 from zgraph.torch_compat.modules import local_parameters
 
-_TOLERANCE = 0.02  # of the norm: kernels that add up in any order stay far below, other activations above
-_NOISE = 1e-4  # of the largest norm: smaller gradients may be nothing but rounding, such as a bias's before a norm
+_TOLERANCE = 0.02  # fraction of the norm: nondeterministic summation stays far below, different activations exceed it
+_NOISE = 1e-4  # fraction of the largest norm: smaller gradients may be pure rounding, such as of a bias before a norm
 
 
 class SameGradients:
-    """Compares gradients over a tensor-parallel axis before the first optimizer step; all of its ranks take that step.
+    """Compares gradients over a tensor-parallel axis before the first optimizer step, which all its ranks must make.
 
     Args:
         mesh: [T] ranks of the axis.
@@ -42,7 +42,7 @@ class SameGradients:
 
     @classmethod
     def watching(cls, mesh: DeviceMesh, places: Sequence[tuple[str, nn.Module, str]]) -> SameGradients:
-        """Make one that checks when an optimizer steps some of these parameters for the first time."""
+        """Create a check that runs when an optimizer first steps any of these parameters."""
         made = cls(mesh, places)
         watched = weakref.ref(made)
 
@@ -58,7 +58,7 @@ class SameGradients:
         """Compare the gradients, if the optimizer steps any of their parameters.
 
         Raises:
-            ZgraphError: on all ranks of the group; some differ.
+            ZgraphError: some gradients differ; raised on all ranks of the group.
         """
         parameters = self._parameters()
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -96,7 +96,7 @@ class SameGradients:
 
 
 def _described(grad: Tensor | None, number: int) -> Tensor:
-    """[2] fp64: norm of a gradient, and its projection on numbers that all ranks draw alike."""
+    """Return [2] fp64: the norm of a gradient, and its projection on random numbers equal on all ranks."""
     if grad is None:
         return torch.zeros(2, dtype=torch.float64)
     values = grad.detach().reshape(-1).cpu().double()

@@ -1,4 +1,4 @@
-"""Detection of a hardware preset that fits the GPUs of all ranks; ranks agree on it when they shard."""
+"""Detect a hardware preset that fits the GPUs of all ranks; ranks agree on it when they shard."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _NAMES = MappingProxyType({"a100": r"\bA100-SXM\d*-80GB\b", "h100": r"\bH100 80G
 
 
 def preset_of(device_name: str) -> str | None:
-    """Preset for a GPU's name; None for PCIe cards and others, whose names say nothing about their links."""
+    """Return the preset for a GPU's name; None for PCIe cards and others, whose names do not tell their links."""
     return next((preset for preset, pattern in _NAMES.items() if re.search(pattern, device_name)), None)
 
 
 def agreed_machine(mesh: DeviceMesh) -> Hardware | None:
-    """Hardware that all ranks of a mesh have; called by all of them. None if no preset fits.
+    """Return the hardware that all ranks of a mesh share, None if no preset fits; all ranks must call it.
 
-    Without GPUs and NCCL it returns at once and sends nothing.
+    Without GPUs and NCCL it returns immediately and sends nothing.
     """
     device = torch.device(mesh.device_type)
     groups = mesh.get_all_groups()
@@ -43,7 +43,7 @@ def agreed_machine(mesh: DeviceMesh) -> Hardware | None:
 
 
 def gathered(own: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
-    """[n] of every rank of a mesh -> [N, n] in the mesh's order, along its last axis first."""
+    """Gather [n] of every rank of a mesh -> [N, n] in the mesh's order, along its last axis first."""
     found = own.unsqueeze(0)
     for group in reversed(groups):
         every = found.new_empty((dist.get_world_size(group) * found.shape[0], found.shape[1]))
@@ -53,7 +53,7 @@ def gathered(own: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
 
 
 def machine_of(ranks: Sequence[Sequence[int]]) -> Hardware | None:
-    """Hardware of ranks that report (preset, host), in order; None if presets differ, or numbers of ranks per host."""
+    """Return the hardware of ranks that report (preset, host); None if presets or ranks per host differ."""
     presets = {preset for preset, _ in ranks}
     if len(presets) > 1 or -1 in presets:
         return None

@@ -1,8 +1,8 @@
-"""Tensor parallelism: what its axis leaves of a parameter to each rank, and how zgraph's own axes divide that further.
+"""Tensor parallelism: each rank's part of a parameter on its axis, and how zgraph's own axes divide that further.
 
 `parallelize_module` makes DTensors on a `tp` axis. zgraph shards the part of each rank over its own axes, as FSDP2
-does, so that at rest the parameter is a DTensor on all of these axes. In forward the part is gathered, and is the same
-DTensor on `tp` again: compute, and its collectives, stay DTensor's.
+does, so that between forwards the parameter is a DTensor on all these axes. In forward the part is gathered, and is the
+same DTensor on `tp` again: compute, and its collectives, remain DTensor's.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from zgraph.torch_compat.dtensor import joined_mesh, strided_shard
 
 @dataclass(frozen=True)
 class TensorSplit:
-    """How a parameter lies on a tensor-parallel axis.
+    """Placement of a parameter on a tensor-parallel axis.
 
     Attributes:
-        shape: of the whole parameter.
+        shape: shape of the whole parameter.
         mesh: [T] ranks of the axis.
-        placement: `Shard` or `Replicate`; None for a plain parameter, of which all ranks hold the same.
+        placement: `Shard` or `Replicate`; None for a plain parameter, equal on all ranks.
     """
 
     shape: tuple[int, ...]
@@ -34,10 +34,10 @@ class TensorSplit:
 
     @classmethod
     def of(cls, name: str, parameter: Tensor, mesh: DeviceMesh) -> TensorSplit:
-        """Look at a parameter of a model that is parallelized over a mesh.
+        """Describe a parameter of a model that is parallelized over a mesh.
 
         Raises:
-            ValueError: it lies there in a way that zgraph cannot divide further.
+            ValueError: zgraph cannot divide the parameter's placement further.
         """
         shape = tuple(parameter.shape)
         if not isinstance(parameter, DTensor):
@@ -47,8 +47,8 @@ class TensorSplit:
             return cls(shape, mesh, placement)
         if type(placement) is not Shard:
             raise ValueError(
-                f"zgraph.shard: {name} lies as {placement} on the tensor-parallel mesh {mesh}; zgraph divides "
-                "Shard and Replicate further. Give its module another style in parallelize_module."
+                f"zgraph.shard: {name} is placed as {placement} on the tensor-parallel mesh {mesh}; zgraph can only "
+                "divide Shard and Replicate further. Give its module another style in parallelize_module."
             )
         dim = placement.dim % len(shape)
         if shape[dim] % mesh.size():
@@ -61,12 +61,12 @@ class TensorSplit:
 
     @property
     def size(self) -> int:
-        """Ranks of the axis."""
+        """Number of ranks on the axis."""
         return self.mesh.size()
 
     @property
     def dim(self) -> int | None:
-        """The tensor's dim that the axis splits; None where all of its ranks hold the same."""
+        """Dim that the axis splits; None if all its ranks hold the same tensor."""
         return self.placement.dim if isinstance(self.placement, Shard) and self.size > 1 else None
 
     @property
@@ -75,59 +75,60 @@ class TensorSplit:
         return tuple(rows // self.size if dim == self.dim else rows for dim, rows in enumerate(self.shape))
 
     def as_read(self, part: Tensor) -> Tensor:
-        """What the module reads in forward, from this rank's gathered part: a DTensor on the axis, if it was one."""
+        """Turn this rank's gathered part into the tensor read in forward: a DTensor on the axis, if it was one."""
         if self.placement is None:
             return part
         return DTensor.from_local(part, self.mesh, [self.placement], run_check=False)
 
     def lies_on(self, mesh: DeviceMesh) -> bool:
-        """Whether the axis is one of a mesh's, as that of experts is, which were sharded before."""
+        """Return whether the axis belongs to a mesh, like the axis of experts that were sharded before."""
         return set(self.mesh.mesh_dim_names or ()) <= set(mesh.mesh_dim_names or ())
 
     def check_divisor(self, name: str, reduction: str, mesh: DeviceMesh) -> None:
-        """Check that a part which was sharded before, such as experts, says what its gradients are divided by.
+        """Check that a part which was sharded before, such as experts, states the divisor of its gradients.
 
         Args:
-            name, reduction: of the parameter.
-            mesh: over which all other parameters are sharded now.
+            name: name of the parameter.
+            reduction: reduction of the parameter, see `zgraph.shard`.
+            mesh: mesh over which all other parameters are now sharded.
 
         Raises:
-            ValueError: it does not, and its mean would be over other ranks than that of the others.
+            ValueError: it does not, and its mean would be over different ranks than that of other parameters.
         """
         if self.size > 1 and self.lies_on(mesh) and reduction == "mean":
             raise ValueError(
                 f"zgraph.shard: {name} is split over {self.mesh.mesh_dim_names}, and the gradients of all other "
-                f"parameters are averaged over {mesh.size()} ranks. Its own is a sum over the tokens of all of them, "
-                f"and its mean over the {mesh.size() // self.size} that hold it would be {self.size} times too large: "
-                f"write reduction={mesh.size()} where it is sharded, or the number to divide by."
+                f"parameters are averaged over {mesh.size()} ranks. Its gradient is a sum over the tokens of all these "
+                f"ranks, so its mean over the {mesh.size() // self.size} that hold it would be {self.size} times too "
+                f"large: write reduction={mesh.size()} where it is sharded, or the number to divide by."
             )
 
 
 def placements_at_rest(layout: ShardLayout, ndim: int, split: TensorSplit | None) -> tuple[Placement, ...]:
-    """Placements of a parameter on zgraph's axes, and on the tensor-parallel one behind them.
+    """Return placements of a parameter on zgraph's axes, followed by the tensor-parallel axis.
 
     Args:
-        layout: of this rank's part.
+        layout: layout of this rank's part.
         ndim: number of zgraph's axes.
-        split: how the tensor-parallel axis splits the parameter; None: there is none.
+        split: how the tensor-parallel axis splits the parameter; None: there is no such axis.
     """
     own = layout.placements(ndim)
     if split is None:
         return own
-    if layout.is_sharded and split.dim == 0:  # first split over the tensor-parallel axis, although that comes last
+    if layout.is_sharded and split.dim == 0:  # split over the tensor-parallel axis first, although it comes last
         own = (*own[:-1], strided_shard(0, split.size))
     return (*own, split.placement or Replicate())
 
 
 def tensor_axis(parameters: Iterable[tuple[str, DeviceMesh]], mesh: DeviceMesh) -> DeviceMesh | None:
-    """The tensor-parallel axis of a model; None if nothing lies on one.
+    """Return the tensor-parallel axis of a model; None if there is none.
 
     Args:
         parameters: names and meshes of DTensors that zgraph has not made.
-        mesh: over which zgraph shards.
+        mesh: mesh over which zgraph shards.
 
     Raises:
-        ValueError: there are several, or the axis and the mesh do not fit together.
+        ValueError: there are several axes.
     """
     found: dict[DeviceMesh, str] = {}
     for name, of_parameter in parameters:
@@ -138,19 +139,19 @@ def tensor_axis(parameters: Iterable[tuple[str, DeviceMesh]], mesh: DeviceMesh) 
     if len(found) > 1:
         others = ", ".join(f"{name} on {one}" for one, name in found.items())
         raise ValueError(
-            f"zgraph.shard: the model's DTensors lie on several meshes ({others}); one tensor-parallel axis composes "
-            'with zgraph. Parallelize all modules over the same mesh["tp"].'
+            f"zgraph.shard: the model's DTensors are on several meshes ({others}); only one tensor-parallel axis "
+            'composes with zgraph. Parallelize all modules over the same mesh["tp"].'
         )
     if axis.ndim > 1:
         raise ValueError(
-            f"zgraph.shard: {name} lies on the {axis.ndim} axes of {axis}; one tensor-parallel axis composes with "
+            f"zgraph.shard: {name} is on the {axis.ndim} axes of {axis}; only one tensor-parallel axis composes with "
             'zgraph, which adds its own. Write parallelize_module(module, mesh["tp"], plan).'
         )
     return axis
 
 
 def mesh_at_rest(mesh: DeviceMesh, axis: DeviceMesh | None) -> DeviceMesh:
-    """The mesh of zgraph's axes and the tensor-parallel one, on which parameters lie between forwards.
+    """Return the mesh of zgraph's and the tensor-parallel axes, on which parameters are stored between forwards.
 
     Raises:
         ValueError: the two overlap, or are not slices of one mesh.

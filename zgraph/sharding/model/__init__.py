@@ -1,1 +1,1 @@
-"""What a user's model brings along: its buffers, hooks and shared memory, and a forward that writes to its weights."""
+"""Properties of users' models: buffers, hooks, shared memory, loops over sharded tensors, writes to weights."""

@@ -1,4 +1,4 @@
-"""Buffers: every rank gets rank 0's values, whatever their dtype and strides."""
+"""Buffers: every rank receives rank 0's values, whatever their dtype and strides."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torch.distributed.tensor import DTensor
 
 
 def check_buffers(module: nn.Module) -> None:
-    """Check that each buffer has elements that can be sent.
+    """Check that the elements of each buffer can be sent.
 
     Raises:
-        ValueError: one has not; names it.
+        ValueError: a buffer cannot be sent; the message names it.
     """
     for name, buffer in _buffers(module):
         if buffer.layout != torch.strided or buffer.is_quantized:
             kind = "quantized" if buffer.is_quantized else f"of layout {buffer.layout}"
             raise ValueError(
-                f"zgraph.shard: the buffer {name} is {kind}, and only dense tensors are sent from rank 0 to the "
-                "others. Keep it as a plain attribute, which each rank makes alike, or register what it is made of "
+                f"zgraph.shard: the buffer {name} is {kind}, and only dense tensors can be sent from rank 0 to the "
+                "others. Keep it as a plain attribute, which each rank makes alike, or register its components "
                 "(indices and values, or codes and scales) as buffers and build it in forward."
             )
 
@@ -42,16 +42,16 @@ def _buffers(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def _broadcast(buffer: Tensor, group: ProcessGroup, device_type: str) -> None:
-    """Send the elements as bytes: backends ask for neither strides nor overlaps, and do not know every dtype."""
+    """Send the elements as bytes: backends handle neither strides nor overlaps, nor every dtype."""
     own = distinct_elements(buffer).resolve_conj().resolve_neg()
-    # In a dimension more: the last one of the buffer may have no elements, or none that are neighbours.
+    # Add a dimension for the view as bytes: the buffer's last one may be empty or not contiguous.
     elements = own.to(device_type, copy=True, memory_format=torch.contiguous_format).unsqueeze(-1)
     dist.broadcast(elements.view(torch.uint8), src=dist.get_global_rank(group, 0), group=group)
     distinct_elements(buffer).copy_(elements.squeeze(-1))
 
 
 def distinct_elements(buffer: Tensor) -> Tensor:
-    """The elements of a tensor without those that expanding has repeated, which may not be written to."""
+    """Return a tensor without the elements that expanding has repeated, which must not be written to."""
     for dim, stride in enumerate(buffer.stride()):
         if stride == 0 and buffer.shape[dim] > 1:
             buffer = buffer.narrow(dim, 0, 1)

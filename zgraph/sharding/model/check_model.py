@@ -1,4 +1,4 @@
-"""What `shard` cannot take over from a model, by name: values it cannot send, memory and lists that tie parameters."""
+"""Find by name what `shard` cannot support in a model: values it cannot send, memory and lists that tie parameters."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ SENT_DTYPES = (
 
 
 def check_model(module: nn.Module, found: Mapping[str, nn.Parameter], ignored: Container[int]) -> None:
-    """Check that `shard` can take over a model's parameters and buffers.
+    """Check that `shard` supports a model's parameters and buffers.
 
     Args:
-        found: the parameters to shard, by name.
-        ignored: ids of those that are only wrapped.
+        found: parameters to shard, by name.
+        ignored: ids of parameters that are only wrapped.
 
     Raises:
-        ValueError: it cannot; names what, and what to do.
+        ValueError: it does not; the message names the tensor and says what to do.
     """
     _check_kinds(found, ignored)
     _check_memory(found, module)
@@ -42,19 +42,19 @@ def _check_kinds(found: Mapping[str, nn.Parameter], ignored: Container[int]) -> 
     for name, parameter in found.items():
         if is_lazy(parameter):
             raise ValueError(
-                f"zgraph.shard: {name} has no shape yet (a lazy module); run one forward of the model before, on a "
-                "batch like those to come."
+                f"zgraph.shard: {name} has no shape yet (a lazy module); run one forward of the model first, on a "
+                "typical batch."
             )
         if type(parameter) is not nn.Parameter and not isinstance(parameter, DTensor) and not is_fake(parameter):
             raise ValueError(
                 f"zgraph.shard: {name} is a {type(parameter).__name__}, a class of its own, and would lose that class "
-                "and what it does as a DTensor. Make it an nn.Parameter; to mark a parameter, set an attribute of it "
+                "and its behaviour as a DTensor. Make it an nn.Parameter; to mark a parameter, set an attribute of it "
                 f'({name}.kind = "..."), which zgraph.shard carries over.'
             )
         if parameter.layout != torch.strided or parameter.is_quantized:
             kind = "quantized" if parameter.is_quantized else f"of layout {parameter.layout}"
             raise ValueError(
-                f"zgraph.shard: {name} is {kind}, and only dense parameters are sharded. Store what it is made of "
+                f"zgraph.shard: {name} is {kind}, and only dense parameters are sharded. Store its components "
                 "(indices and values, or codes and scales) and build it in forward."
             )
         if parameter.dtype not in SENT_DTYPES and id(parameter) not in ignored:
@@ -77,8 +77,8 @@ def _check_memory(found: Mapping[str, nn.Parameter], module: nn.Module) -> None:
             if name in found and _overlap(tensor, twin):
                 what = "parameters" if other in found else "a parameter and a buffer"
                 raise ValueError(
-                    f"zgraph.shard: {name} and {other} are {what} with the same memory, which they would lose: an "
-                    "update of one would no longer be seen in the other. Tie parameters by assigning the parameter "
+                    f"zgraph.shard: {name} and {other} are {what} with the same memory, which sharding would separate: "
+                    "an update of one would no longer be seen in the other. Tie parameters by assigning the parameter "
                     "itself (a.weight = b.weight, not its .data), and make a view of a parameter in forward."
                 )
 
@@ -94,13 +94,13 @@ def _check_holders(found: Mapping[str, nn.Parameter], module: nn.Module) -> None
             if held is not None:
                 raise ValueError(
                     f"zgraph.shard: {'.'.join(filter(None, (prefix, attribute)))} holds the parameter {held} in a "
-                    f"{type(value).__name__}, in which it would stay unsharded: what reads it there would train "
-                    "without it. Use nn.ParameterList or nn.ParameterDict, or read the module's attribute in forward."
+                    f"{type(value).__name__}, where it would stay unsharded, and a forward that reads it there would "
+                    "not train it. Use nn.ParameterList or nn.ParameterDict, or read the module's attribute in forward."
                 )
 
 
 def _held(value: Any) -> Iterable[Tensor]:
-    """Tensors in a container, or in containers in it."""
+    """Yield tensors in a container, or in containers directly inside it."""
     for one in _items(value):
         if isinstance(one, Tensor):
             yield one
@@ -119,14 +119,14 @@ def _has_memory(tensor: Tensor) -> bool:
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two views of a storage have an element in common."""
+    """Return whether two views of a storage have an element in common."""
     spans = [(view.storage_offset() * view.itemsize, _end(view) * view.itemsize) for view in (one, other)]
     begin, end = max(span[0] for span in spans), min(span[1] for span in spans)
     if begin >= end:
         return False
     if one.dtype != other.dtype:
         return True
-    # Such as the columns of one matrix and those of another: only marking them tells.
+    # Interleaved views, such as two columns of a matrix: mark the elements to find out.
     marked = torch.zeros(max(map(_end, (one, other))), dtype=torch.bool)
     marks = [marked.as_strided(view.shape, view.stride(), view.storage_offset()) for view in (one, other)]
     distinct_elements(marks[0]).fill_(True)

@@ -1,4 +1,4 @@
-"""Weights that rest as codes of a few bits, for inference: what rests, what a gather sends, and how it is read."""
+"""Weights stored as codes of a few bits, for inference: how they are encoded, gathered and decoded."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ from zgraph.tiers.offload import Offload
 from zgraph.torch_compat.operators import has_kernel
 
 CODED = (torch.bfloat16, torch.float16, torch.float32)
-LEAST_NUMEL = 4096  # the codes of fewer elements save nothing: space on disk is handed out by 4 KiB
+LEAST_NUMEL = 4096  # codes of fewer elements save nothing: disk space is allocated in units of 4 KiB
 
 
 @dataclass(frozen=True)
 class Codes:
-    """How the codes of one weight lie on the mesh, and what they stand for.
+    """Layout of one weight's codes on the mesh, and the weight that they encode.
 
-    Each rank quantizes its own rows, as they follow one another, in groups that share a scale. At rest the parameter is
-    a DTensor of bytes, of as many on each rank.
+    Each rank quantizes its own rows, in order, in groups that share a scale. Between forwards the parameter is a
+    DTensor of bytes, the same number on each rank.
 
     Attributes:
         method: compression method, as `zgraph.compression.method_text.to_text` writes it.
         weight: layout of the weight.
-        dtype: its dtype.
-        world: ranks that the rows are split over.
-        numel: elements of the rows of the rank with most of them.
+        dtype: dtype of the weight.
+        world: number of ranks that the rows are split over.
+        numel: number of elements in the rows of the rank with the most rows.
     """
 
     method: str
     weight: ShardLayout
     dtype: torch.dtype
-    world: int  # these two are numbers, since Dynamo does not look process groups up
+    world: int  # stored as numbers, like numel, since Dynamo does not look up process groups
     numel: int
 
     @classmethod
     def of(cls, options: Offload | None, name: str, parameter: Tensor, layout: ShardLayout) -> Codes | None:
-        """Codes for a parameter; None if it rests as it is: a small one, a vector, or one that was named.
+        """Return codes for a parameter; None if it is stored as is: small, a vector, or named in full_precision.
 
         Raises:
-            ZgraphError: the kernels, which belong to a room above, are not loaded.
+            ZgraphError: the kernels, which belong to a higher layer, are not loaded.
         """
         if options is None or options.param_bits is None:
             return None
@@ -57,8 +57,8 @@ class Codes:
             return None
         if not has_kernel("zgraph::quantize_shards", "CPU"):
             raise ZgraphError(
-                f"zgraph.shard: {name} is to rest as codes of {options.param_bits} bits, and the kernels of codes are "
-                "not loaded; write zgraph.Offload, which loads them, or import zgraph.codegen."
+                f"zgraph.shard: {name} must be stored as codes of {options.param_bits} bits, but their kernels are not "
+                "loaded; write zgraph.Offload, which loads them, or import zgraph.codegen."
             )
         bits = options.param_bits
         method = NoFeedback(bits=bits, group=64 if bits == 4 else 128, clip_search=True)
@@ -71,18 +71,18 @@ class Codes:
         return replace(self.weight, shape=(self.world * shard_bytes(self.method, self.numel),))
 
     def encode(self, shard: Tensor) -> Tensor:
-        """[bytes] uint8: the codes of this rank's rows."""
+        """Return [bytes] uint8: the codes of this rank's rows."""
         return torch.ops.zgraph.quantize_shards.default([shard], self.method, [self.numel], self.weight.rank)
 
     def encoded(self, sharded: DTensor) -> DTensor:
-        """The parameter as it rests: its bytes, in the place of its values."""
+        """Return the parameter as it is stored, as a DTensor of codes."""
         with torch.no_grad():
             codes = self.encode(sharded.to_local())
         return DTensor.from_local(codes, sharded.device_mesh, sharded.placements, run_check=False)
 
     def decode(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
-        """The unsharded weight that gathered codes stand for, rounded to its own dtype, then to the one asked for."""
-        first = dtype if self.dtype == torch.float32 else self.dtype  # decoded values are fp32, and rounded once
+        """Decode gathered codes to the unsharded weight, rounded to its own dtype, then to `dtype`."""
+        first = dtype if self.dtype == torch.float32 else self.dtype  # decoded values are fp32; round only once
         decode = torch.ops.zgraph.dequantize_shards.default
         flat = decode(codes, self.method, self.numel, 0, self.world, first)
         rows, shape = self.world * self.numel // math.prod(self.weight.shape[1:]), self.weight.shape

@@ -1,4 +1,4 @@
-"""Loading all of a state dict or nothing: a dry run that changes nothing meets every error that the load would."""
+"""Load all of a state dict or nothing: a dry run that changes nothing raises every error that the load would."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ COMPILED = "_orig_mod."  # prefix that torch.compile adds to the keys of the mod
 def load_all_or_nothing(
     module: nn.Module, load: Callable[..., Any], state_dict: Mapping[str, Any], strict: bool, assign: bool
 ) -> Any:
-    """Call `load(module, state_dict, strict, assign)` so that the module stays as it was if it raises.
+    """Call `load(module, state_dict, strict, assign)` such that the module is unchanged if it raises.
 
-    torch copies one parameter after the other and raises at the end, when some values have been replaced already.
+    torch copies one parameter after another and raises at the end, when some values have already been replaced.
 
     Raises:
-        RuntimeError: torch's own, of `load`.
+        RuntimeError: torch's own error, from `load`.
     """
     if isinstance(state_dict, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         load(module, dry_run_of(module, state_dict, assign), strict, assign)

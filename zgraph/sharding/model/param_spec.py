@@ -1,4 +1,4 @@
-"""Options of a parameter: how it lies on the mesh, and in which dtypes it is read and reduced."""
+"""Options of a parameter: its layout on the mesh, and the dtypes in which it is read and reduced."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ class ParamSpec:
     """Options of one parameter, as its markers need them; equal for equal blocks.
 
     Attributes:
-        layout: how it, or this rank's part of it, lies on the mesh.
+        layout: layout of the parameter, or of this rank's tensor-parallel part, on the mesh.
         dtype: dtype of the sharded parameter.
         device_type: device type of the mesh that it was sharded on.
         rests_on: device type of the parameter between forwards.
-        compute_dtype: dtype in which it is read.
-        wire_dtype: dtype in which its gradient travels; None: the gradient's own.
+        compute_dtype: dtype in which forward reads the parameter.
+        wire_dtype: dtype in which its gradient is sent; None: the gradient's own.
         mean_dtype: dtype in which the gradient's mean is gathered, see `zgraph.dialect.wire_dtypes.mean_dtype_of`.
-        reduction: "mean", "sum", or what the sum is divided by.
-        split: how it lies on a tensor-parallel axis, before zgraph shards this rank's part; None: there is none.
-        ignored: read as it is and not reduced; replicated in name only, since each rank keeps its own values.
-        codes: what the bytes stand for that rest in its place; `layout` and `dtype` are theirs. None: it rests itself.
+        reduction: "mean", "sum", or the divisor of the sum.
+        split: placement on a tensor-parallel axis, before zgraph shards this rank's part; None: there is no such axis.
+        ignored: whether it is read as is and not reduced; nominally replicated, but each rank keeps its own values.
+        codes: codes stored in place of the weight; `layout` and `dtype` are theirs. None: the weight itself is stored.
     """
 
     layout: ShardLayout
@@ -43,7 +43,7 @@ class ParamSpec:
 
     @property
     def gather_dtype(self) -> torch.dtype:
-        """Dtype in which it is gathered."""
+        """Dtype in which the parameter is gathered."""
         return self.compute_dtype if self.codes is None else self.dtype
 
     @property

@@ -21,23 +21,23 @@ class ReplacedParameters:
         self._references: list[tuple[str, weakref.ref[nn.Parameter]]] = []
 
     def note(self, name: str, parameter: nn.Parameter) -> None:
-        """Note one; a backward that reaches it from now on is refused."""
+        """Register a replaced parameter; any later backward that reaches it is refused."""
         refuse_gradients(parameter, partial(_refuse, name))
         self._references.append((name, weakref.ref(parameter)))
 
     def take_over(self, others: ReplacedParameters) -> None:
-        """Note what others have noted, who forget it."""
+        """Move the references of another instance here."""
         self._references += others._references
         others._references = []
 
     def alive(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those that something still holds, with their names."""
+        """Yield names and parameters that are still referenced elsewhere."""
         for name, reference in self._references:
             if (parameter := reference()) is not None:
                 yield name, parameter
 
     def held_by_optimizer(self) -> str | None:
-        """Name of one that an optimizer holds; None: there is none, and all are forgotten."""
+        """Return the name of one that an optimizer holds; if there is none, forget all and return None."""
         found = next((name for name, parameter in self.alive() if _is_held_by_optimizer(parameter)), None)
         if found is None:
             self._references = []
@@ -47,13 +47,13 @@ class ReplacedParameters:
 def _refuse(name: str) -> NoReturn:
     raise ZgraphError(
         f"zgraph: a gradient has reached the tensor that {name} was before zgraph.shard, which something still reads: "
-        "a closure, a list, or another model. It trains nothing. Read the module's attribute in forward, and shard "
-        "models that share parameters in one call."
+        "a closure, a list, or another model. The gradient would train nothing. Read the module's attribute in "
+        "forward, and shard models that share parameters in one call."
     )
 
 
 def _is_held_by_optimizer(parameter: nn.Parameter) -> bool:
-    """Whether some optimizer's param_groups list this very tensor."""
+    """Return whether any optimizer's param_groups list this very tensor."""
     for holder in gc.get_referrers(parameter):
         if not isinstance(holder, list):
             continue

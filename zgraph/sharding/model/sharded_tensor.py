@@ -1,15 +1,15 @@
-"""Sharded parameters and gradients, of which lines of a loop see what the plain model has.
+"""Sharded parameters and gradients that behave in a training loop like those of the plain model.
 
-A view of a DTensor along a sharded axis is a copy, gathered from all ranks. DTensor silently loses what is written to
-it, and refuses in-place operators that need other placements or take plain tensors. Here such a write, as in
+A view of a DTensor along a sharded axis is a copy, gathered from all ranks. DTensor silently loses writes to the copy,
+and refuses in-place operators that need other placements or plain tensors. Here such a write, as in
 `embedding.weight.grad[:old] = 0`, is made to the whole tensor, of which each rank keeps its part.
 
-A number that is read of a DTensor is that of this rank's part: `p.grad.norm().item()`, `if torch.isnan(p.grad).any()`.
-Here it is that of the whole tensor, on every rank. All ranks must make such a write and such a read: one that makes it
-alone gets an error, and so do the others.
+A number read from a DTensor describes this rank's part only: `p.grad.norm().item()`, `if torch.isnan(p.grad).any()`.
+Here it describes the whole tensor, on every rank. All ranks must make such writes and reads: if one makes it and the
+others do not, all get an error.
 
-Random numbers are drawn for the whole tensor, too. Where DTensor does not manage generators, which is on CPUs, it draws
-each shard from the rank's own: equal seeds repeat rows on every rank, and different ones let replicas drift apart.
+Random numbers are also drawn for the whole tensor. On CPUs DTensor does not manage generators and draws each shard from
+the rank's own: equal seeds repeat rows on every rank, and different seeds let replicas drift apart.
 """
 
 from __future__ import annotations
@@ -47,43 +47,43 @@ from zgraph.torch_compat.operators import (
 
 aten = torch.ops.aten
 _READ = aten._local_scalar_dense.default
-# What raises, or differs, for a shard without elements, on the ranks that have such.
+# Operators that raise, or give another result, on ranks whose shard has no elements.
 _OF_NOTHING = frozenset(
     {aten.max, aten.min, aten.amax, aten.amin, aten.aminmax, aten.argmax, aten.argmin, aten.median, aten.nanmedian}
 )
 _UNSCALES = aten._amp_foreach_non_finite_check_and_unscale_.default
 _COPIES = zlib.crc32(b"copy.deepcopy")
-_NORMS = frozenset({aten.linalg_vector_norm, aten._foreach_norm})  # the same of infinite order
+_NORMS = frozenset({aten.linalg_vector_norm, aten._foreach_norm})  # likewise for infinite order
 _SAME = frozenset({aten.detach.default, aten.alias.default})
-# Where operators are given the dimension that they take a part of; DTensor gathers for them if it is sharded.
+# Position of the dim argument of operators that take a part along it; DTensor gathers if that dim is sharded.
 _DIMENSIONS = MappingProxyType(
     {aten.select.int: 1, aten.slice.Tensor: 1, aten.split.Tensor: 2, aten.split_with_sizes.default: 2}
 )
 
 
 class View(NamedTuple):
-    """What a view shows: the tensor, and the operators that lead from all of it to the view."""
+    """Origin of a view: the viewed tensor, and the operators that lead from the whole of it to the view."""
 
     whole: Sharded
     steps: tuple[Callable[[Tensor], Any], ...]
-    number: int = 0  # of the operators and their numbers; 0 for all of the tensor
+    number: int = 0  # hash of the operators and their arguments; 0 for the whole tensor
 
 
 class Sharded(DTensor):
-    """A DTensor that knows what it is a view of. What operators make of one is one, too.
+    """A DTensor that knows which tensor it is a view of. Operators on one return the same class.
 
     Attributes:
-        viewed: what it shows; None if it is no view.
-        of_model: whose ranks write to it together, or read a number of it; None where nothing tells.
-        of_parameter: name of the parameter that it is, is the gradient of, or was computed from; of the first one.
-        origin: number of the parameter, or of all that it was computed from and of how; the same on all ranks.
-        writes: how often it was written to since the first copy of its rows was gathered; None before that.
-        seen: of a gathered copy, the number of writes that it shows.
+        viewed: origin of the view; None if it is not a view.
+        of_model: model whose ranks write to it, or read a number from it, together; None: unknown.
+        of_parameter: name of the parameter that it is, is the gradient of, or (the first one) was computed from.
+        origin: number that identifies the parameter, or all inputs and operators it results from; equal on all ranks.
+        writes: number of writes since the first copy of its rows was gathered; None before that.
+        seen: for a gathered copy, the number of writes that it includes.
         digest: digest of the numbers that it was computed from: see `zgraph.runtime.exchanges.changes`.
     """
 
     viewed: View | None = None
-    of_model: weakref.ref[Model] | None = None  # weak: what is kept of a gradient keeps no model
+    of_model: weakref.ref[Model] | None = None  # weak: a stored gradient must not keep the model alive
     of_parameter = ""
     origin = 0
     writes: int | None = None
@@ -116,7 +116,7 @@ class Sharded(DTensor):
         return result
 
     def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
-        """DTensor's, which `full_tensor()` calls, too, once all ranks are here."""
+        """Call DTensor's `redistribute`, as `full_tensor()` does, once all ranks have arrived."""
         if not all(placement.is_replicate() for placement in self.placements):
             _meet(self, "full_tensor() or redistribute()")
         made = super().redistribute(*args, **kwargs)
@@ -125,7 +125,7 @@ class Sharded(DTensor):
         return made
 
     def numpy(self, *, force: bool = False) -> Any:
-        """The whole tensor's values. They cannot be written to: that would be lost."""
+        """Return the whole tensor's values, read-only because writes would be lost."""
         _meet(self, "numpy()")
         array = _gathered(self).requires_grad_(self.requires_grad).numpy(force=force)
         array.flags.writeable = False
@@ -135,11 +135,11 @@ class Sharded(DTensor):
         raise ZgraphError("zgraph: a sharded tensor has no memory to share; write parameter.full_tensor() first.")
 
     def __format__(self, format_spec: str) -> str:
-        """As of a plain tensor, which formats the number that it has: f"{norm:.3f}"."""
+        """Format a 0-d tensor as a number, like a plain tensor: f"{norm:.3f}"."""
         return format(self.item(), format_spec) if self.ndim == 0 else super().__format__(format_spec)
 
     def tolist(self) -> Any:
-        """The whole tensor's values."""
+        """Return the whole tensor's values."""
         _meet(self, "tolist()")
         return _gathered(self).tolist()
 
@@ -151,19 +151,19 @@ class Sharded(DTensor):
     def data(self, value: Tensor) -> None:
         own = local_of(self)
         if is_fake(own):
-            cast(Any, Tensor.data).__set__(self, value)  # a captured step sees it, and writes the values
+            cast(Any, Tensor.data).__set__(self, value)  # a captured step sees the assignment, and writes the values
         elif not (isinstance(value, DTensor) and local_of(value).is_set_to(own)):  # p.data += 1 has written already
             raise ZgraphError(ASSIGNED)
 
     @staticmethod
     def __tensor_unflatten__(inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any) -> Any:
-        """What torch.compile traces with, and wraps results of a graph in: of the class of the graph's inputs."""
+        """Build the tensors that torch.compile traces with, or wraps results in, in the class of the graph's inputs."""
         made = DTensor.__tensor_unflatten__(inner_tensors, flatten_spec, outer_size, outer_stride)
         as_sharded(made)
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """What is saved is a DTensor, which can be loaded without zgraph."""
+        """Pickle as a plain DTensor, which can be loaded without zgraph."""
         saved = self.__copy__()
         saved.__class__ = DTensor
         return DTensor.__reduce_ex__(saved, protocol)
@@ -185,12 +185,12 @@ class Sharded(DTensor):
 
 ASSIGNED = (
     "zgraph: something was assigned to the .data of a sharded tensor, which would be lost: torch keeps the values of a "
-    "DTensor elsewhere. Write into it, outside of forward: with torch.no_grad(): parameter.copy_(value)."
+    "DTensor elsewhere. Write into it, outside forward: with torch.no_grad(): parameter.copy_(value)."
 )
 COLLECTED = (
     "zgraph: {func} of a sharded tensor would mix different rows of it. Gradients are averaged over the ranks already, "
-    "and weights are equal on all of them: delete the line. Of what is not, communicate parameter.full_tensor() or "
-    "parameter.to_local()."
+    "and weights are equal on all of them: delete the line. To communicate other tensors, pass parameter.full_tensor() "
+    "or parameter.to_local()."
 )
 RESHAPED = (
     "zgraph: {func} changes the shape of a sharded tensor in place; write view = view.t(), and the like, without the "
@@ -203,7 +203,7 @@ allow_lists_of(Sharded)
 
 
 def as_sharded(tensor: DTensor, like: DTensor | None = None) -> None:
-    """Make a DTensor one of this kind, of the model of another; the same object, whatever refers to it."""
+    """Turn a DTensor into a Sharded one in place, and give it the model and origin of `like`."""
     tensor.__class__ = Sharded
     if isinstance(like, Sharded) and like.of_model is not None:
         made = cast(Sharded, tensor)
@@ -211,13 +211,13 @@ def as_sharded(tensor: DTensor, like: DTensor | None = None) -> None:
 
 
 def put_in_model(parameter: Sharded, model: Model, name: str) -> None:
-    """Say which model's ranks do with a parameter what lines of the loop say."""
+    """Register a parameter with the model whose ranks run the same lines of the loop on it."""
     parameter.of_model, parameter.of_parameter = weakref.ref(model), name
     parameter.origin = zlib.crc32(name.encode())
 
 
 def sharded_like(local: Tensor, like: DTensor) -> DTensor:
-    """`dtensor_like`, of the same model."""
+    """Call `dtensor_like` and keep the model of `like`."""
     made = dtensor_like(local, like)
     if type(made) is Sharded:
         as_sharded(made, like)
@@ -225,7 +225,7 @@ def sharded_like(local: Tensor, like: DTensor) -> DTensor:
 
 
 def note_change(tensors: Iterable[Tensor], name: str, numbers: Sequence[float]) -> None:
-    """Say that local parts of tensors are changed by numbers, as operators on the tensors are noted."""
+    """Note a change of local parts of tensors by numbers, as operators on the whole tensors are noted."""
     for tensor in tensors:
         model = _model_of(tensor) if isinstance(tensor, Sharded) else None
         if model is not None and model.changes.are_noted:
@@ -266,7 +266,7 @@ def _is_split(tensor: DTensor) -> bool:
 
 
 def _split_axes(tensor: Any) -> int:
-    """Along how many axes of its mesh ranks have different parts of a tensor."""
+    """Return the number of mesh axes along which ranks have different parts of a tensor."""
     placements = tensor.placements if isinstance(tensor, DTensor) else ()
     return sum(not one.is_replicate() and tensor.device_mesh.size(axis) > 1 for axis, one in enumerate(placements))
 
@@ -314,21 +314,21 @@ def _run(
 
 
 def _refuse_plain_gradients(func: OpOverload, args: Sequence[Any]) -> None:
-    """Refuse a loss of plain and sharded tensors, as their gradients would be sharded where forward expects plain ones.
+    """Refuse a loss of plain and sharded tensors: forward would receive sharded gradients where it expects plain ones.
 
     Raises:
-        ZgraphError: among the arguments is a plain tensor that requires a gradient.
+        ZgraphError: a plain tensor among the arguments requires a gradient.
     """
     if any(plain.requires_grad for plain in _plain_among(args)):
         raise ZgraphError(
             f"zgraph: {func} of a sharded tensor and of a plain one that requires a gradient, as in loss + "
-            "parameter.norm(): outside of forward a parameter is a DTensor. Write parameter.full_tensor(), whose "
+            "parameter.norm(): outside forward a parameter is a DTensor. Write parameter.full_tensor(), whose "
             "gradient is averaged over the ranks."
         )
 
 
 def _on_dtensors(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], sharded: Sequence[Sharded]) -> Any:
-    """Call an operator with plain DTensors, whose dispatch in C++ asks for that very class."""
+    """Call an operator with plain DTensors, whose C++ dispatch requires exactly that class."""
     model = _model_of(sharded[0])
     meeting: Any = nullcontext()
     if model is not None and model.changes.are_noted:
@@ -375,7 +375,7 @@ def _note_view(
 
 
 def _is_copy(view: Sharded) -> bool:
-    """Whether a view is a gathered copy of what it shows."""
+    """Return whether a view is a gathered copy, with storage of its own."""
     return view.viewed is not None and (
         traced_storage_key(local_of(view)) != traced_storage_key(local_of(view.viewed.whole))
     )
@@ -383,7 +383,7 @@ def _is_copy(view: Sharded) -> bool:
 
 @torch.no_grad()
 def _renew(view: Sharded) -> None:
-    """Gather a copy again if what it shows was written to meanwhile."""
+    """Gather a copy again if the viewed tensor has been written to since."""
     assert view.viewed is not None
     whole, steps, _ = view.viewed
     if whole.writes is None or view.seen == whole.writes or not _is_copy(view):
@@ -400,7 +400,7 @@ def _note_write(written: Iterable[Any]) -> None:
             if one.viewed is not None:
                 whole = one.viewed.whole
                 if not whole.is_inference():
-                    torch.autograd.graph.increment_version(whole)  # that of `.data` is another one
+                    torch.autograd.graph.increment_version(whole)  # `.data` has a version counter of its own
             if whole.writes is not None:
                 whole.writes += 1
 
@@ -411,8 +411,8 @@ def _note_write(written: Iterable[Any]) -> None:
 def _write(
     func: OpOverload, traits: _Traits, args: Sequence[Any], kwargs: Mapping[str, Any], sharded: Sequence[Sharded]
 ) -> Any:
-    """Call an operator that writes, by its schema, to its first argument, to lists, or to `out=`."""
-    if traits.assigns:  # as Dynamo traces it, whose graph is refused
+    """Call an operator whose schema says that it writes to its first argument, to lists, or to `out=`."""
+    if traits.assigns:  # only traced by Dynamo, whose graph is refused later
         func, traits = aten.copy_.default, _traits_of(aten.copy_.default)
     outputs = written_tensors(func, args, kwargs)
     written = [one for one in outputs if isinstance(one, Sharded)]
@@ -423,14 +423,14 @@ def _write(
         raise ZgraphError(RESHAPED.format(func=func))
     if target is None and any(map(_is_copy, written)):
         raise ZgraphError(
-            f"zgraph: {func} writes to several rows of a sharded tensor at once, of which it would have copies. Write "
-            "to one after the other: for rows in ...: rows.mul_(2)."
+            f"zgraph: {func} writes to several views of sharded rows in one call, and these are copies. Write to one "
+            "after another: for rows in ...: rows.mul_(2)."
         )
     is_for_whole = (
         target is not None
         and (
             _is_copy(target)
-            or target is not args[0]  # DTensor lets `out=` have other placements than it says
+            or target is not args[0]  # DTensor may leave `out=` with wrong placements
             or (traits.is_random and _draws_here(target))
             or any(plain.ndim > 0 for plain in _plain_among((*args[1:], *kwargs.values())))
         )
@@ -439,14 +439,14 @@ def _write(
         try:
             result = _on_dtensors(func, args, kwargs, sharded)
         except (NotImplementedError, RuntimeError) as error:
-            # DTensor finds placements before it runs anything: nothing has been written yet.
+            # DTensor determines placements before it runs anything, so nothing has been written yet.
             if isinstance(error, ZgraphError):
                 raise
             if traits.reshapes:
                 raise ZgraphError(RESHAPED.format(func=func)) from error
             if target is not None:
                 return _write_to_whole(target, func, args, kwargs)
-            if partial := [one for one in sharded if _is_partial(one)]:  # norms that are not added up yet
+            if partial := [one for one in sharded if _is_partial(one)]:  # norms that are not summed yet
                 for one in partial:
                     _meet(one, f"writing to a number ({func})")
                     put_whole(one, _gathered(one))
@@ -461,21 +461,21 @@ def _write(
 
 @torch.no_grad()
 def _write_to_plain(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], like: Sharded) -> Any:
-    """Call an operator that writes to plain tensors with all of the sharded ones: a teacher's `t.lerp_(p, 0.1)`."""
+    """Call an operator that writes to plain tensors with whole tensors, such as a teacher's `t.lerp_(p, 0.1)`."""
     _meet(like, f"writing to a plain tensor ({func})")
     given, named = _all_gathered(args, kwargs)
     return func(*given, **named)
 
 
 def _lie_alike(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operator over lists computes element by element with shards of equal layouts, and no plain tensor."""
+    """Return whether an operator over lists is elementwise, on shards of equal layouts and without plain tensors."""
     lists = [[one for one in arg if isinstance(one, DTensor)] for arg in args if type(arg) in (list, tuple)]
     lists = [one for one in lists if one]
     return (
         is_elementwise_over_lists(func)
         and len({len(one) for one in lists}) == 1
         and not any(isinstance(arg, DTensor) for arg in (*args, *kwargs.values()))
-        and not any(plain.ndim for plain in _plain_among((*args, *kwargs.values())))  # nobody would compare it
+        and not any(plain.ndim for plain in _plain_among((*args, *kwargs.values())))  # not compared across ranks
         and all(
             len({(one.shape, one.placements, one.device_mesh) for one in alike}) == 1 and not _is_partial(alike[0])
             for alike in zip(*lists, strict=True)
@@ -492,11 +492,11 @@ def _with_local_parts(args: Sequence[Any]) -> list[Any]:
 
 @torch.no_grad()
 def _write_to_whole(target: Sharded, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sharded:
-    """Call an operator that writes to a tensor as on one rank, with all of the tensor that this is a view of.
+    """Call an operator that writes to a tensor on the whole tensor that it views, as on one rank.
 
     Raises:
         AgreementError: ranks pass different plain tensors.
-        ZgraphError: a step that is captured passes one, which cannot be compared.
+        ZgraphError: a captured step passes a plain tensor, which cannot be compared.
     """
     sharded, steps, _ = target.viewed or View(target, ())
     _meet(target, f"writing to parts ({func})")
@@ -515,7 +515,7 @@ def _write_to_whole(target: Sharded, func: OpOverload, args: Sequence[Any], kwar
     if _is_copy(target):
         put_local(target, _shown(whole, steps))
         target.seen = sharded.writes or 0
-    # Of `rrelu`, which writes its noise to an argument, the result is another tensor.
+    # `rrelu` writes its noise to an argument and returns another tensor.
     return _laid_out(result, sharded) if isinstance(result, Tensor) and result is not shown else target
 
 
@@ -526,7 +526,7 @@ def _shown(whole: Tensor, steps: Sequence[Callable[[Tensor], Any]]) -> Tensor:
 
 
 def _check_equal(tensors: Sequence[Tensor], mesh: DeviceMesh, func: OpOverload) -> None:
-    """Check that all ranks of a mesh have the same values in some plain tensors."""
+    """Check that all ranks of a mesh have the same values in these plain tensors."""
     what = f"{func} reads or writes a sharded tensor by the values of a plain tensor"
     if any(is_fake(tensor) and tensor.ndim for tensor in tensors):
         raise ZgraphError(
@@ -539,7 +539,7 @@ def _check_equal(tensors: Sequence[Tensor], mesh: DeviceMesh, func: OpOverload) 
         return
     number = checksum(values)
     largest = torch.tensor([number, -number], device=mesh.device_type)
-    for axis in range(mesh.ndim):  # one by one: of two at once DTensor warns
+    for axis in range(mesh.ndim):  # one by one: DTensor warns if two are reduced together
         placements = [Partial("max") if one == axis else Replicate() for one in range(mesh.ndim)]
         largest = _gathered(DTensor.from_local(largest, mesh, placements, run_check=False))
     if largest.sum():
@@ -550,12 +550,12 @@ def _check_equal(tensors: Sequence[Tensor], mesh: DeviceMesh, func: OpOverload) 
 
 
 def _is_partial(tensor: DTensor) -> bool:
-    """Whether the ranks' values are still to be added up, or the like."""
+    """Return whether the ranks' values still have to be summed or otherwise reduced."""
     return any(placement.is_partial() for placement in tensor.placements)
 
 
 def _may_be_empty(tensor: DTensor) -> bool:
-    """Whether a rank may have no elements of it, known to all ranks."""
+    """Return whether any rank may have an empty shard; the same answer on all ranks."""
     split: dict[int, int] = {}
     for axis, placement in enumerate(tensor.placements):
         if (dim := getattr(placement, "dim", None)) is not None:
@@ -564,7 +564,7 @@ def _may_be_empty(tensor: DTensor) -> bool:
 
 
 def _of_whole(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], like: Sharded) -> Any:
-    """What an operator that DTensor refuses gives for whole tensors; the same on all ranks."""
+    """Call an operator that DTensor refuses on whole tensors; the result is the same on all ranks."""
     _meet(like, f"reading all parts ({func})")
     _check_equal([*_plain_among((*args, *kwargs.values()))], like.device_mesh, func)
     with torch.no_grad():
@@ -577,13 +577,13 @@ def _of_whole(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], 
 
 
 def _draws_here(tensor: DTensor) -> bool:
-    """Whether DTensor leaves generators alone."""
+    """Return whether DTensor does not manage random generators for this tensor."""
     return tensor.device_mesh.device_type == "cpu"
 
 
 @torch.no_grad()
 def _drawn(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], sharded: Sequence[Sharded]) -> Any:
-    """What a random operator gives for all of a tensor; None where DTensor itself takes care."""
+    """Call a random operator on the whole tensor; None if DTensor itself draws consistently."""
     like = sharded[0]
     if not _draws_here(like):
         return None
@@ -594,7 +594,7 @@ def _drawn(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], sha
 
 
 def _of_first(whole: Tensor, mesh: DeviceMesh) -> Tensor:
-    """What the first rank of a mesh has."""
+    """Return the tensor of the mesh's first rank, on all ranks."""
     for axis in range(mesh.ndim):
         if mesh.size(axis) > 1:
             mine = whole if mesh.get_local_rank(axis) == 0 else torch.zeros_like(whole)
@@ -604,7 +604,7 @@ def _of_first(whole: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def _laid_out(whole: Tensor, like: DTensor) -> Sharded:
-    """Each rank's part of a tensor that all have, as of another one; all of it if that has other parts."""
+    """Lay out a tensor that all ranks hold like another one; replicated if shapes differ or that one is partial."""
     everywhere = [Replicate()] * like.device_mesh.ndim
     laid_out = DTensor.from_local(whole, like.device_mesh, everywhere, run_check=False)
     if whole.shape == like.shape and not _is_partial(like):
@@ -617,7 +617,7 @@ def _laid_out(whole: Tensor, like: DTensor) -> Sharded:
 
 
 def _meet_for_rows(tensor: DTensor, dim: int, func: OpOverload) -> None:
-    dim %= max(tensor.ndim, 1)  # torch refuses to take rows of a number
+    dim %= max(tensor.ndim, 1)  # torch itself refuses 0-d tensors
     if any(getattr(placement, "dim", None) == dim for placement in tensor.placements):
         _meet(tensor, f"taking rows ({func})")
 
@@ -641,7 +641,7 @@ def _meet_in(model: Model, tensor: DTensor, call: str) -> None:
 
 
 class _Meeting(DispatchMode):
-    """Lets all ranks meet before the first collective of an operator of DTensor's, which one rank might run alone."""
+    """Make all ranks meet before a DTensor operator's first collective, which only one rank might run."""
 
     def __init__(self, model: Model, tensor: DTensor, func: OpOverload) -> None:
         super().__init__()
@@ -651,7 +651,7 @@ class _Meeting(DispatchMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # DTensor's turn, of whose operators on local parts this is asked
+            return NotImplemented  # DTensor goes first; this mode then sees its operators on local parts
         if not self.have_met and communicates(func):
             self.have_met = True
             _meet_in(self.model, self.tensor, f"{self.func}")
@@ -661,7 +661,7 @@ class _Meeting(DispatchMode):
 def _all_gathered(
     args: Sequence[Any], kwargs: Mapping[str, Any], known: Mapping[int, Tensor] = MappingProxyType({})
 ) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """Arguments with whole tensors in place of DTensors; some of which are known, by the ids of these."""
+    """Return the arguments with whole tensors in place of DTensors; `known` has whole tensors by ids of DTensors."""
     leaves, tree = tree_flatten((args, dict(kwargs)))
     whole = [
         known[id(leaf)] if id(leaf) in known else _gathered(leaf) if isinstance(leaf, DTensor) else leaf
@@ -674,7 +674,7 @@ def _gathered(tensor: DTensor) -> Tensor:
     alias = cast(DTensor, tensor.detach())
     alias.__class__ = DTensor  # ranks have met
     local, device_type = local_of(alias), alias.device_mesh.device_type
-    if local.device.type != device_type:  # it is kept in host memory, from which NCCL cannot send
+    if local.device.type != device_type:  # kept in host memory, from which NCCL cannot send
         whole = dtensor_like(local.to(device_type), alias).full_tensor().to(local.device)
     else:
         whole = alias.full_tensor()

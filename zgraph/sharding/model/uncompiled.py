@@ -1,4 +1,4 @@
-"""Modules whose parameters are gathered outside of any graph although the model around them is compiled."""
+"""Modules whose parameters are gathered outside any graph although the model around them is compiled."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _SHOWN = 6  # modules, and reasons, that the warning names
 
 
 class Uncompiled:
-    """What a compiled model gathers outside of its graphs.
+    """Modules of a compiled model that gather outside its graphs.
 
     Attributes:
-        modules: by name; that of each block once, not of its parts.
-        has_warned: whether the user was told.
-        is_skipped: whether the running forward is one of a compiled model that Dynamo has skipped.
+        modules: names of the modules; each block once, without its parts.
+        has_warned: whether the user has been warned.
+        is_skipped: whether the running forward belongs to a compiled model and was skipped by Dynamo.
     """
 
     def __init__(self) -> None:
@@ -31,9 +31,9 @@ class Uncompiled:
         self._gathered: dict[str, None] = {}
         self._surprises = self._is_watching = False
         self._before: dict[str, int] | None = None
-        self._known = ""  # the reason, where Dynamo has none yet
+        self._known = ""  # a reason that zgraph knows and Dynamo does not
 
-    # Run, not traced: it asks Dynamo what it has counted so far.
+    # Run, not traced: it reads Dynamo's counters.
     @torch.compiler.assume_constant_result
     def begin_traced(self) -> None:
         """Count graph breaks from now on: the model's first frame is being traced."""
@@ -42,19 +42,19 @@ class Uncompiled:
 
     @no_frames_inside
     def begin(self, *, is_compiled: bool) -> None:
-        """A forward begins that is not traced: the model is not compiled, or Dynamo has skipped the frame."""
+        """Begin a forward that is not traced: the model is not compiled, or Dynamo has skipped the frame."""
         self.warn()
         self.is_skipped = is_compiled and not is_in_backward()
 
     @no_frames_inside
     def note(self, parameter: str, is_named: bool) -> None:
-        """Note that a unit gathers by itself, and warn once the list has all that a forward gathers.
+        """Note that a unit gathers outside graphs, and warn once the list of a forward is complete.
 
-        It has when backward begins, and when a unit gathers for the second time.
+        It is complete when backward begins, or when a unit gathers for the second time.
 
         Args:
             parameter: name of the unit's first parameter.
-            is_named: whether the user has named the unit, because its reads depend on the data; it need not be traced.
+            is_named: whether the user named the unit because its reads depend on the data; then it need not be traced.
         """
         if parameter in self._gathered:
             self.warn()
@@ -63,14 +63,14 @@ class Uncompiled:
         self.modules[_block_of(parameter)] = None
 
     def leave(self, parameter: str, reason: str) -> None:
-        """Note that a unit with this parameter will gather by itself, for a reason that zgraph knows."""
+        """Note that the unit with this parameter will gather outside graphs, for a reason that zgraph knows."""
         self._surprises = True
         self._known = reason
         self.modules[_block_of(parameter)] = None
 
     @no_frames_inside
     def watch_backward(self, result: Any) -> None:
-        """Warn when a backward reaches what such a unit has returned."""
+        """Warn when a backward reaches the result of such a unit."""
         outputs = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
         if outputs and not self._is_watching and not self.has_warned:
             self._is_watching = True
@@ -81,25 +81,25 @@ class Uncompiled:
 
     @property
     def reasons(self) -> dict[str, int]:
-        """Graph breaks that Dynamo has met since the model's first frame, whichever model had them."""
+        """Dynamo's graph breaks since the model's first frame, in whichever model they occurred."""
         if self._before is None:
             return {}
         found = {text: count - self._before.get(text, 0) for text, count in graph_break_reasons().items()}
         return {text: count for text, count in found.items() if count > 0}
 
     def warn(self) -> None:
-        """Warn of what was noted, once.
+        """Warn once of the noted modules.
 
         Raises:
-            ZgraphWarning: names modules and reasons.
+            ZgraphWarning: modules gather outside graphs; names them and the reasons.
         """
         if self.has_warned or not self._surprises:
             return
         self.has_warned = True
         warnings.warn(
-            f"zgraph: the model is compiled, but outside of its graphs, where collectives are neither bucketed nor "
-            f"overlapped, parameters are gathered for {self}. Find the lines by TORCH_LOGS=graph_breaks,recompiles or "
-            "torch.compile(model, fullgraph=True), and let Dynamo trace them; zgraph.summary(model) shows this again.",
+            f"zgraph: the model is compiled, but outside its graphs, where collectives are neither bucketed nor "
+            f"overlapped, parameters are gathered for {self}. Find the lines with TORCH_LOGS=graph_breaks,recompiles "
+            "or torch.compile(model, fullgraph=True), and let Dynamo trace them; zgraph.summary(model) repeats this.",
             ZgraphWarning,
             stacklevel=2,
         )
@@ -115,7 +115,7 @@ class Uncompiled:
 
 
 def _block_of(parameter: str) -> str:
-    """Name of the module in a list of equal ones that has the parameter, else of the parameter's own module."""
+    """Return the name of the block (in a list of modules) that has the parameter, or else of its own module."""
     parts = parameter.split(".")[:-1]
     place = next((place for place, part in enumerate(parts) if part.isdecimal()), len(parts))
     return ".".join(parts[: place + 1]) or "the model itself"

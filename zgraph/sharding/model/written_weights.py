@@ -1,7 +1,7 @@
-"""Writes to what a forward has gathered: the copy is thrown away, and the parameter stays as it was. They are refused.
+"""Refuse writes of a forward to gathered parameters: the copy is discarded, so the parameter would not change.
 
-In eager mode by the version that torch counts up with each write: at the end of a unit for what it has gathered, at the
-end of the outermost forward for what a single read has gathered. `zgraph.sharding.written_in_graphs` looks at graphs.
+In eager mode they are detected by the tensors' version counters: at the end of a unit for its parameters, at the end of
+the outermost forward for individual reads. `zgraph.sharding.written_in_graphs` checks graphs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from zgraph.torch_compat.memory import version_of
 
 
 class GatheredParameter(nn.Parameter):
-    """A gathered parameter as a forward reads it, whose `.data` counts writes as they are counted elsewhere."""
+    """A gathered parameter as a forward reads it; writes through its `.data` count like any other write."""
 
     parameter_name: str
 
@@ -31,7 +31,7 @@ class GatheredParameter(nn.Parameter):
 
 
 def as_gathered(tensor: Tensor, name: str) -> Tensor:
-    """An alias of a gathered parameter for a forward to read; a subclass, such as one that traces, stays as it is."""
+    """Return an alias of a gathered parameter for forward to read; a subclass, such as a tracing one, is kept."""
     if type(tensor) is not Tensor:
         return tensor
     gathered = tensor.as_subclass(GatheredParameter)
@@ -40,7 +40,7 @@ def as_gathered(tensor: Tensor, name: str) -> Tensor:
 
 
 class Gathered:
-    """What a forward has gathered so far: names, and tensors with the versions that they had."""
+    """Parameters that a forward has gathered so far: names, and tensors with their versions at that time."""
 
     @no_frames_inside
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Gathered:
 
     @no_frames_inside
     def add_read(self, name: str, tensor: Tensor) -> None:
-        """As `add`, of something that may be gone by then: its version is kept, its memory is not."""
+        """Add a tensor that may be freed before the check: keep its version counter, not its memory."""
         with torch.no_grad():
             counted = tensor.detach()
             counted.data = tensor.new_empty(0)
@@ -60,10 +60,10 @@ class Gathered:
 
     @no_frames_inside
     def check(self) -> None:
-        """Check that nothing was written to.
+        """Check that no gathered parameter was written to.
 
         Raises:
-            ZgraphError: something was; names the parameter.
+            ZgraphError: one was written to; the message names it.
         """
         for name, tensor, version in self.entries:
             if version_of(tensor) != version:
@@ -75,10 +75,10 @@ def _refuse(name: str) -> NoReturn:
 
 
 def written(name: str) -> str:
-    """What an error says of a forward that writes to a parameter."""
+    """Return the error message for a forward that writes to a parameter."""
     return (
         f"zgraph: forward writes to {name}, of which it has a gathered copy: the write would be lost, or differ from "
-        "rank to rank. Write to the parameter itself, outside of forward and after the optimizer's step "
+        "rank to rank. Write to the parameter itself, outside forward and after the optimizer's step "
         f"(with torch.no_grad(): model.{name}.copy_(...)); or compute the changed weight in forward and leave the "
         "parameter as it is, as torch.nn.utils.parametrize does; or make it a buffer. In place of "
         "nn.Embedding(max_norm=...), clip what the embedding has returned."

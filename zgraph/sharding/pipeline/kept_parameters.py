@@ -1,4 +1,4 @@
-"""Which gathered parameters of stage 3 a stage of a pipeline keeps from a step's first forward to its last backward."""
+"""Choose the ZeRO-3 parameters that a pipeline stage keeps gathered from a step's first forward to last backward."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from zgraph.sharding.scope import ShardedParam, scope_behind
 
 
 def may_be_kept(params: Iterable[ShardedParam]) -> list[ShardedParam]:
-    """Those at stage 3, in their order: stages 1 and 2 keep theirs anyway, and stage 0 gathers nothing."""
+    """Return the parameters at stage 3, in order: stages 1 and 2 keep theirs anyway, and stage 0 gathers nothing."""
     return [param for param in params if param.spec.layout.zero_stage == 3 and not param.spec.ignored]
 
 
 def gathered_bytes(param: ShardedParam) -> int:
-    """Bytes of a parameter, gathered, with its padding."""
+    """Return the bytes of a gathered parameter, including padding."""
     layout = param.spec.layout
     return layout.padded_rows * math.prod(layout.shape[1:]) * param.spec.gather_dtype.itemsize
 
 
 def first_fit(sizes: Sequence[int], room_bytes: float) -> list[int]:
-    """Positions of what is kept: in order, each that still has room.
+    """Return the positions of the parameters to keep: in order, each that still fits.
 
-    More room keeps as many bytes or more, though not always the same ones.
+    More room keeps at least as many bytes, though not always the same parameters.
 
     Args:
-        sizes: of each.
-        room_bytes: for all together.
+        sizes: bytes of each parameter.
+        room_bytes: bytes available for all of them.
     """
     kept: list[int] = []
     for place, size in enumerate(sizes):
@@ -37,11 +37,11 @@ def first_fit(sizes: Sequence[int], room_bytes: float) -> list[int]:
 
 
 def keep_gathered(params: Iterable[ShardedParam], most_bytes: float) -> None:
-    """Choose what stays gathered over a step, before anything is compiled; the same on all ranks that share it.
+    """Choose the parameters that stay gathered during a step, before compilation; equal on all ranks that share them.
 
     Args:
-        params: of one stage, in the module's order.
-        most_bytes: for all together; each in turn is kept if there is room for it.
+        params: parameters of one stage, in the module's order.
+        most_bytes: limit for all kept parameters; each in turn is kept if it fits.
     """
     there = may_be_kept(params)
     kept = set(first_fit([gathered_bytes(param) for param in there], most_bytes))

@@ -1,4 +1,4 @@
-"""`zgraph.PipelineStage`: the micro-batches of a pipeline's step are one window, which its last backward closes."""
+"""`zgraph.PipelineStage`: the micro-batches of a pipeline step form one window, closed by the last backward."""
 
 from __future__ import annotations
 
@@ -21,37 +21,37 @@ from zgraph.torch_compat.groups import NoMessageToItself, kept_of_forward
 
 
 class PipelineStage(NoMessageToItself, TorchStage):
-    """A stage of `torch.distributed.pipelining` whose module `zgraph.shard` has sharded, compiled or not.
+    """A stage of `torch.distributed.pipelining` whose module was sharded by `zgraph.shard`, compiled or not.
 
-    Takes the place of torch's class; schedules are torch's:
+    Replaces torch's class; schedules are torch's:
 
         stage = zgraph.PipelineStage(torch.compile(chunk, backend="zgraph"), index, count, device, group=group)
         schedule = Schedule1F1B(stage, n_microbatches=8, loss_fn=loss_fn)
 
-    All micro-batches of a `schedule.step` are one window, as if all forwards but one had run under `zgraph.no_sync`:
-    at stages 0 and 1 gradients are reduced once per step, in the last backward, at stages 1 and 2 parameters are
-    gathered once, at stage 3 each micro-batch gathers, unless `keep_bytes` has room, and reduces. A step inside of
+    All micro-batches of a `schedule.step` form one window, as if all forwards but one had run under `zgraph.no_sync`:
+    at ZeRO stages 0 and 1 gradients are reduced once per step, in the last backward; at stages 1 and 2 parameters are
+    gathered once; at stage 3 each micro-batch gathers, unless `keep_bytes` has room, and reduces. A step inside
     `zgraph.no_sync` leaves the window open for the next one.
 
-    Schedules that split a backward in two, for inputs and for weights, are followed. A compiled backward is split into
-    two graphs, of which the second one has the reductions. Where that cannot be done (with tensor parallelism, where
-    parameters are read outside of what is compiled, or what was compiled before there was a stage), it runs whole where
-    the schedule wants the gradients of inputs; the backward of weights is then empty, which is right, and leaves the
-    bubble as it is.
+    Schedules that split a backward in two, for inputs and for weights, are supported. A compiled backward is split into
+    two graphs; the second has the reductions. If that is not possible (with tensor parallelism, with parameters read
+    outside compiled code, or if the module was compiled before the stage was created), the whole backward runs when the
+    schedule requests the gradients of inputs. The backward of weights is then empty, which is correct but does not fill
+    the bubble.
 
     Args:
         submodule, stage_index, num_stages, device: as for torch's `PipelineStage`.
         closes: which micro-batch runs its backward last: the "last" one, or the "first" in `ScheduleLoopedBFS`. With
-            "first", stages 1 and 2 gather twice per step.
-        keep_bytes: at stage 3: how many bytes of gathered parameters may be kept from a step's first forward to its
-            last backward. In the module's order, what fits is gathered once per step, as at stage 2; the rest by each
-            micro-batch. `zgraph.plan` says how many a budget has room for: `plan.pipeline.stages[index].keep_bytes`.
+            "first", ZeRO stages 1 and 2 gather twice per step.
+        keep_bytes: at ZeRO stage 3: bytes of gathered parameters that may be kept from a step's first forward to its
+            last backward. In the module's order, those that fit are gathered once per step, as at stage 2; the rest by
+            each micro-batch. `zgraph.plan` says how many a budget allows: `plan.pipeline.stages[index].keep_bytes`.
         options: further arguments of torch's `PipelineStage`, such as `group`.
 
     Raises:
-        ValueError: a `dw_builder` is given, `closes` is something else, or `keep_bytes` is no number of bytes or finds
-            no parameter at stage 3.
-        ZgraphError: from `schedule.step`, if another micro-batch was the last; and from `optimizer.step()`, if the
+        ValueError: a `dw_builder` is given, `closes` is unknown, or `keep_bytes` is not a number of bytes or there is
+            no parameter at ZeRO stage 3.
+        ZgraphError: from `schedule.step`, if another micro-batch was the last; from `optimizer.step()`, if the
             schedule's step has failed.
     """
 
@@ -68,12 +68,12 @@ class PipelineStage(NoMessageToItself, TorchStage):
     ) -> None:
         if options.get("dw_builder") is not None:
             raise ValueError(
-                "zgraph.PipelineStage: a dw_builder computes gradients of weights outside of autograd, where zgraph "
-                "does not reduce them; leave it out."
+                "zgraph.PipelineStage: a dw_builder computes gradients of weights outside autograd, where zgraph does "
+                "not reduce them; leave it out."
             )
         if closes not in ("last", "first"):
             raise ValueError(f"zgraph.PipelineStage: closes={closes!r}; use 'last', or 'first' for ScheduleLoopedBFS.")
-        # torch also runs its module once to learn shapes, which need not be compiled, and asks it for parameters.
+        # torch also runs the module once to infer shapes, which need not be compiled, and reads its parameters.
         module = without_compile(submodule)
         super().__init__(module, stage_index, num_stages, device, **options)
         self._runs = submodule
@@ -88,17 +88,17 @@ class PipelineStage(NoMessageToItself, TorchStage):
         self._done = 0  # backwards of this step that have reached the weights
         self._whole: set[int] = set()  # micro-batches whose backward was not split
         self._splits_compiled = _are_plain_shards(module, self._params)
-        self._splitting: dict[int, int] = {}  # how many compiled backwards of each micro-batch can be split
-        self._left: WeightBackwards | None = None  # by the compiled backward of inputs that is running
+        self._splitting: dict[int, int] = {}  # number of compiled backwards of each micro-batch that can be split
+        self._left: WeightBackwards | None = None  # set while a compiled backward of inputs runs
         for scope in self._scopes:
             scope.is_staged = True
-        # Checked with the first micro-batch: the run for shapes reads memory that nothing has written.
+        # Checked with the first micro-batch: the run for shapes reads uninitialised memory.
         self._checks = [one for scope in self._scopes if (one := scope.same_batch) is not None and one.is_due]
         for check in self._checks:
             check.is_due = False
 
     def clear_runtime_states(self) -> None:
-        """Begin a step; what one that has failed has gathered is no longer valid."""
+        """Begin a step; release parameters that a failed step has gathered, which are no longer valid."""
         super().clear_runtime_states()
         if self._is_open:
             self._release()
@@ -107,7 +107,7 @@ class PipelineStage(NoMessageToItself, TorchStage):
         self._stop_splitting()
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module of a micro-batch, compiled if it is."""
+        """Run the module on a micro-batch, compiled if the user compiled it."""
         return self._runs(*args, **kwargs)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
@@ -133,7 +133,7 @@ class PipelineStage(NoMessageToItself, TorchStage):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        """Run the backward of a micro-batch, or of its inputs where that is to be had alone."""
+        """Run the backward of a micro-batch, or only that of its inputs if requested and possible."""
         outputs, inputs = kept_of_forward(self, bwd_chunk_id) if self.has_backward else ((), ())
         if full_backward or self.is_first or not _any_compiled(outputs):
             with self._backward_of(bwd_chunk_id) if full_backward else contextlib.nullcontext():
@@ -160,7 +160,7 @@ class PipelineStage(NoMessageToItself, TorchStage):
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> tuple[tuple[Tensor | None, ...], Any]:
-        """Run a part of a backward; those of compiled modules in their own way."""
+        """Run a part of a backward; compiled modules use `WeightBackwards`."""
         if backward_type == "input" and self._left is not None:
             outputs, grads, inputs = (bwd_kwargs[key] for key in ("stage_output", "output_grads", "input_values"))
             return input_gradients(outputs, grads, inputs), self._left
@@ -176,7 +176,7 @@ class PipelineStage(NoMessageToItself, TorchStage):
             param.state.defer = None
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """Run the backward of a micro-batch's weights, unless it was run with that of its inputs."""
+        """Run the backward of a micro-batch's weights, unless it ran together with that of its inputs."""
         if bwd_chunk_id in self._whole:
             return
         for scope in self._scopes:
@@ -189,7 +189,7 @@ class PipelineStage(NoMessageToItself, TorchStage):
                 scope.accumulation.adds_returned = False
 
     def _position(self, chunk: int) -> str | None:
-        """Position of a micro-batch in its window; None: it is the only one, or no backward follows."""
+        """Return a micro-batch's position in its window; None: it is the only one, or no backward follows."""
         if not self.has_backward or self.chunks is None or self.chunks < 2:
             return None
         return CLOSING if chunk == (0 if self._closes_first else self.chunks - 1) else OPEN
@@ -199,7 +199,7 @@ class PipelineStage(NoMessageToItself, TorchStage):
 
     @contextlib.contextmanager
     def _backward_of(self, chunk: int) -> Generator[None]:
-        """Run the backward that reaches the weights at the micro-batch's position; the last one closes the window."""
+        """Context of a backward that reaches the weights, at the micro-batch's position; the last closes the window."""
         if not self.has_backward:
             yield
             return
@@ -209,9 +209,9 @@ class PipelineStage(NoMessageToItself, TorchStage):
             raise self._wrong_order(chunk)
         before = [scope.accumulating for scope in self._scopes]
         for scope, held_open in zip(self._scopes, before, strict=True):
-            scope.accumulating = held_open or not last  # at stage 3, error feedback asks in backward
+            scope.accumulating = held_open or not last  # read in backward by error feedback at stage 3
             if position is not None:
-                scope.last = OPEN if held_open else position  # of what activation checkpointing repeats
+                scope.last = OPEN if held_open else position  # for forwards that activation checkpointing repeats
         try:
             yield
         finally:
@@ -226,10 +226,10 @@ class PipelineStage(NoMessageToItself, TorchStage):
     def _wrong_order(self, chunk: int) -> ZgraphError:
         asked, other = ("first", "last") if self._closes_first else ("last", "first")
         return ZgraphError(
-            f"zgraph.PipelineStage: stage {self.stage_index} is to close its window with the {asked} micro-batch, and "
-            f"the schedule runs backward {self._done} of {self.chunks} for micro-batch {chunk}. Say closes={other!r} "
-            "where the schedule goes through backwards the other way round, as ScheduleLoopedBFS does; at stage 3 any "
-            "order will do."
+            f"zgraph.PipelineStage: stage {self.stage_index} must close its window with the {asked} micro-batch, but "
+            f"the schedule runs backward {self._done} of {self.chunks} for micro-batch {chunk}. Pass closes={other!r} "
+            "if the schedule runs backwards in the opposite order, as ScheduleLoopedBFS does; ZeRO stage 3 allows any "
+            "order."
         )
 
     def _release(self) -> None:
@@ -240,30 +240,30 @@ class PipelineStage(NoMessageToItself, TorchStage):
 def _check_keep_bytes(params: Iterable[ShardedParam], keep_bytes: object) -> None:
     if keep_bytes is None:
         raise ValueError(
-            "zgraph.PipelineStage: keep_bytes=None, which is what a plan says that was made without a budget; give it "
-            "a target with budget_bytes, or write a number of bytes, 0 to keep nothing."
+            "zgraph.PipelineStage: keep_bytes=None, as in a plan that was made without a budget; give the plan a "
+            "target with budget_bytes, or write a number of bytes, 0 to keep nothing."
         )
     if isinstance(keep_bytes, bool) or not isinstance(keep_bytes, int | float) or not keep_bytes >= 0:
         raise ValueError(
             f"zgraph.PipelineStage: keep_bytes={keep_bytes!r}; use a positive number of bytes, or 0 to keep nothing. "
-            "How many a budget has room for depends on the schedule, and zgraph.plan says it: "
+            "How many a budget allows depends on the schedule; zgraph.plan says it: "
             "plan.pipeline.stages[index].keep_bytes."
         )
     if keep_bytes and not may_be_kept(params):
         raise ValueError(
             f"zgraph.PipelineStage: keep_bytes={keep_bytes}, and no parameter is at stage 3; leave it out: stages 1 "
-            "and 2 keep what they have gathered, and stage 0 gathers nothing."
+            "and 2 keep all gathered parameters, and stage 0 gathers nothing."
         )
 
 
 def _are_plain_shards(module: nn.Module, params: Iterable[ShardedParam]) -> bool:
-    """Whether zgraph has sharded all parameters and nothing else splits them, so that graphs take plain tensors."""
+    """Return whether zgraph has sharded all parameters and nothing else splits them: graphs then read plain tensors."""
     sharded = {id(param.sharded) for param in params if param.spec.split is None}
     return all(id(parameter) in sharded for parameter in module.parameters())
 
 
 def _any_compiled(outputs: Iterable[Any]) -> bool:
-    """Whether the backward of some output passes through a compiled function."""
+    """Return whether the backward of any output passes through a compiled function."""
     waiting = [edge.node for edge in edges_of(outputs)]
     seen = set(waiting)
     while waiting:

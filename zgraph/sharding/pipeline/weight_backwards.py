@@ -1,7 +1,7 @@
-"""Backwards in two parts: gradients of a stage's inputs first, those of its weights when there is time.
+"""Backwards in two parts: gradients of a stage's inputs first, those of its weights later, when there is time.
 
-A compiled backward is one node of autograd's graph. Here it runs the part that yields gradients of inputs, and leaves
-the rest as a function that is called later; what that returns goes to the parameters as autograd would have passed it.
+A compiled backward is one node of autograd's graph. Here it runs the part that yields gradients of inputs, and returns
+the rest as a function to call later, whose results are passed to the parameters as autograd would have done.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Way:
     """The part of autograd's graph on which gradients of inputs depend.
 
     Attributes:
-        nodes: all of it.
-        readers: compiled functions among them that also yield gradients of parameters.
-        begins: what it begins with. In torch 2.11 and 2.12 a node of a function written in Python lives no longer than
-            what leads to it, whoever holds it in Python; these edges do.
+        nodes: all nodes of this part.
+        readers: compiled functions among the nodes that also yield gradients of parameters.
+        begins: edges of the outputs, which keep the nodes alive: in torch 2.11 and 2.12 a node of a Python function
+            dies with the nodes that lead to it, even if Python holds it.
     """
 
     nodes: set[Node]
@@ -35,10 +35,10 @@ class Way:
 
 
 class WeightBackwards:
-    """What the backward of one micro-batch has left for later.
+    """The deferred part of one micro-batch's backward.
 
     Args:
-        way: found by `way_through`.
+        way: result of `way_through`.
     """
 
     def __init__(self, way: Way) -> None:
@@ -47,11 +47,11 @@ class WeightBackwards:
         self._waiting: list[tuple[Sequence[tuple[Node | None, int]], Gradients, Callable[[], Gradients]]] = []
 
     def add(self, early: Gradients, later: Callable[[], Gradients]) -> None:
-        """Leave a part of the compiled backward that is running.
+        """Defer a part of the running compiled backward.
 
         Args:
-            early: gradients that are there, in the order of the compiled function's tensors; None: not yet, or none.
-            later: computes the others, in the same order.
+            early: gradients computed so far, in the order of the compiled function's tensors; None: later, or none.
+            later: computes the other gradients, in the same order.
         """
         node = current_node()
         self._waiting.append((node.next_functions, early, later))
@@ -59,16 +59,16 @@ class WeightBackwards:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every compiled function that reads parameters has left their gradients."""
+        """Whether every compiled function that reads parameters has deferred their gradients."""
         return not self._unheard
 
     def run(self, device_type: str) -> None:
-        """Compute what was left, and add it to the gradients of parameters."""
+        """Compute the deferred gradients, and add them to those of the parameters."""
         waiting, self._waiting = self._waiting, []
         edges: list[GradientEdge] = []
         grads: list[Tensor] = []
         for following, early, later in waiting:
-            # As a compiled backward runs, whatever the caller's modes.
+            # The modes in which a compiled backward runs, whatever the caller's.
             with torch.no_grad(), torch.autocast(device_type, enabled=False):
                 late = later()
             for (node, place), *found in zip(following, early, late, strict=True):
@@ -83,12 +83,12 @@ class WeightBackwards:
 def input_gradients(
     outputs: Iterable[Any], output_grads: Sequence[Tensor | None] | None, inputs: Sequence[Any]
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of a stage's inputs, added to their `.grad`; None for those that need none.
+    """Compute gradients of a stage's inputs, and add them to their `.grad`; None for inputs that need none.
 
     Args:
-        outputs: of the stage, or their edges of autograd's graph, or the loss; tensors are detached.
-        output_grads: of each output; None: ones.
-        inputs: of the stage.
+        outputs: outputs of the stage, or their edges in autograd's graph, or the loss; tensors are detached.
+        output_grads: gradient of each output; None: ones.
+        inputs: inputs of the stage.
     """
     outputs = list(outputs)
     found = [
@@ -97,7 +97,7 @@ def input_gradients(
         if isinstance(value, GradientEdge) or (isinstance(value, Tensor) and value.requires_grad)
     ]
     wanted = [value for value in inputs if isinstance(value, Tensor) and value.requires_grad]
-    sources: Any = [value for value, _ in found]  # edges and tensors may be mixed, which torch's types do not say
+    sources: Any = [value for value, _ in found]  # torch accepts edges and tensors mixed, but its types do not say so
     grads = iter(torch.autograd.grad(sources, wanted, [grad for _, grad in found], allow_unused=True))
     result = [next(grads) if isinstance(value, Tensor) and value.requires_grad else None for value in inputs]
     for value, grad in zip(inputs, result, strict=True):
@@ -110,7 +110,7 @@ def input_gradients(
 
 
 def edges_of(outputs: Iterable[Any]) -> list[GradientEdge]:
-    """Where autograd's graph begins: for each output of a stage that has one its edge, unless it is given itself."""
+    """Return the autograd edges of a stage's outputs, which may be tensors or already edges."""
     return [
         one if isinstance(one, GradientEdge) else get_gradient_edge(one)
         for one in outputs
@@ -119,17 +119,17 @@ def edges_of(outputs: Iterable[Any]) -> list[GradientEdge]:
 
 
 def way_through(outputs: Iterable[Any], inputs: Iterable[Any]) -> Way | None:
-    """The part of autograd's graph on which gradients of inputs depend.
+    """Find the part of autograd's graph on which gradients of inputs depend.
 
     Returns:
-        None if no compiled function is among them, or if gradients of parameters come out of anything else than
-        compiled functions on that way.
+        That part. None if it has no compiled function, or if gradients of parameters come from anything but its
+        compiled functions.
     """
     ends = {get_gradient_edge(value).node for value in inputs if isinstance(value, Tensor) and value.requires_grad}
     edges = edges_of(outputs)
     begins = [edge.node for edge in edges]
-    leads: dict[Node, bool] = {}  # to an input
-    parameters: dict[Node, bool] = {}  # to a leaf that is none
+    leads: dict[Node, bool] = {}  # whether a node leads to an input
+    parameters: dict[Node, bool] = {}  # whether it leads to a leaf that is not an input
     waiting = list(begins)
     while waiting:
         node = waiting[-1]

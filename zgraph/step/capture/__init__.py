@@ -1,1 +1,1 @@
-"""The capture of a training step as one graph: what Python does meanwhile, and the inputs and outputs of the graph."""
+"""Capture of a training step as one graph: running its Python code, and the inputs and outputs of the graph."""

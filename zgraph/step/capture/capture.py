@@ -1,4 +1,4 @@
-"""Capture of a training step: the function runs once on fake values, and what it did becomes one graph."""
+"""Capture of a training step: the function runs once on fake values, and its operators become one graph."""
 
 from __future__ import annotations
 
@@ -46,29 +46,27 @@ from zgraph.torch_compat.modules import tree_flatten, tree_unflatten
 
 @dataclass(frozen=True, kw_only=True)
 class Captured:
-    """A step as a graph.
+    """A step as a graph, which returns a flat list: results, new state, gradients, bindings, flags, own numbers.
 
     Attributes:
-        gm: takes the tensors of `Lifted.tensors`, tensors from outside, the options of `OptionInputs`, and the tensors
-            of the arguments; returns a flat list, described by the rest. It writes to shards, buffers, state
-            and tensors from outside.
-        assumed: about these options.
-        returned: leaves of what the function returns: `None` for a result of the graph, else the leaf itself in a
-            tuple.
-        likes: for each such result the DTensor that it is a part of, or None.
-        tree: how the leaves make up what it returns.
-        state: (number of the optimizer, position, key) of new entries of the optimizers' state, returned behind.
-        layouts: for each of these the DTensor that it is a part of, or None.
+        gm: the graph. Inputs are the tensors of `Lifted.tensors`, tensors from outside, the options of `OptionInputs`,
+            and the tensors of the arguments. It writes to shards, buffers, state and tensors from outside.
+        assumed: assumptions of the graph about these options.
+        returned: leaves of the function's return value: `None` for a result of the graph, otherwise the leaf itself in
+            a tuple.
+        likes: for each result of the graph the DTensor that it is a part of, or None.
+        tree: pytree spec of the leaves.
+        state: (number of the optimizer, position, key) of new tensors in the optimizers' state.
+        layouts: for each new tensor of the state the DTensor that it is a part of, or None.
         constants: (number, position, key, value) of new entries that are not tensors.
-        grads: positions of parameters with a gradient at the end, returned behind.
-        bindings: (attributes or a dict, name) to which the step binds a tensor that it makes, returned behind these.
-        bound: for each of these the DTensor that it is a part of, or None.
-        told: scalers that tell models about dropped steps, with the optimizers and numbers of flags of which they tell;
-            the flags are returned behind.
-        skips: numbers of optimizers for which a flag is returned at the end that is set where the step was skipped.
+        grads: positions of parameters that have a gradient at the end of the step.
+        bindings: (attributes or a dict, name) to which the step binds a tensor that it makes.
+        bound: for each bound tensor the DTensor that it is a part of, or None.
+        told: scalers that tell models about dropped steps, each with an optimizer and its number of returned flags.
+        skips: numbers of the optimizers that may skip; for each a flag is returned, set if the step was skipped.
         cleared: positions of parameters whose gradients from before the step do not matter.
         steps: numbers of the optimizers that step.
-        own_numbers: how many numbers of this rank are returned behind everything else, see `return_own_numbers`.
+        own_numbers: number of values of this rank at the end of the returned list, see `return_own_numbers`.
     """
 
     gm: fx.GraphModule
@@ -99,18 +97,18 @@ def capture(
     values: PythonValues | None = None,
     decompose: bool = False,
 ) -> Captured:
-    """Run a step on fake values and return it as a graph; model, optimizers and arguments stay as they are.
+    """Run a step on fake values and return it as a graph; model, optimizers and arguments are unchanged afterwards.
 
     Args:
-        function: the user's.
+        function: the user's function.
         lifted: its model and optimizers.
-        args, kwargs: of the call; tensors and numbers in lists, tuples and dicts.
-        outside: what it reads from outside; its tensors may be written, too.
-        values: of Python, which it may read.
-        decompose: take operators apart as Inductor needs it.
+        args, kwargs: arguments of the call; tensors and numbers in lists, tuples and dicts.
+        outside: variables that the function reads from outside; it may also write to tensors among them.
+        values: Python values that the function may read.
+        decompose: whether to decompose operators for Inductor.
 
     Raises:
-        ZgraphError: the function does what a graph cannot hold; says where and what to write.
+        ZgraphError: a graph cannot represent something the function does; says where and what to write instead.
     """
     outside = outside or Outside([], [], {})
     values = values or PythonValues([function], [lifted.model])
@@ -119,8 +117,8 @@ def capture(
         try:
             gm = tracer.trace(decompose)
         except data_dependent_errors():
-            values.effects()  # puts back what the first try has changed
-            # Optimizers such as RAdam decide by the number of the step, which is then looked at before each call.
+            values.effects()  # undoes the changes of the first attempt
+            # Optimizers such as RAdam branch on the step count, which then becomes a guard, checked before each call.
             tracer = _Tracer(function, lifted, args, kwargs, outside, values, asks=True)
             gm = tracer.trace(decompose)
     except data_dependent_errors() as error:
@@ -128,14 +126,14 @@ def capture(
         raise ZgraphError(
             f"zgraph.training_step: {line_of(error) or 'the step'}{f', in {_kind(reader)}.step(),' if reader else ''} "
             "decides in Python by a value that is known only when the step runs; choose with torch.where, or do it "
-            f"outside of the step{f' (another optimizer than {_kind(reader)} may not)' if reader else ''}."
+            f"outside the step{f' (optimizers other than {_kind(reader)} may not need this)' if reader else ''}."
         ) from error
     except RuntimeError as error:
         if not mixes_dtensors(error):
             raise
         raise ZgraphError(
-            f"zgraph.training_step: {line_of(error) or 'the step'}: {error} Outside of its model's forward a parameter "
-            "is a DTensor: read parameter.full_tensor(), whose gradient is reduced as in forward."
+            f"zgraph.training_step: {line_of(error) or 'the step'}: {error} Outside its model's forward a parameter is "
+            "a DTensor: read parameter.full_tensor(), whose gradient is reduced as in forward."
         ) from error
     finally:
         values.effects()
@@ -150,7 +148,7 @@ def _kind(optimizer: object) -> str:
 
 
 def _tag_resting(graph: fx.Graph, lifted: Lifted, inputs: Sequence[Tensor], spaces: Sequence[Tier]) -> None:
-    """Mark inputs that rest elsewhere than on the device."""
+    """Mark inputs that are not stored on the device."""
     given, places = graph.find_nodes(op="placeholder"), lifted.places()
     for number, (node, space) in enumerate(zip(given, spaces, strict=False)):
         if space != DEVICE:
@@ -161,7 +159,7 @@ def _tag_resting(graph: fx.Graph, lifted: Lifted, inputs: Sequence[Tensor], spac
 
 
 def _tag_kept(graph: fx.Graph, lifted: Lifted) -> None:
-    """Mark inputs that lie at rest between steps."""
+    """Mark inputs that are kept between steps."""
     state = sum(isinstance(value, Tensor) for _, _, value in lifted.state_entries())
     handles = range(len(lifted.parameters), len(lifted.parameters) + len(lifted.handles))
     given = graph.find_nodes(op="placeholder")[: handles.stop + len(lifted.buffers) + state]
@@ -171,7 +169,7 @@ def _tag_kept(graph: fx.Graph, lifted: Lifted) -> None:
 
 
 def _tag_new_state(graph: fx.Graph, captured: Captured, lifted: Lifted) -> None:
-    """Mark what allocates the optimizers' new state, which is there in all later steps, and where it will lie."""
+    """Mark nodes that allocate new optimizer state, which exists in all later steps, with where it is stored."""
     found = placements(graph)
     resting = lifted.resting
     rests_in = resting.options.optimizer_tier if resting is not None else None
@@ -190,7 +188,7 @@ def _tag_new_state(graph: fx.Graph, captured: Captured, lifted: Lifted) -> None:
 
 
 class _Tracer:
-    """One trace: its inputs, and what the function left behind."""
+    """One trace: its inputs, and the effects of the function."""
 
     def __init__(
         self,
@@ -219,7 +217,7 @@ class _Tracer:
     def trace(self, decompose: bool) -> fx.GraphModule:
         inputs = [*self.lifted.tensors(), *map(local, self.outside.tensors.values())]
         spaces = self.lifted.spaces(inputs, self.outside.tensors.values())
-        # What lies in the memory of another input is refused if it is used: writes to one would not show in the other.
+        # An input that shares memory with another is refused if used: writes to one would not show in the other.
         self.present = inputs
         self.shared = overlapping(inputs) if self.outside.tensors else set()
         given = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
@@ -251,7 +249,7 @@ class _Tracer:
         return gm
 
     def _fakes_of(self, inputs: Sequence[Tensor], spaces: Sequence[Tier]) -> list[Any]:
-        """Stand-ins of inputs; on a GPU also of what rests on its host, as copies are all that will read it there."""
+        """Return fake inputs; those on a GPU's host are faked on the GPU, since only copies to it read them."""
         resting = self.lifted.resting
         if resting is None or not resting.computes_elsewhere:
             return [fake_of(self.mode, tensor) for tensor in inputs]
@@ -289,14 +287,14 @@ class _Tracer:
         if changed:
             raise ZgraphError(
                 f"zgraph.training_step: the step changes a value of Python, {changed}, which would happen only while "
-                "it is captured; change it outside of the step, return what it computes, or keep it in a tensor: "
+                "it is captured; change it outside the step, return the new value, or keep it in a tensor: "
                 'self.register_buffer("calls", torch.zeros(())), and self.calls.add_(1).'
             )
         return self._outputs(result, stand_ins)
 
     @contextlib.contextmanager
     def _scaling(self, scaler: torch.amp.GradScaler, stand_ins: StandIns) -> Generator[None]:
-        """Let a scaler decide in the graph whether optimizers step, and tell models later."""
+        """Let a scaler decide inside the graph whether optimizers step, and tell models later."""
         pending: list[Any] = []
         if isinstance(scaler, GradScaler):
             scaler.defer = lambda found: self.told.extend((scaler, *entry) for entry in found)
@@ -323,7 +321,7 @@ class _Tracer:
         outputs: list[Any] = []
         for leaf in leaves:
             if not isinstance(leaf, Tensor):
-                if isinstance(leaf, torch.SymFloat):  # an option of the optimizer, or made of some
+                if isinstance(leaf, torch.SymFloat):  # an option of the optimizer, or computed from options
                     returned.append(None)
                     likes.append(None)
                     outputs.append(leaf)
@@ -333,7 +331,7 @@ class _Tracer:
             part = local_of(leaf) if isinstance(leaf, DTensor) else leaf
             if not is_fake(part):
                 raise ZgraphError(
-                    "zgraph.training_step: the step returns a tensor that it has not computed; return what it makes."
+                    "zgraph.training_step: the step returns a tensor that it has not computed; return one it computes."
                 )
             returned.append(None)
             likes.append(leaf if isinstance(leaf, DTensor) else None)

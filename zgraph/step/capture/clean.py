@@ -1,4 +1,4 @@
-"""Cleaning of a traced step: names for its inputs, no nodes that do nothing, and numbers of its parts."""
+"""Cleanup of a traced step: name its inputs, remove nodes without effect, and number its parts."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _NAMELESS = frozenset({aten.detach.default, aten.alias.default})
 
 
 def clean(traced: fx.GraphModule, names: Sequence[str]) -> fx.GraphModule:
-    """A copy of a traced graph with named inputs.
+    """Copy a traced graph, naming its inputs.
 
-    Left out are detached aliases, views that change nothing, and marks for the profiler.
+    The copy omits detached aliases, views that change nothing, and profiler marks.
 
     Args:
-        traced: by `make_fx`.
-        names: of its inputs.
+        traced: graph from `make_fx`.
+        names: names of its inputs.
     """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -57,13 +57,13 @@ def _has_effect(node: fx.Node) -> bool:
 
 
 def number_parts(graph: fx.Graph) -> None:
-    """Begin a new forward where parameters that were written to are read again.
+    """Begin a new forward where written parameters are read again.
 
-    Passes share the gathers of one part, and repeat them in the backward behind it; so a parameter has to be the same
-    in all of a part.
+    Passes share the gathers of one part, and repeat them in the backward after it, so a parameter must not change
+    within a part.
 
     Raises:
-        ZgraphError: a backward needs a parameter that has changed since its forward; names its shard.
+        ZgraphError: a backward needs a parameter that has changed since its forward; names the shard.
     """
     writes: Counter[fx.Node] = Counter()
     made_of: dict[fx.Node, tuple[fx.Node, int]] = {}  # gathered parameters, and views of them: shard, writes before

@@ -1,4 +1,4 @@
-"""What a step reads and writes beside its arguments: the inputs of its graph that stay from call to call."""
+"""Tensors that a step reads and writes besides its arguments: the graph's inputs that persist between calls."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ State = Mapping[Tensor, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Held:
-    """A parameter or buffer, with every place that holds it."""
+    """A parameter or buffer, with every (module, attribute) that holds it."""
 
     name: str
     tensor: Tensor
@@ -39,11 +39,11 @@ class Held:
 
 @dataclass(frozen=True)
 class LiftedOptimizer:
-    """An optimizer as it is before a step.
+    """An optimizer before a step.
 
     Attributes:
-        parameters: the model's.
-        groups: positions of the optimizer's parameters among them, group by group.
+        parameters: all parameters of the model.
+        groups: positions of the optimizer's parameters in `parameters`, group by group.
     """
 
     optimizer: optim.Optimizer
@@ -52,7 +52,7 @@ class LiftedOptimizer:
 
     @classmethod
     def of(cls, optimizer: optim.Optimizer, parameters: tuple[Held, ...], places: Mapping[int, int]) -> LiftedOptimizer:
-        """Look at an optimizer; `places` are the positions of parameters by their ids."""
+        """Describe an optimizer; `places` has the positions of parameters by their ids."""
         groups: list[tuple[int, ...]] = []
         for number, group in enumerate(optimizer.param_groups):
             missing = [parameter for parameter in group["params"] if id(parameter) not in places]
@@ -66,7 +66,7 @@ class LiftedOptimizer:
         return cls(optimizer, parameters, tuple(groups))
 
     def positions(self) -> Iterator[int]:
-        """Positions of its parameters, one group after the other."""
+        """Yield positions of the optimizer's parameters, group by group."""
         for group in self.groups:
             yield from group
 
@@ -75,7 +75,7 @@ class LiftedOptimizer:
         return [[self.parameters[position].tensor for position in positions] for positions in self.groups]
 
     def is_current(self) -> bool:
-        """Whether it still steps the same parameters."""
+        """Return whether the optimizer still steps the same parameters."""
         groups = self.optimizer.param_groups
         return len(groups) == len(self._held) and all(
             len(group["params"]) == len(held) and all(map(is_, group["params"], held))
@@ -83,7 +83,7 @@ class LiftedOptimizer:
         )
 
     def state_entries(self) -> list[tuple[int, str, Any]]:
-        """(position of the parameter, key, value) of everything in its state."""
+        """Return (position of the parameter, key, value) of every entry of the state."""
         state = self.optimizer.state
         return [
             (position, key, value)
@@ -95,13 +95,13 @@ class LiftedOptimizer:
 
 @dataclass(frozen=True)
 class Lifted:
-    """A model and its optimizers as they are before a step.
+    """A model and its optimizers before a step.
 
     Attributes:
-        optimizers: in the order in which they were given.
-        parameters: each once, in the order of `named_parameters`.
-        handles: of the sharded ones, by name.
-        buffers: each once.
+        optimizers: the step's optimizers, in the user's order.
+        parameters: parameters of the model, each once, in the order of `named_parameters`.
+        handles: sharded parameters with their handles, by name.
+        buffers: buffers of the model, each once.
     """
 
     model: nn.Module
@@ -112,10 +112,10 @@ class Lifted:
 
     @classmethod
     def of(cls, model: nn.Module, optimizers: Sequence[optim.Optimizer]) -> Lifted:
-        """Look at a model and its optimizers.
+        """Describe a model and its optimizers.
 
         Raises:
-            ValueError: an optimizer steps what is not a parameter of the model.
+            ValueError: an optimizer steps a tensor that is not a parameter of the model.
         """
         parameters = _held(model, local_parameters)
         places = {id(one.tensor): place for place, one in enumerate(parameters)}
@@ -124,7 +124,7 @@ class Lifted:
 
     @cached_property
     def held(self) -> list[Tensor]:
-        """The parameters themselves."""
+        """Tensors of the parameters."""
         return [one.tensor for one in self.parameters]
 
     @cached_property
@@ -137,11 +137,11 @@ class Lifted:
 
     @cached_property
     def _places(self) -> tuple[tuple[list[nn.Module], list[str], list[Tensor]], ...]:
-        """Modules, attributes and what they should hold: of parameters, and of buffers."""
+        """Modules, attributes and expected tensors: first of parameters, then of buffers."""
         return _places_of(self.parameters), _places_of(self.buffers)
 
     def is_current(self) -> bool:
-        """Whether the model still holds the same tensors at the same places, and its optimizers step the same."""
+        """Return whether the model still holds the same tensors at the same sites and its optimizers step the same."""
         (owners, names, parameters), (buffer_owners, buffer_names, buffers) = self._places
         return (
             all(map(is_, map(dict.get, map(local_parameters, owners), names), parameters))
@@ -150,26 +150,26 @@ class Lifted:
         )
 
     def scopes(self) -> list[Scope]:
-        """The scopes of the model's sharded parts."""
+        """Return the scopes of the model's sharded parts."""
         states = (state_of(part) for part in self.model.modules())
         return list(dict.fromkeys(state.scope for state in states if state is not None))
 
     def state_entries(self) -> list[tuple[int, str, Any]]:
-        """(position of the parameter, key, value) of everything in the optimizers' state, one after the other."""
+        """Return (position of the parameter, key, value) of every state entry, optimizer by optimizer."""
         return [entry for one in self.optimizers for entry in one.state_entries()]
 
     @cached_property
     def resting(self) -> Resting | None:
-        """The memory of what the model offloads."""
+        """Memory of the model's offloaded tensors; None without offload."""
         return next((scope.resting for scope in self.scopes() if scope.resting is not None), None)
 
     def spaces(self, tensors: Iterable[Tensor], outside: Iterable[Tensor] = ()) -> tuple[Tier, ...]:
-        """The memory spaces in which inputs of the graph rest; () if the model offloads nothing.
+        """Return the tiers in which the graph's inputs are stored; () if the model offloads nothing.
 
         Args:
             tensors: this rank's parts of the inputs.
-            outside: the last of them, as they are. On the host of a GPU only parts of DTensors rest; other tensors
-                there, as are handles, are read where they lie.
+            outside: originals of the last inputs, from outside. If the device is a GPU, only parts of DTensors count as
+                offloaded to the host; other tensors there, like handles, are read in place.
         """
         resting = self.resting
         if resting is None:
@@ -180,7 +180,7 @@ class Lifted:
         state = begin + len(self.handles) + len(self.buffers)
         for place in (*range(begin), *range(state, len(parts) - len(last))):
             if found[place] == DEVICE and parts[place].ndim and not parts[place].numel():
-                # A rank without rows has the graph of the others. Nothing of it lies on disk.
+                # A rank without rows must have the same graph as the others. Only the host holds empty tensors.
                 tier = resting.options.params_tier if place < begin else resting.options.optimizer_tier
                 found[place] = HOST if tier == HOST else DEVICE
         if resting.computes_elsewhere:
@@ -191,11 +191,11 @@ class Lifted:
         return tuple(found)
 
     def longest_bytes(self, position: int, part: Tensor) -> int:
-        """Bytes that the rank with most rows of a parameter holds of it, or of state of its shape.
+        """Return the bytes of a parameter, or of state of its shape, on the rank with the most rows.
 
         Args:
-            position: of the parameter.
-            part: this rank's.
+            position: position of the parameter.
+            part: this rank's part of the parameter or state.
         """
         shard = self.parameters[position]
         known = self.handles.get(shard.name)
@@ -205,13 +205,13 @@ class Lifted:
         return (part[0].nbytes if rows else part.new_empty((1, *part.shape[1:])).nbytes) * known.spec.layout.chunk_rows
 
     def places(self) -> list[int | None]:
-        """For each of `tensors` the position of the parameter that it is a part of, or belongs to."""
+        """Return for each of `tensors` the position of its parameter, for shards and state; None for others."""
         others = [None] * (len(self.handles) + len(self.buffers))
         state = [position for position, _, value in self.state_entries() if isinstance(value, Tensor)]
         return [*range(len(self.parameters)), *others, *state]
 
     def drawn(self) -> dict[int, Drawn] | None:
-        """By what the moments of each parameter, by its position, are rounded; None: they are not."""
+        """Return how the moments of each parameter are rounded, by position; None: they are not."""
         if self.resting is None or self.resting.options.moments_dtype is None:
             return None
         found: dict[int, Drawn] = {}
@@ -223,7 +223,7 @@ class Lifted:
         return found
 
     def settle(self) -> None:
-        """Move the optimizers' state to where it is to rest."""
+        """Move the optimizers' state to where it is stored."""
         if self.resting is not None:
             names = {id(one.tensor): one.name for one in self.parameters}
             for one in self.optimizers:
@@ -231,14 +231,14 @@ class Lifted:
                 self.resting.settle_counts(one.optimizer)
 
     def check_host(self, plan: FramePlan, late: Sequence[int] = ()) -> None:
-        """Refuse a step, before it has run, that keeps more on the host than it may.
+        """Refuse a step that would exceed the host budget, before it runs.
 
         Args:
-            plan: of the step.
+            plan: plan of the step.
             late: unused; whole steps are not split.
 
         Raises:
-            ValueError: says what would make it fit.
+            ValueError: the step exceeds the budget; says what would make it fit.
         """
         if self.resting is None or self.resting.options.host_budget_bytes is None:
             return
@@ -246,10 +246,10 @@ class Lifted:
         self.resting.check_budget(host.parameters, host.state, host.step, host.staging)
 
     def tensors(self, state: Sequence[Tensor] | None = None) -> list[Tensor]:
-        """The graph's inputs, as this rank holds them: shards, handles, buffers and the tensors of the state.
+        """Return this rank's inputs of the graph: shards, handles, buffers and the tensors of the state.
 
         Args:
-            state: the last, where they are known.
+            state: tensors of the state; None: read them from the optimizers.
         """
         if state is None:
             state = [local(value) for _, _, value in self.state_entries() if isinstance(value, Tensor)]
@@ -257,7 +257,7 @@ class Lifted:
         return [*shards, *self._handles, *(local(one.tensor) for one in self.buffers), *state]
 
     def names(self) -> list[str]:
-        """Names of these inputs, for people."""
+        """Return readable names of these inputs."""
         found = [f"shard_{name_part(one.name)}" for one in self.parameters]
         found += [f"handle_{name_part(name)}" for name in self.handles]
         found += [f"buffer_{name_part(one.name)}" for one in self.buffers]
@@ -271,15 +271,15 @@ class Lifted:
 
 @dataclass(frozen=True, kw_only=True)
 class StateLayout:
-    """Where the entries of a state lie. The tensors themselves are read at each call: any of them may be replaced.
+    """Structure of an optimizer's state. The tensors are read again at each call, since any of them may be replaced.
 
     Attributes:
         owners: parameters that have entries, in the order of the state.
-        sizes: number of entries of each.
+        sizes: number of entries of each owner.
         keys, kinds: name and type of each entry.
-        are_dtensors, are_plain, are_numbers: which entries are DTensors, other tensors, and no tensors.
-        numbers: the last.
-        order: of the graph's inputs, among the local parts of DTensors and, behind them, other tensors.
+        are_dtensors, are_plain, are_numbers: whether each entry is a DTensor, another tensor, or not a tensor.
+        numbers: values of the entries that are not tensors.
+        order: for each of the graph's inputs, its index in the DTensors' local parts followed by the other tensors.
         conditions: (number of the optimizer, position of the parameter, key, number or None) of each entry, in the
             order of the graph.
     """
@@ -297,7 +297,7 @@ class StateLayout:
 
     @classmethod
     def of(cls, lifted: LiftedOptimizer, number: int) -> StateLayout:
-        """Look at the state of an optimizer, which has this number among those of the step, entry by entry."""
+        """Describe the state of an optimizer, which has this number in the step, entry by entry."""
         state: State = lifted.optimizer.state
         keys, values = list(chain.from_iterable(state.values())), _values(state)
         are_dtensors = [isinstance(value, DTensor) for value in values]
@@ -329,7 +329,7 @@ class StateLayout:
         )
 
     def tensors(self, state: State) -> list[Tensor] | None:
-        """This rank's parts of the tensors of a state, in the order of the graph; None if it has another layout."""
+        """Return this rank's parts of a state's tensors, in the graph's order; None if the structure differs."""
         owners, values = list(state), _values(state)
         if (
             len(owners) != len(self.owners)
@@ -371,19 +371,19 @@ def _places_of(held: Sequence[Held]) -> tuple[list[nn.Module], list[str], list[T
 
 
 def local(tensor: Any) -> Tensor:
-    """This rank's part of a tensor."""
+    """Return this rank's part of a tensor."""
     if isinstance(tensor, DTensor):
         return local_of(tensor)
     return tensor.detach() if tensor.requires_grad else tensor
 
 
 def name_part(name: str) -> str:
-    """A qualified name as part of a node's name."""
+    """Turn a qualified name into part of a node's name."""
     return re.sub(r"\W", "_", name)
 
 
 def overlapping(tensors: Sequence[Tensor]) -> set[int]:
-    """Places of tensors that share memory with one before, or may do so."""
+    """Return positions of tensors that share, or may share, memory with an earlier one."""
     spans: list[tuple[int, int, int]] = []
     for place, tensor in enumerate(tensors):
         if tensor.numel() and tensor.layout == torch.strided:

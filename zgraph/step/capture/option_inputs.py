@@ -1,4 +1,4 @@
-"""Options of optimizers that are inputs of a step's graph, and what the graph takes for granted about them."""
+"""Options of optimizers that are inputs of a step's graph, and the graph's assumptions about them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class OptionInputs:
     """Options of the optimizers' groups at one call.
 
     Attributes:
-        values: the inputs: floats, also those in tuples such as `betas`, and tensors; group by group, one optimizer
-            after the other.
-        conditions: everything else, which a graph holds for as it is.
+        values: options that are inputs: floats, also in tuples such as `betas`, and tensors; group by group, one
+            optimizer after another.
+        conditions: all other options; a graph is valid only for their present values.
     """
 
     values: tuple[float | Tensor, ...]
@@ -26,7 +26,7 @@ class OptionInputs:
 
     @classmethod
     def of(cls, optimizers: Sequence[optim.Optimizer]) -> OptionInputs:
-        """Read the options as they are now."""
+        """Read the current options."""
         values: list[float | Tensor] = []
         conditions: list[Any] = []
         for group in _groups(optimizers):
@@ -53,7 +53,7 @@ class OptionInputs:
 
 
 def names_of(optimizers: Sequence[optim.Optimizer]) -> list[str]:
-    """Names of these inputs, for people: "lr_0" is the learning rate of the first optimizer's first group."""
+    """Return readable names of these inputs: "lr_0" is the learning rate of the first optimizer's first group."""
     found: list[str] = []
     for number, group in enumerate(_groups(optimizers)):
         for key, value in group.items():
@@ -68,7 +68,7 @@ def _groups(optimizers: Sequence[optim.Optimizer]) -> Iterator[dict[str, Any]]:
 
 
 def with_inputs(group: dict[str, Any], inputs: Iterator[Any]) -> dict[str, Any]:
-    """A group whose options are the next inputs where they are inputs."""
+    """Return a copy of a group, with the next inputs in place of options that are inputs."""
     found: dict[str, Any] = {}
     for key, value in group.items():
         if type(value) is tuple:
@@ -85,13 +85,13 @@ def _is_input(key: str, value: Any) -> bool:
 
 
 class Assumed:
-    """What a graph takes for granted about numbers, because Python has decided something by them.
+    """Assumptions of a graph about numbers on which Python branched during the trace.
 
     Args:
-        guards: what the trace has decided.
-        names: of all inputs that come from options.
-        values: that it was traced with.
-        read: of other numbers, the tensors among the inputs that they are read from, and what is added.
+        guards: decisions of the trace.
+        names: names of all inputs that come from options.
+        values: values of these inputs during the trace.
+        read: for other numbers, by name: position of the input tensor that holds the number, and an addend.
     """
 
     def __init__(
@@ -102,10 +102,10 @@ class Assumed:
         read: Mapping[str, tuple[int, float]],
     ) -> None:
         self._guards, self._names, self._read = guards, tuple(names), read
-        self._held, self._count = tuple(values), guards.current()  # which were found to hold, by how many guards
+        self._held, self._count = tuple(values), guards.current()  # the last values that held, and the number of guards
 
     def hold(self, values: tuple[float | Tensor, ...], tensors: Sequence[Tensor]) -> bool:
-        """Whether the graph may be called with these options and tensors."""
+        """Return whether the graph may be called with these options and tensors."""
         count = self._guards.current()
         if count == self._count and (not count or (not self._read and all(map(_is_same, values, self._held)))):
             return True
@@ -115,7 +115,7 @@ class Assumed:
         return True
 
     def broken(self, values: Sequence[float | Tensor], tensors: Sequence[Tensor]) -> str:
-        """The first decision that these would change, for people; "" if there is none."""
+        """Describe the first decision that these values would change; "" if there is none."""
         numbers = {name: value for name, value in zip(self._names, values, strict=True) if isinstance(value, float)}
         numbers |= {name: float(tensors[place]) + added for name, (place, added) in self._read.items()}
         return self._guards.broken(numbers)

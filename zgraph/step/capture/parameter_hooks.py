@@ -1,4 +1,4 @@
-"""Hooks on parameters in a captured step: they run while it is traced, on what stands in for the parameters."""
+"""Hooks on parameters in a captured step: they run while it is traced, on the parameters' stand-ins."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Registered = tuple[tuple[int, Any], ...]  # handle ids and functions, in the ord
 
 
 def conditions(parameters: Sequence[Tensor]) -> tuple[Any, ...]:
-    """Conditions on the hooks of parameters: (position, functions on the gradient, functions behind it)."""
+    """Return conditions on the hooks of parameters: (position, gradient hooks, post-accumulate-grad hooks)."""
     return tuple(
         (position, *(tuple((hooks or {}).values()) for hooks in pair))
         for position, pair in enumerate(zip(*hooks_of(parameters), strict=True))
@@ -26,7 +26,7 @@ def conditions(parameters: Sequence[Tensor]) -> tuple[Any, ...]:
 
 
 def functions(parameters: Sequence[Tensor]) -> list[Any]:
-    """All hooks on parameters."""
+    """Return all hooks on parameters."""
     return [hook for _, *pair in conditions(parameters) for hooks in pair for hook in hooks]
 
 
@@ -35,9 +35,9 @@ class CarriedHooks:
     """Hooks of real parameters, registered on their stand-ins.
 
     Args:
-        parameters: the model's.
-        stand_ins: of each.
-        redirected: in which hooks run, as the step's lines do: a call of `backward` has left it.
+        parameters: parameters of the model.
+        stand_ins: stand-in of each parameter.
+        redirected: context in which hooks run, like the step's lines; `backward` itself runs outside it.
     """
 
     parameters: Sequence[Held]
@@ -51,7 +51,7 @@ class CarriedHooks:
                 for _, hook in on_grad:
                     stand_in.register_hook(self._of_gradient(hook))
                 for _, hook in behind:
-                    # Given the parameter itself, by which the hook may look things up; calls of torch are redirected.
+                    # Pass the parameter itself, which the hook may use as a key; calls of torch are redirected.
                     stand_in.register_post_accumulate_grad_hook(self._behind(hook, one.tensor))
         self._carried = _registered(self.stand_ins)
 
@@ -70,10 +70,10 @@ class CarriedHooks:
         return call
 
     def check(self) -> None:
-        """Refuse a step that has registered hooks, or removed some; the parameters get back those that they had.
+        """Refuse a step that has registered or removed hooks; the parameters' original hooks are restored.
 
         Raises:
-            ZgraphError: names the parameter.
+            ZgraphError: it has; the message names the parameter.
         """
         real = _registered([one.tensor for one in self.parameters])
         carried = _registered(self.stand_ins)

@@ -1,4 +1,4 @@
-"""What stands in for a model's parameters and buffers, and for its optimizers, while a step is traced."""
+"""Stand-ins for a model's parameters, buffers and optimizers while a step is traced."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class StandIns:
     """Stand-ins of one trace.
 
     Attributes:
-        outside: tensors that the function reads from outside, and what stands in for them.
-        parameters: leaves that wrap the traced shards, as DTensors where the parameters are.
-        optimizers: in the order of `Lifted.optimizers`.
-        read: positions of parameters of whose gradients something was read.
-        cleared: positions of parameters whose gradients were set to None first: those from before do not matter.
+        outside: tensors that the function reads from outside, each with its stand-in.
+        parameters: leaves that wrap the traced shards, as DTensors if the parameters are DTensors.
+        optimizers: stand-ins in the order of `Lifted.optimizers`.
+        read: positions of parameters whose gradients were read.
+        cleared: positions of parameters whose gradients were first set to None, so that earlier ones do not matter.
     """
 
     lifted: Lifted
@@ -57,9 +57,11 @@ class StandIns:
         options: Sequence[Any],
         outside: Sequence[tuple[Tensor, Tensor]],
     ) -> StandIns:
-        """Make them from the traced inputs, which are in the order of `Lifted.tensors` and of `OptionInputs`.
+        """Create stand-ins from the traced inputs.
 
         Args:
+            tensors: traced inputs in the order of `Lifted.tensors`.
+            options: traced inputs in the order of `OptionInputs`.
             outside: tensors from outside, each with its traced input.
         """
         given = iter(tensors)
@@ -84,10 +86,10 @@ class StandIns:
 
     @contextlib.contextmanager
     def in_place(self, redirected: AbstractContextManager[Any]) -> Generator[None]:
-        """Put them where the user's lines look for model and optimizers; afterwards all is as it was.
+        """Install the stand-ins in the model and optimizers; restore everything afterwards.
 
         Args:
-            redirected: in which hooks on parameters run.
+            redirected: context in which hooks on parameters run.
         """
         lifted = self.lifted
         hooks = CarriedHooks(lifted.parameters, self.parameters, redirected)
@@ -99,7 +101,7 @@ class StandIns:
             _put_buffer(one, buffer)
         for scope in scopes:
             scope.handle_of = self._handle_of
-            scope.accumulation = Accumulation()  # of the trace; what waits is known to its graph alone
+            scope.accumulation = Accumulation()  # for the trace; only its graph knows pending gradients
         model_zero_grad = lifted.model.__dict__.get("zero_grad")
         object.__setattr__(lifted.model, "zero_grad", self._zero_grad_of_model)
         try:
@@ -124,7 +126,7 @@ class StandIns:
                 object.__setattr__(lifted.model, "zero_grad", model_zero_grad)
 
     def by_id(self) -> dict[int, Tensor]:
-        """Stand-ins by the ids of what they stand for."""
+        """Return stand-ins by the ids of the tensors they replace."""
         pairs = [
             (one.tensor, parameter) for one, parameter in zip(self.lifted.parameters, self.parameters, strict=True)
         ]
@@ -132,17 +134,17 @@ class StandIns:
         return {id(tensor): stand_in for tensor, stand_in in [*pairs, *self.outside]}
 
     def note_reading(self, tensor: Tensor) -> None:
-        """Note that something reads the gradient of a tensor, which may be one of the parameters."""
+        """Note a read of the gradient of a tensor, which may be one of the parameters."""
         position = self._positions.get(id(tensor))
         if position is not None and not self._clears:
             self.read.add(position)
 
     def new_state(self) -> list[tuple[int, int, str, Any]]:
-        """(number of the optimizer, position, key, value) of what steps have put into the optimizers' state."""
+        """Return (number of the optimizer, position, key, value) of entries that steps have added to the state."""
         return [(number, *entry) for number, one in enumerate(self.optimizers) for entry in one.new_state()]
 
     def step_unless(self, optimizer: optim.Optimizer, found_inf: Tensor) -> None:
-        """Let an optimizer step, and undo it where an inf was found."""
+        """Run an optimizer's step, and undo it if an inf was found."""
         for one in self.optimizers:
             if one.lifted.optimizer is optimizer:
                 one.step_unless(found_inf)
@@ -177,7 +179,7 @@ class StandIns:
             if stand_in.grad is not None:
                 raise ZgraphError(
                     f"zgraph.training_step: the step computes a gradient of a tensor of shape {list(tensor.shape)} "
-                    "that is not a parameter of its model; train all that it steps as one module."
+                    "that is not a parameter of its model; put all trained parameters into one module."
                 )
 
     def _check_bindings(

@@ -1,4 +1,4 @@
-"""What stands in for an optimizer while a step is traced: its own step runs on traced shards, state and options."""
+"""Stand-in for an optimizer while a step is traced: its own step runs on traced shards, state and options."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from zgraph.torch_compat.modules import plain_step
 
 @dataclass
 class TracedOptimizer:
-    """Stands in for one optimizer.
+    """Stand-in for one optimizer.
 
     Attributes:
-        lifted: the optimizer.
-        parameters, shards: of the model, as they are traced.
-        groups: the optimizer's, with traced parameters and options.
-        state: by what it steps on, see `stepped_on`; what the step adds is new.
-        stepped: whether it has taken a step.
-        skip: [] bool, whether that step changes nothing; None if it is always taken.
-        drawn: what moments are rounded by, by position; None: they are not rounded.
+        lifted: the real optimizer.
+        parameters, shards: traced parameters and shards of the model.
+        groups: the optimizer's groups, with traced parameters and options.
+        state: traced state by the tensors of `stepped_on`, including entries that the step adds.
+        stepped: whether the optimizer has stepped.
+        skip: [] bool, whether the step is skipped; None if it never is.
+        drawn: how moments are rounded, by position; None: they are not rounded.
     """
 
     lifted: LiftedOptimizer
@@ -60,7 +60,7 @@ class TracedOptimizer:
         *,
         drawn: Mapping[int, Drawn] | None = None,
     ) -> TracedOptimizer:
-        """Make it from traced tensors: the next ones of the state, and the next options."""
+        """Create a stand-in from traced tensors: the next ones of `state` and of `options`."""
         groups = [
             {**with_inputs(group, options), "params": [parameters[position] for position in positions]}
             for group, positions in zip(lifted.optimizer.param_groups, lifted.groups, strict=True)
@@ -81,17 +81,17 @@ class TracedOptimizer:
 
     @property
     def is_element_wise(self) -> bool:
-        """Whether it may step on shards."""
+        """Whether the optimizer may step on shards."""
         return type(self.lifted.optimizer) in ELEMENT_WISE
 
     @property
     def stepped_on(self) -> Sequence[Tensor]:
-        """What it steps on, by position: shards, or parameters if it is not known to be element-wise."""
+        """Tensors that it steps on, by position: shards, or parameters unless it is known to be element-wise."""
         return self.shards if self.is_element_wise else self.parameters
 
     @contextlib.contextmanager
     def in_place(self, clear: Callable[[Sequence[int], bool], None]) -> Generator[None]:
-        """Put it where the user's lines look for the optimizer; afterwards all is as it was.
+        """Install the stand-in in the user's optimizer; restore everything afterwards.
 
         Args:
             clear: sets the gradients of parameters at these positions to None, for `zero_grad(set_to_none)`.
@@ -106,7 +106,7 @@ class TracedOptimizer:
             if self.before != [_options(group) for group in self.groups]:
                 raise ZgraphError(
                     "zgraph.training_step: the step changes options of its optimizer, such as the learning rate; call "
-                    "scheduler.step() outside of the step, after it."
+                    "scheduler.step() outside the step, after it."
                 )
         finally:
             optimizer.param_groups = groups
@@ -117,10 +117,10 @@ class TracedOptimizer:
                     optimizer.__dict__[key] = value
 
     def new_state(self) -> list[tuple[int, str, Any]]:
-        """(position, key, value) of what the step has put into the optimizer's state.
+        """Return (position, key, value) of entries that the step has added to the optimizer's state.
 
         Raises:
-            ZgraphError: it has changed a number there, which would stay what it is now.
+            ZgraphError: the step has changed a number in the state, which would become a constant.
         """
         known = {(position, key): value for position, key, value in self.lifted.state_entries()}
         before = {id(value) for entries in self.known.values() for value in entries.values()}
@@ -136,24 +136,24 @@ class TracedOptimizer:
         return found
 
     def layout_of(self, position: int, key: str, value: Tensor) -> DTensor | None:
-        """How a new entry of the optimizer's state lies: like this DTensor, or whole on each rank."""
+        """Return the DTensor whose layout a new entry of the optimizer's state has; None: it is whole on each rank."""
         if not self.is_element_wise:
             return value if isinstance(value, DTensor) else None
         parameter = self.parameters[position]
         return parameter if isinstance(parameter, DTensor) and key not in SCALARS else None
 
     def step_unless(self, found_inf: Tensor) -> None:
-        """Let the optimizer step, and undo it where an inf was found.
+        """Run the optimizer's step, and undo it if an inf was found.
 
-        The optimizer works on copies, of which parameters and state take over what they may: an inf or a NaN that it
-        computes meanwhile goes nowhere, and nobody waits for the flag.
+        The optimizer works on copies, which are copied back to parameters and state unless the step is skipped. An inf
+        or NaN in the copies is thus discarded, and the host need not wait for the flag.
         """
         if self.stepped:
             raise refusal("calls scaler.step() a second time for an optimizer", "write one step per call")
         self._step_or_skip(self._gradients(), found_inf)
 
     def _step(self, *args: Any, **kwargs: Any) -> None:
-        """The optimizer's own step, on local shards."""
+        """Run the optimizer's own step, on local shards."""
         if any(one is not None for one in (*args, *kwargs.values())):
             given = ", ".join(kwargs) or "a closure"
             raise refusal(
@@ -164,7 +164,7 @@ class TracedOptimizer:
         self._step_on(self.stepped_on, self._gradients())
 
     def _gradients(self) -> dict[int, Tensor]:
-        """The gradients of this call by position, as the optimizer steps on them."""
+        """Return the gradients of this call by position, in the form the optimizer steps with."""
         found: dict[int, Tensor] = {}
         for position in self.own:
             parameter = self.parameters[position]
@@ -182,7 +182,7 @@ class TracedOptimizer:
             self._step_on(given, grads)
 
     def _step_on(self, given: Sequence[Tensor], grads: Mapping[int, Tensor]) -> None:
-        """Run the optimizer's own step on these tensors, by position, and these gradients."""
+        """Run the optimizer's own step on these tensors and gradients, both by position."""
         optimizer, state = self.lifted.optimizer, self._state_of(given)
         held = {position: given[position].grad for position in self.own}
         for position in self.own:
@@ -217,7 +217,7 @@ class TracedOptimizer:
                 self._take_over(one, copy, state[copy])
 
     def _state_of(self, given: Sequence[Tensor]) -> dict[Tensor, dict[str, Any]]:
-        """The optimizer's state, or copies of it for copies of what it steps on."""
+        """Return the optimizer's state, or copies of it if `given` are copies of the stepped tensors."""
         if given is self.stepped_on:
             return self.state
         found: dict[Tensor, dict[str, Any]] = defaultdict(dict)
@@ -232,7 +232,7 @@ class TracedOptimizer:
         return found
 
     def _take_over(self, one: Tensor, copy: Tensor, entries: dict[str, Any]) -> None:
-        """Write to a shard and its state what its copy has become, unless the step is skipped."""
+        """Copy the updated copy and its state back to the shard and its state, unless the step is skipped."""
         self._write(one, copy)
         known = self.state[one]
         for key, value in entries.items():
@@ -255,7 +255,7 @@ def _local_grad(parameter: Tensor, grad: Tensor) -> Tensor:
     if isinstance(parameter, DTensor):
         if not isinstance(grad, DTensor) or grad.placements != parameter.placements:
             raise ZgraphError(
-                f"zgraph.training_step: at {user_line()} a gradient does not lie like its parameter; leave gradients "
+                f"zgraph.training_step: at {user_line()} a gradient is not placed like its parameter; leave gradients "
                 "as backward makes them, or change them in place."
             )
         return local_of(grad)

@@ -15,12 +15,12 @@ aten = torch.ops.aten
 
 
 def resolve_windows(graph: fx.Graph) -> None:
-    """Replace a window's state between calls by sums in the graph; every marker then stands alone.
+    """Replace a window's state between calls with sums in the graph; every marker then has the position ALONE.
 
-    The sum has the order and the dtypes of `zgraph.runtime.window_state`. Each parameter has a window of its own.
+    The sum has the order and the dtypes of `zgraph.runtime.window_state`. Each parameter has its own window.
 
     Raises:
-        ZgraphError: gradients are read while they are still this rank's own, or are so at the end.
+        ZgraphError: gradients are read, or the step ends, before they are reduced over the ranks.
     """
     for marker in nodes.call_functions(graph, nodes.is_unshard):
         _stand_alone(marker)
@@ -41,13 +41,13 @@ def resolve_windows(graph: fx.Graph) -> None:
                 waiting[marker] = None
             else:
                 marker.args = (total, *marker.args[1:])
-        if args.window != OPEN:  # one that is reduced all the same says to error feedback that no step follows
+        if args.window != OPEN:  # an OPEN one that reduces anyway tells error feedback that no step follows
             _stand_alone(marker)
     for handle in sums:
         raise ZgraphError(
             "zgraph.training_step: the step ends while gradients from forwards under zgraph.no_sync are not reduced: "
-            f"no backward of a forward outside of no_sync reaches the parameter of {handle.name} afterwards. Run the "
-            "last micro-batch outside of no_sync, through all parts that the others go through, or leave out no_sync."
+            f"no backward of a forward outside no_sync reaches the parameter of {handle.name} afterwards. Run the last "
+            "micro-batch outside no_sync, through all parts that the others go through, or leave out no_sync."
         )
     _drop_placeholders(graph, waiting)
 
@@ -59,7 +59,7 @@ def _stand_alone(marker: fx.Node) -> None:
 
 
 def _drop_placeholders(graph: fx.Graph, waiting: dict[fx.Node, None]) -> None:
-    """Remove what `.grad` held until the window closed, to which autograd has added the mean."""
+    """Remove the placeholders that `.grad` held until the window closed, to which autograd has added the mean."""
     dropped = dict(waiting)
     for node in list(graph.nodes):
         if node.target is not aten.add.Tensor and node.target is not aten.add_.Tensor:

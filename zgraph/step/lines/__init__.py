@@ -1,1 +1,1 @@
-"""The user's lines while a step is traced: what they call is watched, redirected to what stands in, or refused."""
+"""The user's lines while a step is traced: their calls are watched, redirected to stand-ins, or refused."""

@@ -1,4 +1,4 @@
-"""Writes of a captured forward to what a parameter reads as there: a copy that has been gathered."""
+"""Detect writes of a captured forward to a gathered copy, which is what the parameter reads as there."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from zgraph.torch_compat.operators import OpOverload
 
 
 class GatheredMemory:
-    """The memory of parameters that a trace has gathered.
+    """Memory of the parameters that a trace has gathered.
 
-    Args:
-        names: of parameters, by the ids of what is traced in place of their handles.
+    Attributes:
+        names: names of parameters, by the ids of their handles' stand-ins.
     """
 
     def __init__(self) -> None:
         self.names: dict[int, str] = {}
-        self._gathered: dict[int, tuple[Tensor, str]] = {}  # the tensors are kept, so that their memory stays theirs
+        self._gathered: dict[int, tuple[Tensor, str]] = {}  # keeps the tensors, so that their memory is not reused
 
     def follow(self, func: OpOverload, args: Sequence[object], result: object) -> None:
-        """Keep up with an operator that has run."""
+        """Record an operator that has run."""
         if func is torch.ops.zgraph.unshard.default and isinstance(result, Tensor):
             self._gathered[traced_storage_key(result)] = result, self.names.get(id(args[1]), "a parameter")
 
     def check(self, func: OpOverload, written: Sequence[Tensor]) -> None:
-        """Refuse a write to this memory, which no other forward, and not the parameter, would see.
+        """Refuse a write to this memory, which neither another forward nor the parameter would see.
 
         Raises:
-            ZgraphError: names the line and the parameter.
+            ZgraphError: it is written to; the message names the line and the parameter.
         """
         for one in written if self._gathered else ():
             found = self._gathered.get(traced_storage_key(local_of(one) if isinstance(one, DTensor) else one))
             if found is not None:
                 raise refusal(
-                    f"writes to the parameter {found[1]} inside of a forward ({func}), where it reads as a copy",
+                    f"writes to the parameter {found[1]} inside a forward ({func}), where it reads as a copy",
                     "write to it before or after the forward, in the step's own lines (torch.no_grad(), copy_, "
                     "clamp_), or compute with a changed value instead",
                 )

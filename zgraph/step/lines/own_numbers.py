@@ -1,6 +1,6 @@
-"""Numbers of each rank's own by which a captured step changes weights, such as `p.grad.div_(mask.sum())`.
+"""Rank-local numbers by which a captured step changes weights, such as `p.grad.div_(mask.sum())`.
 
-Plain lines compare such a number when an optimizer steps. In a graph it is known only when the step runs: so the graph
+Plain lines compare such a number when an optimizer steps. In a graph it is known only when the step runs, so the graph
 returns it, too, and the ranks compare it when the step ends.
 """
 
@@ -20,16 +20,16 @@ aten = torch.ops.aten
 def return_own_numbers(
     graph: fx.Graph, of_rank: Collection[fx.Node], kept: Collection[fx.Node], left: Collection[fx.Node]
 ) -> int:
-    """Let a captured graph also return the numbers of this rank by which it changes shards, behind its other outputs.
+    """Append to a captured graph's outputs the numbers of this rank by which it changes shards.
 
     Args:
-        graph: with markers, whose results are those of all ranks, like those of collectives.
-        of_rank: inputs that each rank has of its own, such as its batch.
+        graph: captured graph with markers, whose results, like those of collectives, are common to all ranks.
+        of_rank: inputs that differ between ranks, such as the batch.
         kept: inputs that are shards: parameters and the optimizer's state.
-        left: outputs that are: gradients and new state.
+        left: outputs that are shards: gradients and new state.
 
     Returns:
-        How many numbers these are; only those on the CPU, as reading others would wait for the device.
+        Number of appended outputs; only numbers on the CPU count, as reading others would wait for the device.
     """
     shards, own = set(kept), set(of_rank)
     numbers: dict[fx.Node, None] = {}
@@ -37,7 +37,7 @@ def return_own_numbers(
     for node in graph.nodes:
         inputs = [*node.all_input_nodes, *map(dataflow.below_views, node.all_input_nodes)]
         if isinstance(node.target, OpOverload) and is_tagged_random(node.target):
-            own.add(node)  # also of shards: those that all ranks are to have are exchanged next
+            own.add(node)  # even of shards: numbers common to all ranks are exchanged next
             continue
         if node.op == "placeholder" or not inputs:
             continue
@@ -55,7 +55,7 @@ def return_own_numbers(
     (output,) = graph.find_nodes(op="output")
     copies: list[fx.Node] = []
     for number in numbers:
-        with graph.inserting_after(number):  # what is written to it later does not matter
+        with graph.inserting_after(number):  # later writes to the number do not matter
             copies.append(meta.create(graph, aten.clone.default, (number,), like=number))
     if copies:
         output.args = ((*output.args[0], *copies),)

@@ -1,4 +1,4 @@
-"""Calls of torch while a step is traced: tensors and numbers in them are replaced by what stands in for them."""
+"""Calls of torch while a step is traced: their tensors and numbers are replaced by stand-ins."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from zgraph.torch_compat.operators import is_fused_update
 
 
 class Redirect(TorchFunctionMode):
-    """Gives each call of torch the traced tensors instead of the real ones, also where it reads or sets `.grad`.
+    """Pass traced tensors instead of the real ones to each call of torch, including reads and writes of `.grad`.
 
-    So it does not matter by which way the user's lines come to a parameter: through the model, a list, an attribute.
+    The user's lines may therefore reach a parameter in any way: through the model, a list, an attribute.
 
     Args:
-        watch: knows the traced tensors, by id of the real ones.
+        watch: has the traced tensors, by ids of the real ones.
         on_gradient: called with each tensor whose `.grad` is read.
     """
 
     def __init__(self, watch: Watch, on_gradient: Callable[[Tensor], None]) -> None:
         super().__init__()
         self._watch, self._stand_ins, self._on_gradient = watch, watch.stand_ins, on_gradient
-        self._assigned: dict[int, Tensor] = {}  # by memory; kept, so that it stays theirs
+        self._assigned: dict[int, Tensor] = {}  # by memory; kept alive, so that the memory is not reused
 
     def __torch_function__(
         self,
@@ -56,30 +56,30 @@ class Redirect(TorchFunctionMode):
         if func in (torch.as_tensor, torch.tensor) and args and isinstance(args[0], torch.SymFloat):
             return torch.ones((), **kwargs) * cast(float, args[0])  # these two would make a constant
         if name == "_foreach_lerp_" and len(args) == 3 and isinstance(args[2], Tensor):
-            with self._watch.reading_values(func):  # as the call itself would
+            with self._watch.reading_values(func):  # the call itself would read it
                 args[2] = args[2].item()
         if func is Tensor.__setitem__ and _is_mask(args[1]) and isinstance(args[2], int | float | torch.SymFloat):
-            # The same, without counting what the mask selects.
+            # Equivalent, without counting the selected elements.
             return args[0].masked_fill_(args[1], args[2])
         result = func(*args, **kwargs)
         if args and result is args[0] and isinstance(result, Tensor):
-            return given[0]  # `self.count += 1` binds it to the attribute, which outlives the trace
+            return given[0]  # `self.count += 1` binds the result to the attribute, which outlives the trace
         return result
 
     def _set_data(self, tensor: Any, value: Any) -> None:
-        """Write the values of `tensor.data = value`, which binds other memory to the tensor, into its own."""
+        """Handle `tensor.data = value` by copying the values, instead of binding other memory to the tensor."""
         if not any(tensor is one for one in self._stand_ins.values()):
             raise refusal("assigns the .data of a tensor that the step has made", "write in place, with copy_")
         ours, theirs = _layout_of(tensor), _layout_of(value)
         if ours != theirs:
             raise refusal(
                 f"assigns .data of another kind ({theirs}) to a tensor ({ours})",
-                "assign what has its shape, dtype and placement, or write in place, with copy_",
+                "assign a tensor of the same shape, dtype and placement, or write in place, with copy_",
             )
         memory = _memory_of(value)
         if memory in self._assigned or memory in map(_memory_of, self._stand_ins.values()):
             raise refusal(
-                "assigns .data that another tensor has, too, so that later writes to one would change both",
+                "assigns .data that another tensor has as well, so later writes to one would change both",
                 "write in place, with copy_, or assign a clone()",
             )
         self._assigned[memory] = value
@@ -107,9 +107,9 @@ def _is_mask(index: Any) -> bool:
 
 
 def with_numbers(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call a fused kernel with the numbers' present values, and give its node the numbers.
+    """Call a fused kernel with the numbers' present values, and make its node read the symbolic numbers.
 
-    A kernel that takes a `float` would make a constant of a symbolic number, and every new value another graph.
+    A kernel with a `float` argument would turn a symbolic number into a constant, and need a graph for each value.
     """
     numbers = {key: value for key, value in kwargs.items() if isinstance(value, torch.SymFloat)}
     before = newest_node()

@@ -1,4 +1,4 @@
-"""What a captured step refuses before it is traced, and the line of the user's code for errors while it is."""
+"""Checks before a captured step is traced, and the user's line for errors during the trace."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zgraph.errors import ZgraphError
 from zgraph.step.outside.variables import variables_of
 from zgraph.torch_compat.modules import step_hooks
 
-# Each element is updated by its own gradient and state alone, so that they may step on shards; others step on DTensors.
+# Each element's update depends only on its own gradient and state, so these may step on shards; others need DTensors.
 ELEMENT_WISE = frozenset(
     {
         optim.SGD,
@@ -38,7 +38,7 @@ def check_optimizer(optimizer: optim.Optimizer) -> None:
     """Refuse optimizers whose step cannot be traced.
 
     Raises:
-        ValueError: says why.
+        ValueError: it cannot; says why.
     """
     for name in ("differentiable", "capturable"):
         if any(group.get(name) for group in optimizer.param_groups):
@@ -55,12 +55,12 @@ def check_optimizer(optimizer: optim.Optimizer) -> None:
 
 
 def _is_own(hook: Any) -> bool:
-    """Whether zgraph has registered it: `step_on_shards` does what a captured step does anyway."""
+    """Return whether zgraph registered the hook: `step_on_shards` does what a captured step does anyway."""
     return str(getattr(hook, "__module__", "")).startswith("zgraph.")
 
 
 def check_function(function: Callable[..., Any], optimizers: Sequence[optim.Optimizer]) -> None:
-    """Refuse functions that use what a step does not capture.
+    """Refuse functions that use an optimizer which the step was not given.
 
     Raises:
         ValueError: names the variable.
@@ -68,18 +68,18 @@ def check_function(function: Callable[..., Any], optimizers: Sequence[optim.Opti
     for name, value in variables_of(function):
         if isinstance(value, optim.Optimizer) and all(value is not one for one in optimizers):
             raise ValueError(
-                f"zgraph.training_step: the step uses an optimizer that it was not given, {name}; pass all that it "
-                "steps, as a list."
+                f"zgraph.training_step: the step uses an optimizer that it was not given, {name}; pass all optimizers "
+                "that it steps, as a list."
             )
 
 
 def refusal(what: str, instead: str) -> ZgraphError:
-    """The error for what a captured step cannot contain, with the user's line."""
+    """Return the error for an operation that a captured step cannot contain, with the user's line."""
     return ZgraphError(f"zgraph.training_step: {user_line() or 'the step'} {what}; {instead}.")
 
 
 def user_line() -> str:
-    """The innermost line outside of torch and zgraph, such as "train.py:12 in step"; "" if there is none."""
+    """Return the innermost line outside torch and zgraph, such as "train.py:12 in step"; "" if there is none."""
     frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     while frame is not None:
         code = frame.f_code
@@ -90,12 +90,12 @@ def user_line() -> str:
 
 
 def is_library(file: str) -> bool:
-    """Whether a code's file belongs to torch or zgraph, or is none."""
+    """Return whether a code's file belongs to torch or zgraph, or is not a real file."""
     return file.startswith((*_LIBRARIES, "<"))
 
 
 def line_of(error: BaseException) -> str:
-    """The innermost line outside of torch and zgraph that an error came through, like `user_line`."""
+    """Return the innermost line outside torch and zgraph that an error passed through, like `user_line`."""
     found, trace = "", error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code

@@ -1,4 +1,4 @@
-"""What a captured step may not do, refused at the line that does it."""
+"""Watch a step while it is traced, and refuse unsupported operations at the user's line."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ class Watch(DispatchMode):
     """Sees each operator of a step while it is traced, and refuses what a graph would get wrong.
 
     Attributes:
-        accumulates: whether `zgraph.no_sync` is active. Gradients of stage 3, which are reduced all the same, are then
-            marked as those of an open window: error feedback takes no step for what follows.
-        known: values of step counts and their like.
-        gathered: memory of parameters inside of forwards, which is not to be written.
-        stand_ins: traced tensors, by id of the real ones, of which autograd may have saved some.
-        part: number of the forward or backward that is running: 0 a forward, 1 its backward, 2 the next forward, ...;
-            nodes are marked with it.
-        reader: the optimizer whose own step is running: only there may numbers be read from tensors, for bias
-            correction reads step counts. It is kept where the step raises.
+        accumulates: returns whether `zgraph.no_sync` is active. Gradients of stage 3, which are reduced anyway, are
+            then marked as of an open window, which tells error feedback that no optimizer step follows.
+        known: values of step counts and similar numbers.
+        gathered: memory of parameters inside forwards, which must not be written.
+        stand_ins: traced tensors, by ids of the real ones, some of which autograd may have saved.
+        part: number of the running forward or backward: 0 a forward, 1 its backward, 2 the next forward, ...; nodes
+            are marked with it.
+        reader: optimizer whose own step is running: only it may read numbers from tensors, such as step counts for
+            bias correction. It stays set if the step raises.
     """
 
     def __init__(self, mode: Any, asks: bool, modules: Mapping[int, str]) -> None:
@@ -98,7 +98,7 @@ class Watch(DispatchMode):
             raise refusal(
                 "reads a tensor's value in Python (item(), float(), bool(), an `if` on a tensor), which is known only "
                 "when the step runs",
-                "return the tensor and read it outside of the step; choose with torch.where, not with `if`",
+                "return the tensor and read it outside the step; choose with torch.where, not with `if`",
             )
         if torch.Tag.dynamic_output_shape in func.tags and not _indexes_by_numbers(func, args):
             raise refusal(
@@ -108,7 +108,7 @@ class Watch(DispatchMode):
         if func.namespace == "c10d":
             raise refusal(
                 f"uses the collective {func}, which a captured step does not support",
-                "use torch.distributed's functional collectives, or call it outside of the step",
+                "use torch.distributed's functional collectives, or call it outside the step",
             )
         if in_backward and is_tagged_random(func) and not _draws_nothing(func, args, kwargs):
             raise refusal(
@@ -123,13 +123,13 @@ class Watch(DispatchMode):
         if func not in _LITERALS and any(map(_is_foreign, _tensors(args, kwargs))):
             raise refusal(
                 f"reads a tensor ({func}) that is neither an argument of the step, nor a parameter or buffer of its "
-                "model, nor a variable that the function names, or lies in the memory of one of these; it would be "
+                "model, nor a variable that the function names, or that shares the memory of one of these; it would be "
                 "a constant in the graph",
                 "pass it as an argument, or register it as a buffer (persistent=False keeps it out of checkpoints)",
             )
 
     def _instead(self, given: Any) -> Any:
-        """The same with traced tensors for real ones."""
+        """Replace real tensors in an argument by traced ones."""
         if isinstance(given, Tensor):
             return self.stand_ins.get(id(given), given)
         if type(given) in (list, tuple):
@@ -141,7 +141,7 @@ Origin = tuple[str, str, int, str]  # path of the module, file, line, function
 
 
 class Origins:
-    """Where operators come from: module and line of the user's code, of a backward those of what it differentiates.
+    """Origins of operators: module and line of the user's code; in a backward, those of the forward operator.
 
     Args:
         modules: paths of the model's modules by their ids.
@@ -152,7 +152,7 @@ class Origins:
         self._recorded: dict[int, Origin] = {}
 
     def of_this_call(self, in_backward: bool) -> Origin | None:
-        """The origin of the operator that is being called; None if nothing tells."""
+        """Return the origin of the operator being called; None if unknown."""
         path, place = self._on_the_stack()
         if in_backward and path is None:  # a checkpointed forward that runs again has its modules on the stack
             return self._recorded.get(backward_number())
@@ -162,7 +162,7 @@ class Origins:
         return origin
 
     def _on_the_stack(self) -> tuple[str | None, tuple[str, int, str] | None]:
-        """Path of the innermost module whose forward runs, and the innermost line outside of torch and zgraph."""
+        """Return the path of the innermost module whose forward runs, and the innermost line of the user's code."""
         path: str | None = None
         place: tuple[str, int, str] | None = None
         frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
@@ -181,12 +181,12 @@ def _tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]
 
 
 def _is_foreign(tensor: Tensor) -> bool:
-    """Whether a tensor was there before the trace and is not one of its inputs."""
+    """Return whether a tensor existed before the trace and is not one of its inputs."""
     return not is_fake(local_of(tensor) if isinstance(tensor, DTensor) else tensor)
 
 
 def _indexes_by_numbers(func: OpOverload, args: Sequence[Any]) -> bool:
-    """Whether elements are selected by their positions, as many as there are positions, and not by a mask."""
+    """Return whether elements are selected by positions, not by a mask, so that the result's shape is known."""
     return func is aten.index.Tensor and all(index is None or not _is_mask(index) for index in args[1])
 
 
@@ -202,25 +202,25 @@ def _draws_nothing(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, A
 
 @dataclass(frozen=True)
 class _Known:
-    """A number in a tensor: what an input holds before the step, and more; or a literal, without an input."""
+    """A number in a tensor: an input's value before the step plus an addend, or a literal, without an input."""
 
-    tensor: Tensor  # kept, so that its id stays its own
+    tensor: Tensor  # kept alive, so that its id is not reused
     place: int | None
     added: float
 
 
 class KnownValues:
-    """Numbers that Python may decide by, because the next call can tell by its inputs whether it would decide alike.
+    """Numbers on which Python may branch, because inputs of the next call tell whether it would branch alike.
 
     These are 0-d inputs on the host, such as step counts, to which a step at most adds a number.
 
     Args:
-        mode: what `step_mode` returned.
-        asks: whether numbers that are read from them are known to Python, too: what it decides by them is a guard.
+        mode: result of `step_mode`.
+        asks: whether Python also knows numbers read from these tensors; branching on them then adds a guard.
 
     Attributes:
-        read: for each number, by name: the input that it comes from, and what is added.
-        numbers: these, by name.
+        read: for each number, by name: position of the input that it comes from, and the addend.
+        numbers: the symbolic numbers, by name.
     """
 
     def __init__(self, mode: Any, asks: bool) -> None:
@@ -232,14 +232,14 @@ class KnownValues:
         self.numbers: dict[str, Any] = {}
 
     def begin(self, present: Sequence[Tensor], traced: Sequence[Tensor]) -> None:
-        """Take the inputs, and what is traced in their place."""
+        """Register the inputs, and the tensors that are traced in their place."""
         self._present = list(present)
         for place, (real, one) in enumerate(zip(present, traced, strict=True)):
             if real.ndim == 0 and real.device.type == "cpu" and not is_fake(real):
                 self._known[id(one)] = _Known(one, place, 0.0)
 
     def follow(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-        """Keep up with an operator that has run."""
+        """Record an operator that has run."""
         value = _literal(func, args)
         if value is not None and isinstance(result, Tensor):
             self._known[id(result)] = _Known(result, None, value)
@@ -255,7 +255,7 @@ class KnownValues:
                     self._known[id(one)] = replace(known, added=known.added + added)
 
     def _added(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float | None:
-        """What an operator adds to its first argument, if it does nothing else."""
+        """Return the number that an operator adds to its first argument; None if it does anything else."""
         if func not in _ADDITIONS or len(args) < 2:
             return None
         other, factor = args[1], kwargs.get("alpha", 1)
@@ -265,7 +265,7 @@ class KnownValues:
         return other * factor if isinstance(other, int | float) and isinstance(factor, int | float) else None
 
     def decide(self, tensor: Any) -> bool | None:
-        """The result of a comparison with a known number, which becomes a guard; None if it is not known."""
+        """Return the result of a comparison with a known number, and make it a guard; None if it is unknown."""
         if id(tensor) not in self._compared:
             return None
         _, compare, known, other = self._compared[id(tensor)]
@@ -273,7 +273,7 @@ class KnownValues:
             return bool(compare(self._number(known), other))
 
     def number(self, tensor: Tensor, number: Any) -> Any:
-        """A number that was read from a tensor, or one with the same node by which Python may decide."""
+        """Return a number read from a tensor, or one with the same node on which Python may branch."""
         known = self._known.get(id(tensor))
         if not self._asks or known is None or not isinstance(number, torch.SymFloat):
             return number
@@ -308,7 +308,7 @@ _COMPARISONS = MappingProxyType(
 
 
 def _literal(func: OpOverload, args: Sequence[Any]) -> float | None:
-    """The number that an operator puts into a new 0-d tensor; None if it does something else."""
+    """Return the number that an operator puts into a new 0-d tensor; None for other operators."""
     if func in _LITERALS and args[0].ndim == 0 and not is_fake(args[0]):
         with without_fake_mode():
             return float(args[0])

@@ -1,1 +1,1 @@
-"""What a captured step reads from outside of its arguments: variables, their tensors, and other values of Python."""
+"""Values that a captured step reads besides its arguments: variables, their tensors, and other Python values."""

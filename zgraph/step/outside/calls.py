@@ -1,4 +1,4 @@
-"""Which functions a step really calls, noted while it is traced: only what their code names can the step have read."""
+"""Record the functions that a step calls while it is traced: it can only have read values that their code names."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ import torch
 
 from zgraph.step.outside.functions import names_of
 
-# By these, code may read attributes whose names do not stand in it.
+# With these, code may read attributes whose names do not appear in it.
 _BY_ANY_NAME = frozenset({"vars", "__dict__", "attrgetter", "eval", "exec", "dir", "__getattr__", "__getattribute__"})
 _BY_A_NAME = frozenset({"getattr", "hasattr"})  # the second argument
 
 
 class Calls:
-    """The code that has run.
+    """Code that has run.
 
     Attributes:
-        is_known: whether all of it was noted: a profiler may have been in the way.
+        is_known: whether all code was recorded; an active profiler prevents it.
     """
 
     def __init__(self) -> None:
         self.is_known = False
-        self._ran: dict[int, CodeType] = {}  # by ids, as the hash of code takes long
+        self._ran: dict[int, CodeType] = {}  # by ids, as hashing code is slow
 
     @contextlib.contextmanager
     def noted(self) -> Generator[None]:
-        """Note what is called in this thread."""
+        """Record calls in this thread."""
         ran = self._ran
 
         def note(frame: FrameType, event: str, argument: Any) -> None:
@@ -42,14 +42,14 @@ class Calls:
                 code = frame.f_code
                 ran[id(code)] = code
 
-        if sys.getprofile() is not None:  # a profiler in C could not be put back
+        if sys.getprofile() is not None:  # a profiler in C could not be restored
             self.is_known = False
             yield
             return
         self.is_known = True
         sys.setprofile(note)
         try:
-            with torch.autograd.set_multithreading_enabled(False):  # backwards of a GPU run in threads of their own
+            with torch.autograd.set_multithreading_enabled(False):  # GPU backwards run in their own threads
                 yield
         finally:
             sys.setprofile(None)
@@ -58,13 +58,13 @@ class Calls:
         return not self.is_known or id(code) in self._ran
 
     def names(self) -> frozenset[str]:
-        """What all of the code names, that of libraries, too, which reads attributes of the modules that it defines."""
+        """Return all names in the code, including libraries, which read attributes of modules that they define."""
         return frozenset[str]().union(*map(names_of, self._ran.values()))
 
 
 @functools.cache
 def computes_names(code: CodeType) -> bool:
-    """Whether code may read attributes whose names do not stand in it, as `getattr(self, f"w{number}")` does."""
+    """Return whether code may read attributes whose names do not appear in it, like `getattr(self, f"w{number}")`."""
     asks = names_of(code)
     if not _BY_ANY_NAME.isdisjoint(asks):
         return True

@@ -1,4 +1,4 @@
-"""Functions that a step may call, and what their code names: attributes, entries, globals, cells, defaults."""
+"""Functions that a step may call, and the names in their code: attributes, entries, globals, cells, defaults."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Functions:
     """Functions that can be reached by the names in each other's code.
 
     Attributes:
-        names: attributes that any of them names, and strings by which it may ask for some.
-        seen: the functions.
-        packages: of which functions of installed packages are followed; others are libraries.
-        has_run: which code to follow, of what is reached by names.
+        names: attributes that any of them names, and strings that may be attribute names.
+        seen: functions found so far, with their paths.
+        packages: installed packages whose functions are followed; all others are libraries.
+        has_run: returns whether to follow this code.
     """
 
     packages: frozenset[str]
@@ -39,7 +39,7 @@ class Functions:
     _users: dict[type, bool] = field(default_factory=dict[type, bool])
 
     def add(self, value: Any, path: str) -> bool:
-        """Follow a function, or what stands for one; whether that is new."""
+        """Follow a function, or the functions in a method, property or the like; return whether any is new."""
         found = [one for one in _plain(value) if one not in self.seen and self.follows(one)]
         for one in found if len(self.seen) < _MOST_FUNCTIONS else ():
             self.seen[one] = path
@@ -47,7 +47,7 @@ class Functions:
         return bool(found)
 
     def follows(self, function: FunctionType) -> bool:
-        """Whether a function is the user's, or of a package that the model comes from."""
+        """Return whether a function is the user's, or of a package that the model comes from."""
         code = function.__code__
         return self.is_users(code.co_filename, function.__module__) and self.has_run(code)
 
@@ -59,7 +59,7 @@ class Functions:
         return not file.startswith(_STDLIB)
 
     def roots(self) -> Iterator[tuple[str, Any, Any]]:
-        """(path, holder, key) of what functions read by name: cells, globals, defaults."""
+        """Yield (path, holder, key) of values that functions read by name: cells, globals, defaults."""
         for function, path in self.seen.items():
             code = function.__code__
             for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
@@ -72,7 +72,7 @@ class Functions:
                 yield f"defaults of {path}", [*(function.__defaults__ or ()), function.__kwdefaults__ or {}], None
 
     def methods(self, kind: type, path: str) -> bool:
-        """Follow what the code names of a class, and what Python calls itself; whether some of it is new."""
+        """Follow a class's methods that code names or Python itself calls; return whether any is new."""
         is_new = False
         for base in kind.__mro__:
             if base is object or not self.is_users_class(base):
@@ -83,7 +83,7 @@ class Functions:
         return is_new
 
     def is_users_class(self, kind: type) -> bool:
-        """Whether a class was defined by the user, or in a package that the model comes from."""
+        """Return whether a class was defined by the user, or in a package that the model comes from."""
         if kind not in self._users:
             self._users[kind] = self._is_users_class(kind)
         return self._users[kind]
@@ -97,13 +97,13 @@ class Functions:
 
 
 def packages_of(kinds: Iterable[type]) -> frozenset[str]:
-    """Top-level packages in which classes are defined."""
+    """Return the top-level packages in which classes are defined."""
     return frozenset(kind.__module__.partition(".")[0] for kind in kinds) - {"torch", "zgraph"}
 
 
 @functools.cache
 def names_of(code: CodeType) -> frozenset[str]:
-    """Globals and attributes that a function's code names, and its strings, by which it may ask for attributes."""
+    """Return the globals and attributes that code names, and its strings, which may be attribute names."""
     found = {*code.co_names, *(one for one in code.co_consts if isinstance(one, str) and one.isidentifier())}
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
@@ -112,7 +112,7 @@ def names_of(code: CodeType) -> frozenset[str]:
 
 
 def _plain(value: Any) -> list[FunctionType]:
-    """The functions that a value stands for."""
+    """Return the plain functions in a value: a function, method, property or partial."""
     if isinstance(value, MethodType):
         return _plain(value.__func__)
     if isinstance(value, staticmethod | classmethod):
@@ -128,7 +128,7 @@ def _plain(value: Any) -> list[FunctionType]:
 
 
 def is_library_module(value: ModuleType, functions: Functions) -> bool:
-    """Whether a module of Python is neither the user's nor of a package that the model comes from."""
+    """Return whether a Python module is neither the user's nor of a package that the model comes from."""
     file = getattr(value, "__file__", None)
     return file is None or not functions.is_users(file, value.__name__)
 

@@ -1,6 +1,6 @@
-"""Places where Python keeps values, attributes and containers: what each held, and whether it still does.
+"""Places where Python keeps values, attributes and containers: their earlier contents, and whether these changed.
 
-They are compared entry by entry, by identity first, which is cheap.
+Contents are compared entry by entry, by identity first, which is cheap.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from zgraph.torch_compat.fake_values import is_fake
 
-_MOST_ENTRIES = 1000  # of a container; of a longer one only the length is compared
+_MOST_ENTRIES = 1000  # per container; of longer ones only the length is compared
 _MISSING: Any = type("Missing", (), {"__repr__": lambda _: "nothing"})()
 
 
@@ -33,16 +33,16 @@ class Binding:
 
 @dataclass(eq=False)
 class Place:
-    """A container, and what it held.
+    """A container, and its earlier contents.
 
     Attributes:
-        path: how people come to it.
+        path: Python expression of the container, for messages.
         holder: a dict of attributes or entries, a list, a set, a cell, or an iterator.
-        keys: of attributes; None: all that is there.
-        counts: whether attributes that come later matter, too.
-        reads: which of these; None: all.
-        kind: the class whose attributes they are; None: an object's.
-        held: what was there, in order.
+        keys: names of the attributes to compare; None: all contents.
+        counts: whether attributes that are added later matter, too.
+        reads: names of added attributes that matter; None: all.
+        kind: class that has the attributes; None: an object has them.
+        held: earlier contents, in order.
     """
 
     path: str
@@ -58,7 +58,7 @@ class Place:
         self.held = self.now()
 
     def has_more(self) -> bool:
-        """Whether there are other attributes than there were, of those that matter."""
+        """Return whether attributes that matter were added or removed."""
         added = [key for key in self.holder if key not in self.every]
         return any(self.reads is None or key in self.reads for key in added) or (
             self.reads is None and len(self.holder) != len(self.every)
@@ -66,7 +66,7 @@ class Place:
 
     @property
     def _is_too_long(self) -> bool:
-        """Whether of a dict only the length is known, not keys and values."""
+        """Whether only the length of a dict is known, not its keys and values."""
         return self.keys is None and len(self.held) % 2 == 1
 
     @property
@@ -74,7 +74,7 @@ class Place:
         return hasattr(self.holder, "__next__")
 
     def now(self) -> list[Any]:
-        """What is there."""
+        """Return the present contents."""
         holder = self.holder
         if self.keys is not None:
             return [holder.get(key, _MISSING) for key in self.keys]
@@ -93,12 +93,12 @@ class Place:
         return [length_hint(holder, -1), repr(holder)]
 
     def is_same(self) -> bool:
-        """Whether the very same objects are there."""
+        """Return whether the contents are the very same objects."""
         now = self.now()
         return len(now) == len(self.held) and all(map(is_, now, self.held))
 
     def name(self, place: int) -> str:
-        """What people call an entry."""
+        """Return the Python expression of an entry, for messages."""
         if self.keys is not None:
             return f"{self.path}.{self.keys[place]}" if self.path else self.keys[place]
         if (isinstance(self.holder, dict) or self.holder is os.environ) and len(self.held) == 2 * len(self.holder):
@@ -106,7 +106,7 @@ class Place:
         return f"{self.path}[{place}]" if isinstance(self.holder, list | tuple | deque) else self.path
 
     def take_made(self) -> list[Binding]:
-        """Attributes or entries, tensors or nothing before, that hold tensors of a trace; they are put back."""
+        """Restore entries, before tensors or absent, that now hold tensors of the trace; return their bindings."""
         if not isinstance(self.holder, dict) or self._is_too_long:
             return []
         half = len(self.held) // 2
@@ -125,7 +125,7 @@ class Place:
         return found
 
     def restore(self) -> None:
-        """Put back what was there."""
+        """Restore the earlier contents."""
         if self.kind is not None:
             for key, value in zip(self.keys or (), self.held, strict=True):
                 if self.holder.get(key, _MISSING) is not value:
@@ -153,9 +153,9 @@ class Place:
 
 
 class Compared:
-    """Places whose entries are compared by identity, all at once.
+    """Places whose entries are all compared by identity, in one go.
 
-    Entries of a tuple stay what they are. An entry that is equal, but another object, is for the places to judge.
+    Entries of a tuple cannot change. Entries that are equal but other objects are left to the places to compare.
     """
 
     def __init__(self, places: Sequence[Place]) -> None:
@@ -175,7 +175,7 @@ class Compared:
         self._entries = list(self._now())
 
     def take_sizes(self) -> None:
-        """Compare with the sizes that there are now."""
+        """Take the present sizes as the expected ones."""
         self._sizes = list(map(len, self._sized))
 
     def _now(self) -> Iterator[Any]:
@@ -187,7 +187,7 @@ class Compared:
         )
 
     def are_same(self) -> bool:
-        """Whether all entries are the same objects."""
+        """Return whether all entries are the same objects."""
         return (
             all(map(is_, map(cast(Any, call), self._readers, self._keys), self._values))
             and list(map(len, self._sized)) == self._sizes
@@ -197,7 +197,7 @@ class Compared:
 
 
 def _contents(cell: CellType) -> list[Any]:
-    """What is in a cell; nothing if it is empty."""
+    """Return a list of a cell's content; empty if the cell is."""
     try:
         return [cell.cell_contents]
     except ValueError:
@@ -205,5 +205,5 @@ def _contents(cell: CellType) -> list[Any]:
 
 
 def _are_same(now: Iterator[Any], before: list[Any]) -> bool:
-    """Whether there are as many, and the same objects."""
+    """Return whether both have the same objects, and the same number of them."""
     return all(map(is_, chain(now, (_MISSING,)), chain(before, (_MISSING,))))

@@ -1,6 +1,6 @@
-"""Values of Python that a step may read, as they were when it was captured: numbers, containers, configurations.
+"""Python values that a step may read, as they were when it was captured: numbers, containers, configurations.
 
-They are found by names: what a step and its model's forwards name in their code, what the functions do that they name,
+They are found by names: names in the code of the step and of its model's forwards, in the functions that these name,
 and everything that modules hold.
 """
 
@@ -24,24 +24,24 @@ from zgraph.torch_compat.dynamo import without_compile
 from zgraph.torch_compat.fake_values import is_fake
 
 _DEPTH = 6
-_ROUNDS = 5  # in each, functions that are found name more
+_ROUNDS = 5  # in each, newly found functions name more values
 _STANDARD = frozenset(nn.Module().__dict__) - {"training"} | {"_zgraph", "zero_grad"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum, type)
 
 
 class PythonValues:
-    """A snapshot of what a step may read.
+    """A snapshot of the values that a step may read.
 
     Args:
         functions: the step, and hooks on parameters.
-        models: modules whose forwards it may call; of them everything is read.
-        ran: what the step has called, if it was traced; what other code names it cannot have read.
+        models: modules whose forwards it may call; all their attributes are read.
+        ran: calls of the step, if it was traced; it cannot have read values that only other code names.
 
     Attributes:
-        places: what was found, by the ids of the containers.
-        calls: what the step calls while it is traced.
-        bound: dicts in which a trace has left tensors: results go into these, and into no others that are equal.
+        places: containers found, by their ids.
+        calls: calls of the step while it is traced.
+        bound: dicts in which a trace has left tensors: results go into these very dicts, not into equal ones.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class PythonValues:
         self._compared = Compared([place for place in self.places.values() if not place.is_iterator])
 
     def of_what_ran(self) -> PythonValues:
-        """A snapshot of what the step can have read, by what it has called in its trace."""
+        """Return a snapshot limited to the values that the step can have read, given the calls of its trace."""
         found = PythonValues(*self._given, self.calls) if self.calls.is_known else self
         found.bound = self.bound
         return found
@@ -78,17 +78,17 @@ class PythonValues:
     # --- compare ------------------------------------------------------------------------------------------------------
 
     def changed(self) -> str:
-        """The first value that is not what it was, for people; "" if all are."""
+        """Describe the first value that has changed; "" if there is none."""
         if self._compared.are_same():
             return ""
         for place in self.places.values():
             if place.counts and place.has_more():
                 return f"{place.path} has {len(place.holder)} attributes, before {len(place.every)}"
             if place.is_iterator or place.is_same():
-                continue  # who goes on with an iterator outside of the step changes nothing in it
+                continue  # advancing an iterator outside the step does not affect the step
             if text := self._difference(place, place.now()):
                 return text
-        self._compared.take_sizes()  # of objects with other attributes, which no code names
+        self._compared.take_sizes()  # objects may have new attributes that no code names
         return ""
 
     def _difference(self, place: Place, now: list[Any]) -> str:
@@ -119,7 +119,7 @@ class PythonValues:
         )
 
     def effects(self) -> tuple[list[Binding], str]:
-        """What a trace has changed: attributes and entries that hold its tensors, and the first other change."""
+        """Undo a trace's changes; return the entries that held its tensors, and the first other change."""
         bindings: list[Binding] = []
         found = ""
         for place in self.places.values():
@@ -148,7 +148,7 @@ class PythonValues:
     def _walk(self) -> None:
         self.places = {}
         self._any_name = self._computes_names()
-        # Of modules everything is read, until it is known what has run.
+        # All attributes of modules are read, until the code that has run is known.
         self._read_of_modules = None if self._ran is None or self._any_name else self._ran.names()
         for model in self._models:
             for name, part in model.named_modules():
@@ -167,7 +167,7 @@ class PythonValues:
                 self._global(path, holder, key)
 
     def _computes_names(self) -> bool:
-        """Whether what has run may read attributes whose names stand nowhere."""
+        """Return whether the code that has run may read attributes whose names do not appear in it."""
         return self._ran is not None and any(computes_names(one.__code__) for one in self._functions.seen)
 
     def _module(self, path: str, part: nn.Module) -> None:
@@ -206,7 +206,7 @@ class PythonValues:
                 self._value(place.name(number), value, depth - 1)
 
     def _value(self, path: str, value: Any, depth: int) -> None:
-        """Look into a value."""
+        """Add a value's contents."""
         if depth <= 0 or isinstance(value, (*_PLAIN[:-1], Tensor, optim.Optimizer, torch.amp.GradScaler)):
             return
         if isinstance(value, nn.Module):
@@ -253,7 +253,7 @@ class PythonValues:
         self._add(Place(path, held, keys, counts=True, reads=names), depth)
 
     def _class_attributes(self, kind: type) -> None:
-        """Attributes of classes that code names."""
+        """Add class attributes that code names."""
         for base in kind.__mro__:
             if not self._functions.is_users_class(base) or base is object:
                 continue
@@ -267,12 +267,12 @@ class PythonValues:
 
 
 def _is_data(value: Any) -> bool:
-    """Whether an attribute of a class is a value, not a method or another descriptor."""
+    """Return whether an attribute of a class is a value, not a method or another descriptor."""
     return not callable(value) and not hasattr(type(value), "__get__")
 
 
 def _inside(value: Any) -> Any:
-    """What is compared of a value: itself, or an object's attributes."""
+    """Return the part of a value that is compared: the value itself, or an object's attributes."""
     if isinstance(value, list | dict | set | deque | tuple):
         return cast(Any, value)
     return getattr(value, "__dict__", value)

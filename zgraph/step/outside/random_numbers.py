@@ -15,10 +15,10 @@ from zgraph.errors import ZgraphError
 
 @contextlib.contextmanager
 def same_random_numbers() -> Generator[None]:
-    """Refuse to draw from Python's and numpy's generators, whose numbers a graph would hold for good.
+    """Refuse to draw from Python's and numpy's generators, whose numbers would become constants of the graph.
 
     Raises:
-        ZgraphError: something has drawn; the generators are as they were.
+        ZgraphError: the step has drawn a number; the generators are restored.
     """
     numpy: Any = sys.modules.get("numpy")
     before, seed = (random.getstate(), None if numpy is None else numpy.random.get_state()), torch.initial_seed()

@@ -1,4 +1,4 @@
-"""What a function reads from outside: its variables, the attributes and entries that its code names, their tensors."""
+"""Values that a function reads from outside: variables, the attributes and entries that its code names, tensors."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from torch import Tensor, nn, optim
 from zgraph.torch_compat.autograd import begin_scaling, scaler_tensors
 from zgraph.torch_compat.dynamo import without_compile
 
-DEPTH = 4  # of names such as self.config.loss.weight
+DEPTH = 4  # limit for names such as self.config.loss.weight
 
 
 def variables_of(function: Callable[..., Any], *, but: nn.Module | None = None) -> Iterator[tuple[str, Any]]:
-    """Names and values of what a function may read from outside, as far as it is set.
+    """Yield names and values that a function may read from outside, as far as they are set.
 
-    These are its closure, the globals that it names, the object that it is a method of, and in all of them attributes
-    and entries whose names stand in its code: `config.alpha`, `self.args["alpha"]`. Of a module everything is read, for
-    its forward may read it. What is read by functions that this one calls is not seen.
+    These are its closure, the globals that it names, the object that it is a method of, and in all of these the
+    attributes and entries whose names appear in its code: `config.alpha`, `self.args["alpha"]`. All attributes of a
+    module are included, since its forward may read them. Values read by functions that this one calls are not seen.
 
     Args:
         function: a function or a method.
         but: a module whose attributes are left out.
 
     Raises:
-        ValueError: `function` is something else.
+        ValueError: `function` is neither.
     """
     plain: Any = inspect.unwrap(function)
     owner = getattr(plain, "__self__", None)
     plain = getattr(plain, "__func__", plain)
     if not inspect.isfunction(plain):
         raise ValueError(
-            f"zgraph.training_step: it decorates a function, and was given a {type(function).__name__}; write a `def` "
+            f"zgraph.training_step: it decorates functions, but was given a {type(function).__name__}; write a `def` "
             "that holds the lines of the loop."
         )
     code = plain.__code__
@@ -54,7 +54,7 @@ def variables_of(function: Callable[..., Any], *, but: nn.Module | None = None) 
 
 @dataclass(frozen=True)
 class _Reader:
-    """Reads objects as far as code names what they hold.
+    """Reads the contents of objects that code names.
 
     Attributes:
         names: attributes that the code names.
@@ -87,12 +87,12 @@ class _Reader:
 
 @dataclass(frozen=True)
 class Outside:
-    """What a function reads from outside, as it is at one call.
+    """Values that a function reads from outside, at one call.
 
     Attributes:
-        variables: names and values, of `variables_of`.
-        scalers: GradScalers among them that are enabled, each once.
-        tensors: by name: variables, and what is in lists, tuples, dicts, modules and GradScalers among them.
+        variables: names and values from `variables_of`.
+        scalers: enabled GradScalers among the variables, each once.
+        tensors: tensors by name: among the variables, and in their lists, tuples, dicts, modules and GradScalers.
     """
 
     variables: list[tuple[str, Any]]
@@ -108,14 +108,14 @@ class Outside:
         device: torch.device,
         hooks: Sequence[Callable[..., Any]] = (),
     ) -> Outside:
-        """Look at a function's variables.
+        """Read a function's variables.
 
         Args:
-            function: the user's.
-            model: whose attributes are left out.
-            own: ids of its tensors, which are left out, too.
-            device: for scales of scalers that have not begun.
-            hooks: on parameters, which may read more.
+            function: the user's function.
+            model: the step's model, whose attributes are left out.
+            own: ids of the model's tensors, which are left out, too.
+            device: device for the scales of scalers that have not been used yet.
+            hooks: hooks on parameters, which may read more variables.
         """
         variables = list(variables_of(function, but=model))
         for number, hook in enumerate(hooks):
@@ -137,7 +137,7 @@ def _variables_of_hook(hook: Callable[..., Any], model: nn.Module) -> Iterator[t
         yield from hook.keywords.items()
         yield from _variables_of_hook(hook.func, model)
         return
-    called = hook if inspect.isroutine(hook) else getattr(hook, "__call__", hook)  # noqa: B004  # of an object
+    called = hook if inspect.isroutine(hook) else getattr(hook, "__call__", hook)  # noqa: B004  # for a callable object
     if inspect.isfunction(getattr(called, "__func__", called)):
         yield from variables_of(called, but=model)
 

@@ -255,7 +255,7 @@ def test_a_step_that_inductor_compiles_rounds_its_moments() -> None:
             r"torch.float16 is not available; write torch.bfloat16",
         ),
         ({"optimizer": "host", "moments_dtype": "bf16"}, r"'bf16' is not available; write torch.bfloat16"),
-        ({"params": "host", "moments_dtype": torch.bfloat16}, 'elsewhere; write optimizer="host", or leave'),
+        ({"params": "host", "moments_dtype": torch.bfloat16}, 'not offloaded; write optimizer="host", or leave'),
     ],
 )
 def test_an_option_that_cannot_be_honoured_is_refused(options: dict[str, Any], message: str) -> None:
@@ -292,7 +292,7 @@ def test_training_without_a_captured_step_is_refused() -> None:
     """Forwards with gradients, and steps on gradients that somebody else has made."""
     with loopback(1, Wire()):
         training = Training(HOST)
-        with pytest.raises(zgraph.ZgraphError, match=r"alone can round moments; .* or leave moments_dtype out"):
+        with pytest.raises(zgraph.ZgraphError, match=r"only that can round moments; .* or leave moments_dtype out"):
             training.run(training.lines, 0, 1)
         with torch.no_grad():
             training.model(torch.zeros(2, WIDTH))

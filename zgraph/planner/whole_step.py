@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor, fx, nn, optim
+from torch import Tensor, nn, optim
 
 from zgraph.compiler.frame import Frame
 from zgraph.driver.compile_frame import FrameCompiler
@@ -14,6 +14,7 @@ from zgraph.graph import meta, nodes
 from zgraph.optimizers.rounded_adam import check_rounded
 from zgraph.step.capture.capture import Captured, capture
 from zgraph.step.capture.lifted import Lifted
+from zgraph.step.capture.outputs import NewState, values_of
 from zgraph.step.lines.refusals import check_function, check_optimizer
 from zgraph.torch_compat.dtensor import dtensor_like
 
@@ -62,7 +63,7 @@ def plan_whole_step(
     captured = capture(function, lifted, inputs, {})
     if not captured.steps:
         raise ZgraphError("zgraph.plan: the step does not call optimizer.step(); call it, or leave out the optimizer.")
-    if captured.state:
+    if captured.makes_state:
         _put_state(captured, lifted)
         lifted.settle()
         lifted = Lifted.of(model, [optimizer])
@@ -73,12 +74,10 @@ def plan_whole_step(
 
 def _put_state(captured: Captured, lifted: Lifted) -> None:
     """Give the optimizers the state that a step has created, without values."""
-    returned = nodes.returned_by(captured.gm.graph)[len(captured.likes) :]
     states = [one.optimizer.state for one in lifted.optimizers]
-    entries = zip(captured.state, captured.layouts, strict=True)
-    for ((number, position, key), like), node in zip(entries, returned, strict=False):  # gradients come last
-        assert isinstance(node, fx.Node)
-        value = meta.tensor_value(node)
-        states[number][lifted.parameters[position].tensor][key] = value if like is None else dtensor_like(value, like)
+    for output, node in values_of(NewState, captured.outputs, nodes.returned_by(captured.gm.graph)):
+        value, like = meta.tensor_value(node), output.like
+        entries = states[output.number][lifted.parameters[output.position].tensor]
+        entries[output.key] = value if like is None else dtensor_like(value, like)
     for number, position, key, constant in captured.constants:
         states[number][lifted.parameters[position].tensor][key] = constant

@@ -39,7 +39,6 @@ from zgraph.step.judge import FIRST_CALLS, After, Before, tell
 from zgraph.step.lines.refusals import check_function, check_optimizer
 from zgraph.step.outside.python_values import PythonValues
 from zgraph.step.outside.variables import Outside
-from zgraph.step.results import check_gradients, hand_back
 from zgraph.tiers.copy_lanes import lanes_of
 from zgraph.torch_compat.dtensor import gradients_of
 from zgraph.torch_compat.dynamo import without_compile
@@ -227,7 +226,7 @@ class TrainingStep(Generic[P, R]):
         outside = self._outside(current)
         tensors = [*lifted.tensors(state), *map(local, outside.tensors.values())]
         conditions = current.conditions(leaves, tree, options, outside, tensors)
-        known = (one for one in reversed(self._variants) if one.lowering == lowering or one.captured.state)
+        known = (one for one in reversed(self._variants) if one.lowering == lowering or one.captured.makes_state)
         variant = next((one for one in known if one.holds(conditions, options, tensors)), None)
         if variant is None:
             variant = self._compile(current, conditions, options, outside, tensors, args, kwargs, lowering)
@@ -240,7 +239,7 @@ class TrainingStep(Generic[P, R]):
                 if found:
                     model.meet("training_step", found)
         if any(has_gradient):
-            check_gradients(variant.captured, has_gradient)
+            variant.captured.check_gradients(has_gradient)
             for parameter in parameters:
                 parameter.grad = None
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -260,15 +259,14 @@ class TrainingStep(Generic[P, R]):
             if isinstance(value, DTensor)
         ]
         is_changed = any(getattr(one, "digest", 0) for one in (*parameters, *(value for value, _ in state)))
-        place = len(outputs) - variant.captured.own_numbers
-        numbers, outputs = [*map(float, outputs[place:])], outputs[:place]
+        numbers = variant.captured.numbers_in(outputs)
         detail = f" by the numbers {', '.join(map(str, numbers))}" if numbers else ""
         for scope in current.scopes:
             for model in scope.models:
                 stepping = {id(one): one for one in parameters if is_changed}
                 model.end_step(stepping=stepping, state=state, number=hash_of(numbers), detail=detail)
-        result = hand_back(lifted, variant.captured, outputs)
-        if variant.captured.state:
+        result = variant.captured.put(outputs, lifted)
+        if variant.captured.makes_state:
             lifted.settle()
         return result
 
@@ -296,7 +294,7 @@ class TrainingStep(Generic[P, R]):
         lowering: str,
     ) -> guards.Variant:
         lifted = current.lifted
-        others = [one for one in self._variants if one.lowering == lowering or one.captured.state]
+        others = [one for one in self._variants if one.lowering == lowering or one.captured.makes_state]
         reason = guards.why_another(others, conditions, inputs, tensors)
         if len(others) >= self._limit:
             raise ZgraphError(
@@ -311,14 +309,14 @@ class TrainingStep(Generic[P, R]):
         values = PythonValues([self.function, *parameter_hooks.functions(lifted.held)], [self._model])
         take = partial(capture, self.function, lifted, args, kwargs, outside, values=values)
         captured = take(decompose=options.lowering == "inductor")
-        if captured.state and options.lowering == "inductor":
+        if captured.makes_state and options.lowering == "inductor":
             # The step that creates the optimizer's state runs only once, so Inductor would not pay off.
             options = replace(options, lowering="fx")
             captured = take()
-        check_gradients(captured, [gradient is not None for gradient in gradients_of(lifted.held)])
+        captured.check_gradients([gradient is not None for gradient in gradients_of(lifted.held)])
         name = f"{name_part(self.function.__name__)}/{len(self._variants)}"
         frame = Frame(name=name, reason=reason, inputs=lifted.tensors(), is_step=True)
-        recorder = None if captured.state else self._recorder  # the step that creates state runs once
+        recorder = None if captured.makes_state else self._recorder  # the step that creates state runs once
         recorded = None if recorder is None else RecordedSteps(recorder, len(tensors))
         known = PassContext(machine=frame.machine)
         if lifted.resting is not None:

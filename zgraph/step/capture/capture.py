@@ -18,6 +18,18 @@ from zgraph.optimizers.gradients import GradScaler
 from zgraph.step.capture.clean import clean, number_parts
 from zgraph.step.capture.lifted import Lifted, local, name_part, overlapping
 from zgraph.step.capture.option_inputs import Assumed, OptionInputs, names_of
+from zgraph.step.capture.outputs import (
+    Bound,
+    Gradient,
+    NewState,
+    Output,
+    OwnNumber,
+    Returned,
+    SkipFlag,
+    ToldFlag,
+    put_all,
+    values_of,
+)
 from zgraph.step.capture.stand_ins import StandIns
 from zgraph.step.capture.windows import resolve_windows
 from zgraph.step.lines.own_numbers import return_own_numbers
@@ -41,50 +53,60 @@ from zgraph.torch_compat.fake_values import (
     is_fake,
     step_mode,
 )
-from zgraph.torch_compat.modules import tree_flatten, tree_unflatten
+from zgraph.torch_compat.modules import note_step, tree_flatten, tree_unflatten
 
 
 @dataclass(frozen=True, kw_only=True)
 class Captured:
-    """A step as a graph, which returns a flat list: results, new state, gradients, bindings, flags, own numbers.
+    """A step as a graph.
 
     Attributes:
         gm: the graph. Inputs are the tensors of `Lifted.tensors`, tensors from outside, the options of `OptionInputs`,
             and the tensors of the arguments. It writes to shards, buffers, state and tensors from outside.
+        outputs: what each of the graph's outputs is.
         assumed: assumptions of the graph about these options.
-        returned: leaves of the function's return value: `None` for a result of the graph, otherwise the leaf itself in
-            a tuple.
-        likes: for each result of the graph the DTensor that it is a part of, or None.
+        leaves: leaves of the function's return value that the graph does not compute, by place.
         tree: pytree spec of the leaves.
-        state: (number of the optimizer, position, key) of new tensors in the optimizers' state.
-        layouts: for each new tensor of the state the DTensor that it is a part of, or None.
-        constants: (number, position, key, value) of new entries that are not tensors.
-        grads: positions of parameters that have a gradient at the end of the step.
-        bindings: (attributes or a dict, name) to which the step binds a tensor that it makes.
-        bound: for each bound tensor the DTensor that it is a part of, or None.
-        told: scalers that tell models about dropped steps, each with an optimizer and its number of returned flags.
-        skips: numbers of the optimizers that may skip; for each a flag is returned, set if the step was skipped.
+        constants: (number of the optimizer, position, key, value) of new entries of state that are not tensors.
         cleared: positions of parameters whose gradients from before the step do not matter.
         steps: numbers of the optimizers that step.
-        own_numbers: number of values of this rank at the end of the returned list, see `return_own_numbers`.
     """
 
     gm: fx.GraphModule
+    outputs: tuple[Output, ...]
     assumed: Assumed
-    returned: tuple[tuple[Any] | None, ...]
-    likes: tuple[DTensor | None, ...]
+    leaves: Mapping[int, Any]
     tree: Any
-    state: tuple[tuple[int, int, str], ...]
-    layouts: tuple[DTensor | None, ...]
     constants: tuple[tuple[int, int, str, Any], ...]
-    grads: tuple[int, ...]
-    bindings: tuple[tuple[dict[Any, Any], Any], ...]
-    bound: tuple[DTensor | None, ...]
-    told: tuple[tuple[GradScaler, optim.Optimizer, int], ...]
-    skips: tuple[int, ...]
     cleared: frozenset[int]
     steps: tuple[int, ...]
-    own_numbers: int
+
+    @property
+    def makes_state(self) -> bool:
+        """Whether the step adds tensors to the optimizers' state, as the first one does."""
+        return any(isinstance(output, NewState) for output in self.outputs)
+
+    def put(self, values: Sequence[Any], lifted: Lifted) -> Any:
+        """Put the outputs of a call in their places, and return the function's return value."""
+        left = put_all(self.outputs, values, lifted)
+        for number, position, key, constant in self.constants:
+            left.set_state(number, position, key, constant)
+        for number in self.steps:
+            note_step(lifted.optimizers[number].optimizer)
+        leaves = {**self.leaves, **left.leaves}
+        return tree_unflatten([leaves[place] for place in range(len(leaves))], self.tree)
+
+    def numbers_in(self, values: Sequence[Any]) -> list[float]:
+        """This rank's own numbers among the outputs of a call."""
+        return [float(value) for _, value in values_of(OwnNumber, self.outputs, values)]
+
+    def check_gradients(self, has_gradient: Sequence[bool]) -> None:
+        """Refuse gradients from before the step, unless the step clears them before adding to them."""
+        if any(has and position not in self.cleared for position, has in enumerate(has_gradient)):
+            raise ZgraphError(
+                "zgraph.training_step: parameters have gradients from before the step, to which it would add; call the "
+                "model's zero_grad() before the step, or first in it."
+            )
 
 
 def capture(
@@ -173,9 +195,7 @@ def _tag_new_state(graph: fx.Graph, captured: Captured, lifted: Lifted) -> None:
     found = placements(graph)
     resting = lifted.resting
     rests_in = resting.options.optimizer_tier if resting is not None else None
-    begin = len(captured.likes)
-    returned = nodes.returned_by(graph)[begin : begin + len(captured.state)]
-    for node, (_, position, _) in zip(returned, captured.state, strict=True):
+    for output, node in values_of(NewState, captured.outputs, nodes.returned_by(graph)):
         value = meta.tensor_value(node)
         for number in found.lies_in[node]:
             first = found.storages[number].first
@@ -184,7 +204,7 @@ def _tag_new_state(graph: fx.Graph, captured: Captured, lifted: Lifted) -> None:
                 meta.set_kept(first, "state")
             if rests_in is not None and value.ndim and first.op == "call_function":
                 meta.set_rest(first, rests_in)
-                meta.set_longest_bytes(first, lifted.longest_bytes(position, value))
+                meta.set_longest_bytes(first, lifted.longest_bytes(output.position, value))
 
 
 class _Tracer:
@@ -204,6 +224,7 @@ class _Tracer:
         self.function, self.lifted, self.outside = function, lifted, outside
         self.values, self.bindings = values, list[Binding]()
         self.shared: set[int] = set()
+        self.outputs: list[Output] = []
         self.present: list[Tensor] = []
         self.told: list[tuple[GradScaler, optim.Optimizer, list[Tensor]]] = []
         self.leaves, self.tree = tree_flatten((list(args), dict(kwargs)))
@@ -314,62 +335,51 @@ class _Tracer:
                 scaler.defer, scaler.found = None, pending
 
     def _outputs(self, result: Any, stand_ins: StandIns) -> list[Any]:
+        """What the graph returns, and what each of it is: results, new state, gradients, bindings, flags."""
         found, self.found["tree"] = tree_flatten(result)
         leaves: list[Any] = [self.watch.stand_ins.get(id(leaf), leaf) for leaf in found]
-        returned: list[tuple[Any] | None] = []
-        likes: list[DTensor | None] = []
-        outputs: list[Any] = []
-        for leaf in leaves:
-            if not isinstance(leaf, Tensor):
-                if isinstance(leaf, torch.SymFloat):  # an option of the optimizer, or computed from options
-                    returned.append(None)
-                    likes.append(None)
-                    outputs.append(leaf)
-                    continue
-                returned.append((leaf,))
-                continue
-            part = local_of(leaf) if isinstance(leaf, DTensor) else leaf
-            if not is_fake(part):
+        pairs: list[tuple[Output, Any]] = []
+        known: dict[int, Any] = {}
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.SymFloat):  # an option of the optimizer, or computed from options
+                pairs.append((Returned(place, None), leaf))
+            elif not isinstance(leaf, Tensor):
+                known[place] = leaf
+            elif not is_fake(_part(leaf)):
                 raise ZgraphError(
                     "zgraph.training_step: the step returns a tensor that it has not computed; return one it computes."
                 )
-            returned.append(None)
-            likes.append(leaf if isinstance(leaf, DTensor) else None)
-            outputs.append(part.detach())
-        added = stand_ins.new_state()
-        tensors = [entry for entry in added if isinstance(entry[-1], Tensor)]
-        skips = {number: one.skip for number, one in enumerate(stand_ins.optimizers) if one.skip is not None}
-        grads = [
-            (position, parameter.grad)
-            for position, parameter in enumerate(stand_ins.parameters)
-            if parameter.grad is not None
-        ]
-        outputs += [(local_of(value) if isinstance(value, DTensor) else value).detach() for *_, value in tensors]
-        outputs += [(local_of(grad) if isinstance(grad, DTensor) else grad).detach() for _, grad in grads]
-        bound = [self.watch.stand_ins.get(id(one.tensor), one.tensor) for one in self.bindings]
-        outputs += [(local_of(value) if isinstance(value, DTensor) else value).detach() for value in bound]
-        outputs += [flag.detach() for _, _, flags in self.told for flag in flags]
-        outputs += skips.values()
+            else:
+                pairs.append((Returned(place, _like(leaf)), _part(leaf)))
+        optimizers = list(enumerate(stand_ins.optimizers))
+        constants: list[tuple[int, int, str, Any]] = []
+        for number, position, key, value in stand_ins.new_state():
+            if isinstance(value, Tensor):
+                like = stand_ins.optimizers[number].layout_of(position, key, value)
+                pairs.append((NewState(number, position, key, like), _part(value)))
+            else:
+                constants.append((number, position, key, value))
+        grads = [(position, parameter.grad) for position, parameter in enumerate(stand_ins.parameters)]
+        pairs += [(Gradient(position), _part(grad)) for position, grad in grads if grad is not None]
+        for one in self.bindings:
+            value = self.watch.stand_ins.get(id(one.tensor), one.tensor)
+            pairs.append((Bound(one.holder, one.key, _like(value)), _part(value)))
+        for scaler, optimizer, flags in self.told:
+            pairs += [(ToldFlag(scaler, optimizer), flag.detach()) for flag in flags]
+        pairs += [(SkipFlag(number), one.skip) for number, one in optimizers if one.skip is not None]
+        self.outputs = [output for output, _ in pairs]
         self.found |= {
-            "told": tuple((scaler, optimizer, len(flags)) for scaler, optimizer, flags in self.told),
-            "skips": tuple(skips),
-            "returned": tuple(returned),
-            "likes": tuple(likes),
-            "state": tuple((number, position, key) for number, position, key, _ in tensors),
-            "layouts": tuple(
-                stand_ins.optimizers[number].layout_of(position, key, value) for number, position, key, value in tensors
-            ),
-            "constants": tuple(entry for entry in added if not isinstance(entry[-1], Tensor)),
-            "grads": tuple(position for position, _ in grads),
-            "bindings": tuple((one.holder, one.key) for one in self.bindings),
-            "bound": tuple(value if isinstance(value, DTensor) else None for value in bound),
+            "leaves": known,
+            "constants": tuple(constants),
             "cleared": frozenset(stand_ins.cleared),
-            "steps": tuple(number for number, one in enumerate(stand_ins.optimizers) if one.stepped),
+            "steps": tuple(number for number, one in optimizers if one.stepped),
         }
-        return outputs
+        return [value for _, value in pairs]
 
     def result(self, gm: fx.GraphModule) -> Captured:
-        captured = Captured(gm=gm, own_numbers=self._own_numbers(gm), **self.found)
+        """The captured step, once windows and parts of its graph have been resolved."""
+        numbers = [OwnNumber()] * self._own_numbers(gm)
+        captured = Captured(gm=gm, outputs=(*self.outputs, *numbers), **self.found)
         _tag_new_state(gm.graph, captured, self.lifted)
         return captured
 
@@ -381,8 +391,17 @@ class _Tracer:
         options = outside + len(self.outside.tensors)
         arguments = options + len(self.options.values)
         of_rank = [*given[buffers:state], *given[outside:options], *given[arguments:]]
-        place = len(self.found["likes"])
-        left = nodes.returned_by(gm.graph)[place : place + len(self.found["state"]) + len(self.found["grads"])]
+        returned = zip(self.outputs, nodes.returned_by(gm.graph), strict=True)
+        left = [node for output, node in returned if isinstance(output, NewState | Gradient)]
         found = return_own_numbers(gm.graph, of_rank, [*given[:begin], *given[state:outside]], left)
         gm.recompile()
         return found
+
+
+def _part(value: Tensor) -> Tensor:
+    """This rank's part of a tensor, as the graph returns it."""
+    return (local_of(value) if isinstance(value, DTensor) else value).detach()
+
+
+def _like(value: Tensor) -> DTensor | None:
+    return value if isinstance(value, DTensor) else None

@@ -1,0 +1,146 @@
+"""Outputs of a captured step: each is typed, and puts its value where the plain lines would have left it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor, optim
+from torch.distributed.tensor import DTensor
+
+from zgraph.optimizers.gradients import GradScaler
+from zgraph.sharding.model.sharded_tensor import sharded_like
+from zgraph.step.capture.lifted import Lifted, local
+
+
+@dataclass
+class Left:
+    """Where a call's values go.
+
+    Attributes:
+        lifted: the model and its optimizers.
+        leaves: leaves of the function's return value, by place.
+        flags: whether optimizers have skipped the step, by number; not 0 if so.
+        told: flags that scalers tell models, by scaler and optimizer.
+    """
+
+    lifted: Lifted
+    leaves: dict[int, Any] = field(default_factory=dict[int, Any])
+    flags: dict[int, Any] = field(default_factory=dict[int, Any])
+    told: dict[tuple[GradScaler, optim.Optimizer], list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+
+    def parameter(self, position: int) -> Tensor:
+        return self.lifted.parameters[position].tensor
+
+    def set_state(self, number: int, position: int, key: str, value: Any) -> None:
+        """Set a new entry of an optimizer's state, unless that optimizer has skipped the step."""
+        # Reading a flag waits for the device: only the first step, which creates state, needs it.
+        if not self.flags.get(number):
+            self.lifted.optimizers[number].optimizer.state[self.parameter(position)][key] = value
+
+
+class Output(Protocol):
+    """An output of the graph."""
+
+    def put(self, value: Any, left: Left) -> None:
+        """Put the value of a call where it belongs."""
+        ...
+
+
+@dataclass(frozen=True)
+class Returned:
+    """A leaf of the function's return value; `like`: the DTensor that the output is a part of, or None."""
+
+    place: int
+    like: DTensor | None
+
+    def put(self, value: Any, left: Left) -> None:
+        left.leaves[self.place] = _wrapped(value, self.like)
+
+
+@dataclass(frozen=True)
+class NewState:
+    """A tensor that an optimizer, by number, has added to its state of the parameter at a position."""
+
+    number: int
+    position: int
+    key: str
+    like: DTensor | None
+
+    def put(self, value: Any, left: Left) -> None:
+        left.set_state(self.number, self.position, self.key, _wrapped(value, self.like))
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """The gradient that the parameter at a position has at the end of the step."""
+
+    position: int
+
+    def put(self, value: Any, left: Left) -> None:
+        parameter = left.parameter(self.position)
+        # torch keeps gradients on the device of their parameters, which may be the host.
+        parameter.grad = _wrapped(value.to(local(parameter).device), parameter)
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A tensor that the step has bound to an attribute, or to an entry of a dict."""
+
+    holder: dict[Any, Any]
+    key: Any
+    like: DTensor | None
+
+    def put(self, value: Any, left: Left) -> None:
+        self.holder[self.key] = _wrapped(value, self.like)
+
+
+@dataclass(frozen=True)
+class ToldFlag:
+    """A flag of an optimizer's step that its scaler tells models: not 0 if the gradients had an inf."""
+
+    scaler: GradScaler
+    optimizer: optim.Optimizer
+
+    def put(self, value: Any, left: Left) -> None:
+        left.told[self.scaler, self.optimizer].append(value)
+
+
+@dataclass(frozen=True)
+class SkipFlag:
+    """Whether the optimizer with this number has skipped the step."""
+
+    number: int
+
+    def put(self, value: Any, left: Left) -> None:
+        left.flags[self.number] = value
+
+
+@dataclass(frozen=True)
+class OwnNumber:
+    """A number of this rank by which the step changed shards, see `return_own_numbers`; ranks compare it."""
+
+    def put(self, value: Any, left: Left) -> None:
+        pass
+
+
+def put_all(outputs: Sequence[Output], values: Sequence[Any], lifted: Lifted) -> Left:
+    """Put the values of a call where they belong; flags first, since new state depends on them."""
+    left = Left(lifted)
+    pairs = list(zip(outputs, values, strict=True))
+    for output, value in sorted(pairs, key=lambda pair: not isinstance(pair[0], SkipFlag)):
+        output.put(value, left)
+    for (scaler, optimizer), flags in left.told.items():
+        scaler.tell_models([(optimizer, flags)])
+    return left
+
+
+def values_of(kind: type, outputs: Sequence[Output], values: Iterable[Any]) -> list[tuple[Any, Any]]:
+    """Outputs of one kind with their values, or with their nodes in the graph."""
+    return [(output, value) for output, value in zip(outputs, values, strict=True) if isinstance(output, kind)]
+
+
+def _wrapped(value: Tensor, like: Tensor | None) -> Tensor:
+    return sharded_like(value, like) if isinstance(like, DTensor) else value

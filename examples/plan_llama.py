@@ -49,7 +49,7 @@ def main() -> None:
             world_size=options.ranks,
             batch=lambda: (torch.zeros(1, options.sequence, dtype=torch.long),),
             hardware=options.hardware,
-            pipeline=pipeline(options.hardware, options.budget_gib),
+            passes=pipeline(options.hardware, options.budget_gib),
             optimizer_fn=adamw if options.whole_step else None,
             step_fn=step if options.whole_step else None,
         )
@@ -75,12 +75,12 @@ def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[
     return train
 
 
-def pipeline(hardware: str, budget_gib: float | None) -> zgraph.Pipeline | None:
+def pipeline(hardware: str, budget_gib: float | None) -> zgraph.PassList | None:
     """The default passes; with a budget those that schedule by costs."""
     if budget_gib is None:
         return None
     target = zgraph.Target(hardware=zgraph.Hardware.preset(hardware), budget_bytes=int(budget_gib * GIB))
-    return zgraph.Pipeline(zgraph.passes.presets.planned(), target=target)
+    return zgraph.PassList(zgraph.passes.presets.planned(), target=target)
 
 
 if __name__ == "__main__":

@@ -314,7 +314,7 @@ def main() -> int:
             backend_options["dump"] = options.dump
         if options.compress:
             passes = zgraph.passes.presets.default(compression=zgraph.passes.LoCo())
-            backend_options["pipeline"] = zgraph.Pipeline(passes)
+            backend_options["passes"] = zgraph.PassList(passes)
         # Three kinds of call (training, evaluation, generation), each with one shape: nothing to make dynamic.
         model = cast(nn.Module, torch.compile(model, backend="zgraph", dynamic=False, options=backend_options))
     optimizer = make_optimizer(model, options.lr)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, multiprocessing, nn
 
 import zgraph
-from zgraph import Pipeline, passes
+from zgraph import PassList, passes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ def train(compression: passes.TensorMethod | None) -> float:
     torch.manual_seed(0)
     teacher = torch.randn(128, 128) / 8
     model = zgraph.shard(nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 128)))
-    options: dict[str, Any] = {"pipeline": Pipeline(passes.presets.default(compression=compression)), "lowering": "fx"}
+    options: dict[str, Any] = {"passes": PassList(passes.presets.default(compression=compression)), "lowering": "fx"}
     compiled = torch.compile(model, backend="zgraph", options=options)
     optimizer = torch.optim.SGD(model.parameters(), lr=3.0)
     loss = torch.zeros(())

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx, nn
 
-from zgraph import GraphPass, PassContext, Pipeline, passes
+from zgraph import GraphPass, PassContext, PassList, passes
 from zgraph.graph import meta
 
 
@@ -28,7 +28,7 @@ class RecomputeWide(GraphPass):
 def train_one_step(*own: GraphPass) -> Tensor:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(4)))
-    options: dict[str, Any] = {"pipeline": Pipeline([*passes.presets.default(), *own])}
+    options: dict[str, Any] = {"passes": PassList([*passes.presets.default(), *own])}
     kept: dict[int, Tensor] = {}
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault(t.data_ptr(), t), lambda t: t):
         torch.compile(model, backend="zgraph", options=options)(torch.randn(512, 256)).square().mean().backward()

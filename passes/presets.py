@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from typing import Literal, Never
 
 from zgraph.compiler.graph_pass import GraphPass
-from zgraph.compiler.pipeline import Pipeline
+from zgraph.compiler.pass_list import PassList
 from zgraph.compiler.target import Target
 from zgraph.compression.low_rank import LowRank
 from zgraph.compression.methods import BlockMethod, CompressionMethod, TwoHop
@@ -69,7 +69,7 @@ def planned(
 ) -> list[GraphPass]:
     """The passes of `default`, but scheduled for the fastest step on the target's hardware within its budget:
 
-        zgraph.Pipeline(presets.planned(), target=zgraph.Target(hardware=zgraph.calibrate()))
+        zgraph.PassList(presets.planned(), target=zgraph.Target(hardware=zgraph.calibrate()))
 
     State offloaded to the host is updated there or on the device, whichever makes the step faster (see `StreamStates`).
 
@@ -85,13 +85,13 @@ def planned(
     return [*bucketed, ScheduleOverlap(), StreamStates(updates="planned"), ScheduleCopies()]
 
 
-def with_streams(pipeline: Pipeline | None) -> Pipeline:
-    """Add the passes that stream offloaded tensors to a pipeline without them; by costs if it schedules by costs.
+def with_streams(passes: PassList | None) -> PassList:
+    """Add the passes that stream offloaded tensors to a list without them; by costs if it schedules by costs.
 
     Args:
-        pipeline: the pipeline to extend. None: `default`.
+        passes: the list to extend. None: `default`.
     """
-    found = pipeline or Pipeline(default())
+    found = passes or PassList(default())
     if any(isinstance(one, StreamStates) for one in found.passes):
         return found
     by_costs = any(isinstance(one, ScheduleOverlap) for one in found.passes)
@@ -106,8 +106,8 @@ def _refuse(preset: str, unknown: Mapping[str, object]) -> None:
         if name in of_target:
             given = "hardware=..." if name == "hardware" else f"hardware=..., {name}=..."
             raise TypeError(
-                f"presets.{preset}() takes no {name}, which belongs to the pipeline's target; write "
-                f"zgraph.Pipeline(presets.planned(), target=zgraph.Target({given}))"
+                f"presets.{preset}() takes no {name}, which belongs to the target of the list; write "
+                f"zgraph.PassList(presets.planned(), target=zgraph.Target({given}))"
             )
         raise TypeError(f"presets.{preset}() got an unexpected keyword argument {name!r}")
 

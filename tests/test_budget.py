@@ -143,8 +143,8 @@ def compiled(build: Callable[[], Any], budget_bytes: int, *, sharded: bool) -> C
     report, keep = zgraph.Report(), Keep()
     # There compute takes longer than the link, so that gathering again costs less than computing again.
     target = zgraph.Target(hardware=zgraph.Hardware.preset("h100"), budget_bytes=budget_bytes)
-    pipeline = zgraph.Pipeline([*presets.planned(), keep], target=target)
-    called = with_fx(model, pipeline=pipeline, report=report)
+    pipeline = zgraph.PassList([*presets.planned(), keep], target=target)
+    called = with_fx(model, passes=pipeline, report=report)
     counts: list[Count] = []
     loss = torch.zeros(())
     for _ in range(1 + STEPS):
@@ -220,8 +220,8 @@ def test_inference_and_symbolic_sizes_have_budgets_too() -> None:
 
     def called(budget_bytes: int, **options: Any) -> Any:
         target = zgraph.Target(hardware=zgraph.Hardware.preset("h100"), budget_bytes=budget_bytes)
-        pipeline = zgraph.Pipeline(presets.planned(), target=target)
-        return torch.compile(model, backend="zgraph", options={"lowering": "fx", "pipeline": pipeline}, **options)
+        pipeline = zgraph.PassList(presets.planned(), target=target)
+        return torch.compile(model, backend="zgraph", options={"lowering": "fx", "passes": pipeline}, **options)
 
     with torch.no_grad():
         with pytest.raises(ValueError) as error:

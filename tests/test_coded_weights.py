@@ -179,8 +179,8 @@ def check_planned(offload: zgraph.Offload) -> None:
     for budget_bytes in (None, needed, 1000):
         torch.compiler.reset()
         target = zgraph.Target(hardware=zgraph.Hardware.preset("cpu"), budget_bytes=budget_bytes)
-        pipeline = zgraph.Pipeline(zgraph.passes.presets.planned(), target=target)
-        options: Any = {"lowering": "fx", "pipeline": pipeline}
+        pipeline = zgraph.PassList(zgraph.passes.presets.planned(), target=target)
+        options: Any = {"lowering": "fx", "passes": pipeline}
         compiled: Any = torch.compile(served, backend="zgraph", options=options)
         with torch.no_grad():
             if budget_bytes == 1000:

@@ -238,8 +238,8 @@ def trained_by_host() -> int:
         for is_compiled in (False, True):
             torch.manual_seed(0)
             model: Any = zgraph.shard(models.Uneven(), zero_stage=3)
-            pipeline = zgraph.Pipeline(presets.planned(), target=zgraph.Target(hardware=hardware))
-            called = with_fx(model, pipeline=pipeline) if is_compiled else model
+            pipeline = zgraph.PassList(presets.planned(), target=zgraph.Target(hardware=hardware))
+            called = with_fx(model, passes=pipeline) if is_compiled else model
             for _ in range(2):
                 called(x).square().mean().backward()
             found.append([whole(parameter.grad) for parameter in model.parameters() if parameter.grad is not None])

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from zgraph.compiler.pipeline import Pipeline
+import zgraph
+from zgraph.compiler.pass_list import PassList
 from zgraph.driver.options import CompileOptions
 from zgraph.passes import presets
 from zgraph.reporting.summary import Report
@@ -28,7 +29,7 @@ class Form:
 def test_defaults() -> None:
     for nothing in (None, {}):
         found = CompileOptions.parse(nothing)
-        assert (found.pipeline, found.lowering, found.dump, found.report) == (None, "inductor", None, None)
+        assert (found.passes, found.lowering, found.dump, found.report) == (None, "inductor", None, None)
         assert found.agreement_timeout_s == 120
 
 
@@ -52,20 +53,23 @@ def test_dump_may_be_none_and_options_stay_unchanged() -> None:
 
 
 def test_options_are_parsed_unchanged(tmp_path: Path) -> None:
-    pipeline, report = Pipeline(presets.default()), Report()
-    found = CompileOptions.parse({"pipeline": pipeline, "dump": str(tmp_path), "report": report})
-    assert found.pipeline is pipeline and found.report is report and found.dump == tmp_path
+    pipeline, report = PassList(presets.default()), Report()
+    found = CompileOptions.parse({"passes": pipeline, "dump": str(tmp_path), "report": report})
+    assert found.passes is pipeline and found.report is report and found.dump == tmp_path
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"pipelin": None}, r"unknown option 'pipelin'; did you mean 'pipeline'\?"),
+        ({"passe": None}, r"unknown option 'passe'; did you mean 'passes'\?"),
         (
             {"zzz": 1},
-            r"unknown option 'zzz'; the options are pipeline, lowering, dump, report, agreement_timeout_s, cuda",
+            r"unknown option 'zzz'; the options are passes, lowering, dump, report, agreement_timeout_s, cuda",
         ),
-        ({"pipeline": presets.default()}, r'options\["pipeline"\] is a list; write \{"pipeline": zgraph\.Pipeline'),
+        (
+            {"passes": presets.default},
+            r'options\["passes"\] is a function; write a list of passes, .* or zgraph\.PassList',
+        ),
         ({"lowering": "tvm"}, r"lowering='tvm' is not available; write \{\"lowering\": \"inductor\"\} or"),
         ({"dump": True}, r'options\["dump"\] is True; write the path of a directory'),
         ({"dump": b"here"}, r'options\["dump"\] is b\'here\'; write the path of a directory'),
@@ -81,3 +85,12 @@ def test_options_are_parsed_unchanged(tmp_path: Path) -> None:
 def test_a_bad_option_says_what_to_write(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         CompileOptions.parse(options)
+
+
+def test_former_names_of_the_list_of_passes_go_on_with_a_warning() -> None:
+    plain = presets.default()
+    with pytest.warns(zgraph.ZgraphWarning, match=r'options\["pipeline"\] is now options\["passes"\]'):
+        found = CompileOptions.parse({"pipeline": plain})
+    assert found.passes == PassList(plain) == CompileOptions.parse({"passes": plain}).passes
+    with pytest.warns(zgraph.ZgraphWarning, match="zgraph.Pipeline is now zgraph.PassList"):
+        assert zgraph.Pipeline is PassList

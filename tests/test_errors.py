@@ -322,10 +322,10 @@ class Dying(nn.Module):
 
 def train_until_rank_one_dies(mode: str) -> str:
     model = zgraph.shard(Dying())
-    pipeline = zgraph.Pipeline(
+    pipeline = zgraph.PassList(
         [entry for entry in zgraph.passes.presets.default() if entry.name != "bucket_collectives"]
     )
-    called = with_fx(model, pipeline=pipeline) if mode == "fx" else model
+    called = with_fx(model, passes=pipeline) if mode == "fx" else model
     called(torch.ones(2, 4)).sum().backward()
     dist.barrier()
     if dist.get_rank() == 1:

@@ -105,7 +105,7 @@ def own_reductions(algorithm: Any, stage: int) -> tuple[Any, ...]:
         LowerReductions(algorithm=algorithm) if isinstance(one, LowerReductions) else one for one in presets.default()
     ]
     model = zgraph.shard(Layers(), zero_stage=stage)
-    call = with_fx(model, pipeline=zgraph.Pipeline(passes))
+    call = with_fx(model, passes=zgraph.PassList(passes))
     return model, call, torch.optim.SGD(model.parameters(), 0.1)
 
 

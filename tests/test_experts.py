@@ -104,7 +104,7 @@ def same_bits(options: dict[str, Any], autocast: bool, whole_step: bool, planned
     eager, compiled = models
     target = zgraph.Target(hardware=zgraph.calibrate()) if planned else None
     passes = presets.planned() if planned else presets.default()
-    forward = compiled if whole_step else with_fx(compiled, pipeline=zgraph.Pipeline(passes, target=target))
+    forward = compiled if whole_step else with_fx(compiled, passes=zgraph.PassList(passes, target=target))
     optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in models]
 
     def step(called: Callable[..., Any], optimizer: torch.optim.Optimizer, tokens: Tensor) -> None:

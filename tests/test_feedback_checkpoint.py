@@ -336,7 +336,7 @@ def test_errors_of_parts_are_dropped_with_a_warning(
     worlds[old].run(save, str(tmp_path), method, old_options)
     for result in worlds[new].run(load, str(tmp_path), method, new_options):
         (text,) = result["warned"]
-        assert f"another division among ranks: first.weight ({slot}), second.weight ({slot}). What" in text
+        assert f"another division among ranks: first.weight ({slot}), second.weight ({slot}). Their share" in text
         assert sorted({key.split(" ", 1)[1] for key in result["counts"]}) == left and result["goes on"]
         assert all(found[2:] == (3, 3) for found in result["counts"].values())
 

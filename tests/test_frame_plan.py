@@ -10,7 +10,7 @@ import pytest
 from torch import fx
 
 from tests.support.graphs import Traced, fake_world, mlp, traced
-from zgraph import GraphPass, Hardware, PassContext, Pipeline, PreconditionError, Target
+from zgraph import GraphPass, Hardware, PassContext, PassList, PreconditionError, Target
 from zgraph.compiler.frame_plan import FramePlan, plan_frame, plan_within_budget
 from zgraph.graph import nodes
 from zgraph.graph.text import graph_text
@@ -37,7 +37,7 @@ def test_captured_graph_stays_unchanged(train: bool) -> None:
     if not train:
         found.know(split=None)
     before = graph_text(found.captured.graph)
-    plans = [plan_frame(found.captured, Pipeline(presets.default()), found.ctx, ignore) for _ in range(2)]
+    plans = [plan_frame(found.captured, PassList(presets.default()), found.ctx, ignore) for _ in range(2)]
     assert graph_text(found.captured.graph) == before
     assert found.ctx.notes == [] and plans[0].ctx.notes == plans[1].ctx.notes != []
     assert texts(plans[0]) == texts(plans[1])
@@ -47,11 +47,11 @@ def test_captured_graph_stays_unchanged(train: bool) -> None:
 
 def test_limits_are_those_of_the_pass_that_orders_by_costs() -> None:
     found = traced(mlp)
-    assert plan_frame(found.captured, Pipeline(presets.default()), found.ctx, ignore).limits is None
+    assert plan_frame(found.captured, PassList(presets.default()), found.ctx, ignore).limits is None
     target = Target(hardware=Hardware.preset("cpu"))
     limited = ScheduleOverlap(in_flight_bytes=99)
     passes = [limited if isinstance(one, ScheduleOverlap) else one for one in presets.planned()]
-    pipeline = Pipeline(passes, target=target)
+    pipeline = PassList(passes, target=target)
     ctx = replace(target.known_to(found.ctx, found.captured.graph), plan_bytes=10**6)
     limits = plan_frame(found.captured, pipeline, ctx, ignore).limits
     assert limits == Limits(budget_bytes=10**6, in_flight_bytes=99)
@@ -64,7 +64,7 @@ def test_dumps_see_captured_graphs_and_last_variants_passes() -> None:
     def observe(graph_pass: GraphPass | None, ctx: PassContext, graph: fx.Graph) -> None:
         seen.append(("captured" if graph_pass is None else graph_pass.name, ctx.direction))
 
-    pipeline = Pipeline(compressed(2))
+    pipeline = PassList(compressed(2))
     plan_frame(found.captured, pipeline, found.ctx, observe)
     both = ("forward", "backward")
     assert seen == [
@@ -97,7 +97,7 @@ def test_each_from_step_of_passes_has_a_variant(
     from_steps: tuple[int, ...], steps: list[int], expected: list[int]
 ) -> None:
     found = traced(mlp)
-    plan = plan_frame(found.captured, Pipeline(compressed(*from_steps)), found.ctx, ignore)
+    plan = plan_frame(found.captured, PassList(compressed(*from_steps)), found.ctx, ignore)
     assert [variant.from_step for variant in plan.variants] == steps
     assert quantizations(plan) == expected
     assert len({graph_text(variant.graphs["forward"].graph) for variant in plan.variants}) == 1
@@ -125,7 +125,7 @@ class LateForward(GraphPass):
 def test_a_pass_that_counts_later_may_not_change_forward() -> None:
     found = traced(mlp)
     with pytest.raises(PreconditionError, match="late_forward starts at step 1 and has changed the forward graph"):
-        plan_frame(found.captured, Pipeline([*presets.default(), LateForward()]), found.ctx, ignore)
+        plan_frame(found.captured, PassList([*presets.default(), LateForward()]), found.ctx, ignore)
 
 
 def budgeted(found: Traced, budget_bytes: int) -> tuple[FramePlan, list[int]]:
@@ -136,7 +136,7 @@ def budgeted(found: Traced, budget_bytes: int) -> tuple[FramePlan, list[int]]:
 
     def plan_for(plan_bytes: int) -> FramePlan:
         asked.append(plan_bytes)
-        pipeline = Pipeline(presets.planned(), target=target)
+        pipeline = PassList(presets.planned(), target=target)
         return plan_frame(found.captured, pipeline, replace(ctx, plan_bytes=plan_bytes), ignore)
 
     return plan_within_budget(plan_for, budget_bytes, "0/0"), asked

@@ -19,7 +19,7 @@ from tests.support.models import Uneven
 from tests.support.ranks import Ranks
 from tests.support.tiers import slow
 from tests.support.whole_tensors import whole
-from zgraph import Hardware, Pipeline
+from zgraph import Hardware, PassList
 from zgraph.analysis.liveness import memory_curve, step_curve
 from zgraph.compiler.target import Target
 from zgraph.graph import nodes
@@ -40,9 +40,9 @@ WIDTH = 256
 STEPS = 5
 
 
-def with_gathers(mode: Mode, bucket_bytes: int = MIB) -> Pipeline:
+def with_gathers(mode: Mode, bucket_bytes: int = MIB) -> PassList:
     bucketing = BucketCollectives(bucket_bytes=bucket_bytes, gathers=mode)
-    return Pipeline([bucketing if entry.name == bucketing.name else entry for entry in presets.default()])
+    return PassList([bucketing if entry.name == bucketing.name else entry for entry in presets.default()])
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -74,7 +74,7 @@ def results_by_mode(dtype: torch.dtype) -> int:
     for mode in (None, *MODES):
         model = zgraph.shard(Uneven(), zero_stage=3, param_dtype=dtype)
         model.load_state_dict(source.state_dict())
-        called: Any = model if mode is None else with_fx(model, pipeline=with_gathers(mode, 2000))
+        called: Any = model if mode is None else with_fx(model, passes=with_gathers(mode, 2000))
         result = called(batch)
         result.float().square().mean().backward()
         found.append([result.detach(), *(parameter.grad for parameter in model.parameters())])
@@ -103,7 +103,7 @@ def measured_peaks(mode: Mode) -> list[tuple[int, int]]:
     torch.compiler.reset()
     model = zgraph.shard(layers(), zero_stage=3)
     keep = Keep()
-    called: Any = with_fx(model, pipeline=Pipeline([*with_gathers(mode).passes, keep]))
+    called: Any = with_fx(model, passes=PassList([*with_gathers(mode).passes, keep]))
 
     def forward() -> None:
         with torch.no_grad():

@@ -12,7 +12,7 @@ from tests.support.costs import costs_of
 from tests.support.graphs import Drawing, by_rank, fake_world, mlp, traced
 from tests.support.judges.lockstep import assert_same_results
 from tests.support.ranks import Ranks
-from zgraph import Hardware, Pipeline
+from zgraph import Hardware, PassList
 from zgraph.analysis.liveness import memory_curve
 from zgraph.analysis.storages import rows_of_its_own, storages_of
 from zgraph.compiler.verify import Where, check_waits_sunk
@@ -112,9 +112,9 @@ def test_group_is_awaited_at_its_first_read_result() -> None:
 # --- real ranks -----------------------------------------------------------------------------------------------------
 
 
-def grouped() -> Pipeline:
+def grouped() -> PassList:
     bucketing = BucketCollectives(bucket_bytes=2**20, gathers="coalesced")
-    return Pipeline([bucketing if entry.name == bucketing.name else entry for entry in presets.default()])
+    return PassList([bucketing if entry.name == bucketing.name else entry for entry in presets.default()])
 
 
 def trained(lowering: str) -> tuple[list[torch.Tensor], set[str]]:
@@ -124,7 +124,7 @@ def trained(lowering: str) -> tuple[list[torch.Tensor], set[str]]:
     source, x = mlp().state_dict(), torch.randn(6, 5)
     model = zgraph.shard(mlp(), param_dtype=torch.bfloat16)
     model.load_state_dict(source)
-    options: dict[str, Any] = {"lowering": lowering, "pipeline": grouped(), "report": (report := zgraph.Report())}
+    options: dict[str, Any] = {"lowering": lowering, "passes": grouped(), "report": (report := zgraph.Report())}
     called: Any = torch.compile(model, backend="zgraph", options=options)
 
     def step() -> None:

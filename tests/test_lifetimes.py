@@ -9,11 +9,11 @@ import torch
 
 from tests.support.graphs import Drawing, Leaky, aten, fake_world, mlp, traced
 from zgraph.compiler.graph_pass import GraphPass
-from zgraph.compiler.pipeline import Pipeline
+from zgraph.compiler.pass_list import PassList
 from zgraph.passes import presets
 from zgraph.reporting.lifetimes import Lifetime, lifetimes_of
 
-LOWERED = tuple(Pipeline(presets.default()).of("graph"))
+LOWERED = tuple(PassList(presets.default()).of("graph"))
 NAMES = ("0.weight", "0.bias", "2.weight", "2.bias", "4.weight")
 
 

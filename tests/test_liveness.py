@@ -382,8 +382,8 @@ def measured_step(build: Callable[[], Any], lowering: str, zero_stage: int | Non
     if zero_stage is not None:
         model = zgraph.shard(model, zero_stage=zero_stage)
     keep = Keep()
-    pipeline = zgraph.Pipeline([*presets.default(), keep])
-    options: dict[str, Any] = {"lowering": lowering, "pipeline": pipeline}
+    pipeline = zgraph.PassList([*presets.default(), keep])
+    options: dict[str, Any] = {"lowering": lowering, "passes": pipeline}
     called: Any = torch.compile(model, backend="zgraph", dynamic=False, options=options)
 
     def step() -> None:

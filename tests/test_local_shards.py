@@ -78,7 +78,7 @@ def seen_from_outside(kind: type[nn.Module], parts: tuple[str, ...]) -> dict[str
     expected = {name: parameter.grad for name, parameter in expected_model.named_parameters()}
 
     model, report = build(kind), zgraph.Report()
-    options = {"report": report, "pipeline": zgraph.Pipeline([*zgraph.passes.presets.default(), Watch()])}
+    options = {"report": report, "passes": zgraph.PassList([*zgraph.passes.presets.default(), Watch()])}
     called = model if parts else with_fx(model, **options)
     for part in parts:
         getattr(model, part).compile(backend="zgraph", options={"lowering": "fx", **options})

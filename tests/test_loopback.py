@@ -124,7 +124,7 @@ class Run:
     lowering: str | None = "fx"
     model: Callable[[], torch.nn.Module] = models.Uneven
 
-    def pipeline(self) -> zgraph.Pipeline:
+    def pipeline(self) -> zgraph.PassList:
         """With buckets so small that several are in flight."""
         passes = presets.default(compression=self.compression, gather_compression=self.gather_compression)
         edited: list[Any] = []
@@ -134,7 +134,7 @@ class Run:
             elif isinstance(each, CompressGradients):
                 each = CompressGradients(method=each.method, min_numel=1)
             edited.append(each)
-        return zgraph.Pipeline(edited)
+        return zgraph.PassList(edited)
 
     def __call__(self, wire: Wire) -> list[Tensor]:
         """Losses, gradients and parameters of each step."""
@@ -150,7 +150,7 @@ class Run:
                 shard.copy_(torch.randn(shard.shape) / 3)
             called: Any = model
             if self.lowering is not None:
-                options = {"lowering": self.lowering, "pipeline": self.pipeline()}
+                options = {"lowering": self.lowering, "passes": self.pipeline()}
                 called = torch.compile(model, backend="zgraph", options=options)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
             for _ in range(2):

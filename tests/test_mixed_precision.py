@@ -174,7 +174,7 @@ def train_scaled(zero_stage: int, mode: str, explicit: bool) -> None:
     model = case.build()
     reference = Replicated(case, copy.deepcopy(model), zero_stage)
     zgraph.shard(model, zero_stage=zero_stage, **case.options)
-    called = with_fx(model, pipeline=verified()) if mode == "fx" else model
+    called = with_fx(model, passes=verified()) if mode == "fx" else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=False)
     expected_optimizer = torch.optim.SGD(reference.model.parameters(), lr=0.05, momentum=0.9, foreach=False)
     scaler = zgraph.GradScaler("cpu", init_scale=SCALE, growth_interval=2)
@@ -287,7 +287,7 @@ def train_token_weighted(zero_stage: int, mode: str, half: bool) -> None:
     model = case.build()
     reference = Replicated(case, copy.deepcopy(model), zero_stage)
     zgraph.shard(model, zero_stage=zero_stage, **options)
-    called = with_fx(model, pipeline=verified()) if mode == "fx" else model
+    called = with_fx(model, passes=verified()) if mode == "fx" else model
     for step in range(3):
         inputs, target = batches(case, step)[dist.get_rank()]
         tokens = (target != -100).sum()

@@ -102,7 +102,7 @@ def peaks(passes: Sequence[zgraph.GraphPass]) -> tuple[int, int]:
     parts = [part for _ in range(LAYERS) for part in (nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh())]
     model = zgraph.shard(nn.Sequential(*parts))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options = {"lowering": "fx", "pipeline": zgraph.Pipeline(passes), "report": report}
+    options = {"lowering": "fx", "passes": zgraph.PassList(passes), "report": report}
 
     @zgraph.training_step(model, optimizer, options=options)
     def step(x: Tensor) -> Tensor:
@@ -176,8 +176,8 @@ def gradients(
         parts = [part for _ in range(4) for part in (nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh())]
         model = zgraph.shard(nn.Sequential(*parts))
         target = None if hardware is None else zgraph.Target(hardware=hardware)
-        pipeline = zgraph.Pipeline(passes, target=target)
-        compiled = torch.compile(model, backend="zgraph", options={"lowering": "fx", "pipeline": pipeline})
+        pipeline = zgraph.PassList(passes, target=target)
+        compiled = torch.compile(model, backend="zgraph", options={"lowering": "fx", "passes": pipeline})
         compiled(torch.randn(2048, WIDTH)).square().mean().backward()
         return [parameter.grad.to_local().clone() for parameter in model.parameters()]
 
@@ -214,8 +214,8 @@ def notes_of(bytes_per_us: float, budget_bytes: int) -> str:
         parts = [part for _ in range(LAYERS) for part in (nn.Linear(WIDTH, WIDTH), nn.GELU())]
         model = zgraph.shard(nn.Sequential(*parts))
         target = zgraph.Target(hardware=hardware, budget_bytes=budget_bytes)
-        pipeline = zgraph.Pipeline(presets.planned(offload_activations=True), target=target)
-        options: dict[str, Any] = {"lowering": "fx", "pipeline": pipeline, "report": report}
+        pipeline = zgraph.PassList(presets.planned(offload_activations=True), target=target)
+        options: dict[str, Any] = {"lowering": "fx", "passes": pipeline, "report": report}
         torch.compile(model, backend="zgraph", options=options)(torch.randn(4096, WIDTH)).square().mean().backward()
     return f"{report.notes} {zgraph.explain(model)}"
 

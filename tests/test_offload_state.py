@@ -291,9 +291,9 @@ def held_by(at_rest: zgraph.Offload | None) -> Held:
         parts.clear()
     report = zgraph.Report()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    pipeline = zgraph.Pipeline(zgraph.passes.presets.default(bucket_bytes=4 * WIDTH * WIDTH))
+    pipeline = zgraph.PassList(zgraph.passes.presets.default(bucket_bytes=4 * WIDTH * WIDTH))
 
-    @zgraph.training_step(model, optimizer, options={"lowering": "fx", "pipeline": pipeline, "report": report})
+    @zgraph.training_step(model, optimizer, options={"lowering": "fx", "passes": pipeline, "report": report})
     def step(x: torch.Tensor) -> torch.Tensor:
         loss = model(x).square().mean()
         loss.backward()

@@ -263,7 +263,7 @@ def trained(stage: int, planned: bool, watcher: HappensBefore, offload: zgraph.O
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         target = zgraph.Target(hardware=zgraph.Hardware.preset("cpu")) if planned else None
         passes = (presets.planned if planned else presets.default)(bucket_bytes=4 * (WIDTH + 1) * WIDTH)
-        options = {"lowering": "fx", "pipeline": zgraph.Pipeline(passes, target=target)}
+        options = {"lowering": "fx", "passes": zgraph.PassList(passes, target=target)}
 
         @zgraph.training_step(model, optimizer, options=options)
         def step(x: Tensor) -> Tensor:

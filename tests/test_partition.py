@@ -87,12 +87,12 @@ def train(zero_stage: int, lowering: str, dropout: float, timed: bool = False) -
     presets = zgraph.passes.presets
     passes = presets.planned() if timed else presets.default()
     target = zgraph.Target(hardware=Hardware.preset("cpu"), time_kernels=True) if timed else None
-    pipeline = zgraph.Pipeline([*passes, CountOperators()], target=target, replay_all=True)
+    pipeline = zgraph.PassList([*passes, CountOperators()], target=target, replay_all=True)
     gradients: list[Tensor] = []
     called: Any = torch.compile(
         sharded,
         backend="zgraph",
-        options={"lowering": lowering, "pipeline": pipeline, "report": report},  # pyright: ignore[reportArgumentType]
+        options={"lowering": lowering, "passes": pipeline, "report": report},  # pyright: ignore[reportArgumentType]
     )
     for step in range(2):
         (output,), expected = reference.step(step)
@@ -163,7 +163,7 @@ def train_compressed(zero_stage: int, dropout: float) -> list[str]:
         compress if isinstance(one, zgraph.passes.CompressGradients) else one
         for one in zgraph.passes.presets.default(compression=zgraph.passes.LoCo())
     ]
-    options: Any = {"pipeline": zgraph.Pipeline(passes), "report": report}
+    options: Any = {"passes": zgraph.PassList(passes), "report": report}
     called: Any = torch.compile(sharded, backend="zgraph", options=options)
     for step in range(2):
         (output,), expected = reference.step(step)

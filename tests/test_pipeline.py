@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from tests.support.graphs import compile_model, fake_world, mlp, traced
-from zgraph import Fact, GraphPass, PassContext, Pipeline, PreconditionError, Report, VerifyError
+from zgraph import Fact, GraphPass, PassContext, PassList, PreconditionError, Report, VerifyError
 from zgraph.compiler.graph_pass import Phase
 from zgraph.graph import meta
 from zgraph.passes import (
@@ -72,12 +72,12 @@ class NeedsEarly(GraphPass):
 
 def run(*passes: GraphPass) -> list[Any]:
     found = traced(mlp)
-    return list(Pipeline(passes).run("graph", found.ctx, found.graphs, lambda *_: None))
+    return list(PassList(passes).run("graph", found.ctx, found.graphs, lambda *_: None))
 
 
 def test_a_missing_requirement_names_the_pass_that_could_provide_it() -> None:
     with pytest.raises(PreconditionError) as error:
-        Pipeline([SinkWaits()])
+        PassList([SinkWaits()])
     assert str(error.value) == (
         "sink_waits requires gathers_lowered, reductions_lowered, which no earlier pass provides; add the pass that "
         "provides gathers_lowered before it (zgraph.passes.presets.default() lists them all)."
@@ -89,7 +89,7 @@ def test_a_requirement_provided_too_late_says_what_to_move() -> None:
     lower = next(entry for entry in passes if isinstance(entry, LowerGathers))
     passes.remove(lower)
     with pytest.raises(PreconditionError) as error:
-        Pipeline([*passes, lower])
+        PassList([*passes, lower])
     assert str(error.value) == (
         "bucket_collectives requires gathers_lowered, which no earlier pass provides; move lower_gathers, which does, "
         "before it."
@@ -99,7 +99,7 @@ def test_a_requirement_provided_too_late_says_what_to_move() -> None:
 def test_a_conflict_names_both_passes() -> None:
     passes = presets.default()
     with pytest.raises(PreconditionError) as error:
-        Pipeline([*passes, next(entry for entry in passes if entry.name == "bucket_collectives")])
+        PassList([*passes, next(entry for entry in passes if entry.name == "bucket_collectives")])
     assert str(error.value).startswith("bucket_collectives cannot run after ")
     assert "put bucket_collectives before it." in str(error.value)
 
@@ -108,31 +108,31 @@ def test_pipeline_refuses_a_non_list() -> None:
     with pytest.raises(
         ValueError, match=r"'default' is not a list of passes; .*call the preset: zgraph\.passes\.presets"
     ):
-        Pipeline(presets.default)  # type: ignore[arg-type]
+        PassList(presets.default)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("entry", [SinkWaits, "sink_waits", None])
 def test_an_entry_that_is_no_pass_is_refused(entry: Any) -> None:
     with pytest.raises(ValueError, match=r"is not a pass; list instances of zgraph.GraphPass, such as SinkWaits\(\)\."):
-        Pipeline([entry])
+        PassList([entry])
 
 
 def test_joint_passes_come_first_whatever_their_place_in_the_list() -> None:
-    assert Pipeline([NeedsEarly(), Early()]).passes == (NeedsEarly(), Early())
-    pipeline = Pipeline([LowerGathers(), ChooseLifetimes(), NeedsEarly(), DedupeGathers(), Early()][::-1])
+    assert PassList([NeedsEarly(), Early()]).passes == (NeedsEarly(), Early())
+    pipeline = PassList([LowerGathers(), ChooseLifetimes(), NeedsEarly(), DedupeGathers(), Early()][::-1])
     assert [entry.name for entry in pipeline.of("joint")] == ["early", "dedupe_gathers", "choose_lifetimes"]
     assert [entry.name for entry in pipeline.of("graph")] == ["needs_early", "lower_gathers"]
 
 
 def test_order_within_a_phase_is_the_lists() -> None:
     with pytest.raises(PreconditionError, match=r"requires gathers_deduped, .* move dedupe_gathers, which does,"):
-        Pipeline([ChooseLifetimes(), DedupeGathers()])
+        PassList([ChooseLifetimes(), DedupeGathers()])
 
 
 @pytest.mark.usefixtures("world")
 def test_a_users_own_pass_runs_on_every_graph() -> None:
     report = Report()
-    compile_model(mlp, {"pipeline": Pipeline([*presets.default(), Early(), NeedsEarly()]), "report": report})
+    compile_model(mlp, {"passes": PassList([*presets.default(), Early(), NeedsEarly()]), "report": report})
     assert [(entry.name, entry.direction) for entry in report.passes if "early" in entry.name] == [
         ("early", "joint"),
         ("needs_early", "forward"),
@@ -208,7 +208,7 @@ def test_passes_see_both_graphs_and_their_own_direction() -> None:
             seen.append((ctx.direction, list(ctx.graphs)))
             return False
 
-    compile_model(mlp, {"pipeline": Pipeline([*presets.default(), Look()])})
+    compile_model(mlp, {"passes": PassList([*presets.default(), Look()])})
     assert seen == [("forward", ["forward", "backward"]), ("backward", ["forward", "backward"])]
 
 
@@ -216,7 +216,7 @@ def test_passes_see_both_graphs_and_their_own_direction() -> None:
 def test_observer_sees_each_graph_after_each_pass() -> None:
     seen: list[tuple[str, str, int]] = []
     found = traced(mlp)
-    pipeline = Pipeline([Answer(answer=True, adds=True), NeedsEarly(), Early()])
+    pipeline = PassList([Answer(answer=True, adds=True), NeedsEarly(), Early()])
     sizes = {direction: len(gm.graph.nodes) for direction, gm in found.graphs.items()}
 
     def observe(entry: GraphPass | None, ctx: PassContext, graph: fx.Graph) -> None:
@@ -231,8 +231,8 @@ def test_observer_sees_each_graph_after_each_pass() -> None:
 
 def test_passes_and_pipelines_are_values() -> None:
     assert SinkWaits(reductions_in_flight=3) == SinkWaits(reductions_in_flight=3)
-    assert Pipeline(presets.default()) == Pipeline(presets.default())
-    assert Pipeline(presets.default()) != Pipeline(presets.default(), replay_all=True)
+    assert PassList(presets.default()) == PassList(presets.default())
+    assert PassList(presets.default()) != PassList(presets.default(), replay_all=True)
     with pytest.raises(FrozenInstanceError):
         SinkWaits().reductions_in_flight = 4  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -83,7 +83,7 @@ class Row:
         target = None
         if self.planned:
             target = zgraph.Target(hardware=zgraph.calibrate(), budget_bytes=self.budget_bytes)
-        options: dict[str, Any] = {"lowering": self.lowering, "pipeline": zgraph.Pipeline(passes, target=target)}
+        options: dict[str, Any] = {"lowering": self.lowering, "passes": zgraph.PassList(passes, target=target)}
         return chunk, torch.compile(chunk, backend="zgraph", options=options)
 
     def casts(self) -> Any:

@@ -114,7 +114,7 @@ class Row:
         small = P.CompressGradients(method=P.LoCo(), min_numel=16)
         pipeline = P.presets.default(compression=P.LoCo())
         pipeline = [small if isinstance(one, P.CompressGradients) else one for one in pipeline]
-        return {"lowering": self.mode, "pipeline": zgraph.Pipeline(pipeline)}
+        return {"lowering": self.mode, "passes": zgraph.PassList(pipeline)}
 
     def __str__(self) -> str:
         return (

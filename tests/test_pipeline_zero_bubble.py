@@ -76,7 +76,7 @@ class Row:
         small = P.CompressGradients(method=self.compression, min_numel=16, warmup_steps=self.warmup_steps)
         passes = P.presets.default(compression=self.compression)
         passes = [small if isinstance(one, P.CompressGradients) else one for one in passes]
-        return {"lowering": self.lowering, "pipeline": zgraph.Pipeline(passes)}
+        return {"lowering": self.lowering, "passes": zgraph.PassList(passes)}
 
 
 class Run:

@@ -51,8 +51,8 @@ def planned(world: int = 2, offload: zgraph.Offload | None = None, **options: An
     return zgraph.plan(build, world_size=world, batch=lambda: (torch.zeros(8, WIDTH),), offload=offload, **given)
 
 
-def within(budget_bytes: int) -> zgraph.Pipeline:
-    return zgraph.Pipeline(presets.planned(), target=zgraph.Target(hardware=CPU, budget_bytes=budget_bytes))
+def within(budget_bytes: int) -> zgraph.PassList:
+    return zgraph.PassList(presets.planned(), target=zgraph.Target(hardware=CPU, budget_bytes=budget_bytes))
 
 
 def explained(offload: zgraph.Offload | None) -> tuple[int, tuple[SpaceUse, ...], tuple[SpaceUse, ...], str]:
@@ -182,9 +182,9 @@ def test_exceeded_host_budget_is_refused_with_a_suggestion() -> None:
 
 def test_exceeded_device_budget_is_refused_with_a_suggestion() -> None:
     with pytest.raises(ValueError, match="smallest budget that it was found to fit into is") as error:
-        planned(offload=HOST, pipeline=within(1))
+        planned(offload=HOST, passes=within(1))
     least = int(str(error.value).split("found to fit into is ")[1].split()[0])
-    assert planned(offload=HOST, pipeline=within(least)).step_bytes <= least
+    assert planned(offload=HOST, passes=within(least)).step_bytes <= least
 
 
 def test_a_plan_says_what_would_make_it_fit() -> None:

@@ -200,9 +200,9 @@ def test_a_sequence_is_cut_into_stages() -> None:
     layers = [Chunk(one) for one in hidden]
     by_hand = zgraph.split_stages(layers, 2, batch=batch, hardware="cpu")
     options: dict[str, Any] = {"world": {"pp": 2, "dp": 2}, "hardware": "cpu", "batch": batch, "micro_batches": 4}
-    cut = zgraph.plan(lambda: nn.Sequential(*map(Chunk, hidden)), **options)
+    cut = zgraph.plan_pipeline(lambda: nn.Sequential(*map(Chunk, hidden)), **options)
     sizes = [len(stage) for stage in by_hand]
-    listed = zgraph.plan(
+    listed = zgraph.plan_pipeline(
         lambda: [nn.Sequential(*map(Chunk, hidden[: sizes[0]])), nn.Sequential(*map(Chunk, hidden[sizes[0] :]))],
         **options,
     )
@@ -211,7 +211,7 @@ def test_a_sequence_is_cut_into_stages() -> None:
         stage.parameter_bytes for stage in listed.pipeline.stages
     ]
     assert cut.step_us == listed.step_us
-    interleaved = zgraph.plan(lambda: nn.Sequential(*map(Chunk, hidden)), chunks=2, **options).pipeline
+    interleaved = zgraph.plan_pipeline(lambda: nn.Sequential(*map(Chunk, hidden)), chunks=2, **options).pipeline
     assert interleaved is not None and len(interleaved.stages) == 4 and interleaved.schedule == "Interleaved1F1B"
 
 
@@ -238,35 +238,32 @@ def test_the_text_json_and_report_of_a_pipeline(tmp_path: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"micro_batches": None}, "micro_batches=None with a pipeline; write how many, such as micro_batches=8"),
-        ({"micro_batches": 0}, "micro_batches=0 with a pipeline"),
-        ({"chunks": True}, "chunks=True with a pipeline"),
+        ({"micro_batches": None}, "micro_batches=None; write how many, such as micro_batches=8"),
+        ({"micro_batches": 0}, "micro_batches=0; write how many"),
+        ({"chunks": True}, "chunks=True; write how many"),
         ({"chunks": 2}, "model_fn returned 2 stages, and a pipeline needs chunks=2 for each of its 2 ranks"),
         ({"world": {"pp": 4}}, "model_fn returned 2 stages, and a pipeline needs a multiple of its 4 ranks"),
         ({"schedule": "1F1b"}, "schedule='1F1b' with 4 micro-batches: a plan knows .*; did you mean '1F1B'"),
         ({"micro_batches": 1, "schedule": "1F1B"}, "schedule='1F1B' with 1 micro-batches: it needs at least as many"),
-        ({"optimizer_fn": lambda model: None}, "optimizer_fn with a pipeline, whose schedule runs outside of whole"),
-        ({"offload": zgraph.Offload(params="host")}, "offload with a pipeline"),
         (
             {"shard_fn": lambda stage, mesh: zgraph.shard(stage, mesh, offload=zgraph.Offload(params="host"))},
             "shard_fn offloads, which is not supported with pipeline parallelism",
         ),
         (
-            {"shard_fn": functools.partial(zgraph.shard, zero_stage=2), "pipeline": under(150_000)},
+            {"shard_fn": functools.partial(zgraph.shard, zero_stage=2), "passes": under(150_000)},
             "the step of the pipeline does not fit into budget_bytes=150000: under 1F1B, with up to 2 micro-batches in",
         ),
-        ({"world": {"dp": 2}}, "micro_batches=4, and no pipeline; add its ranks to the axes"),
-        ({"world": {"dp": 2}, "micro_batches": None}, "model_fn returned a list; return a module, or add a pp axis"),
+        ({"world": {"dp": 2}}, r"world=.* has no pp axis; add one, .* or call zgraph\.plan\."),
     ],
 )
 def test_invalid_pipeline_options_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=rf"zgraph\.plan: {message}"):
+    with pytest.raises(ValueError, match=rf"zgraph\.plan_pipeline: {message}"):
         planned(**cast(dict[str, Any], {"world": {"pp": 2}} | options))
 
 
 def test_a_model_that_is_no_sequence_is_refused() -> None:
     with pytest.raises(ValueError, match="model_fn returned a Chunk, which has no stages for a pipeline of 2 ranks"):
-        zgraph.plan(Chunk, world={"pp": 2}, batch=batch, micro_batches=2)
+        zgraph.plan_pipeline(Chunk, world={"pp": 2}, batch=batch, micro_batches=2)
 
 
 class Mapped(Chunk):
@@ -276,4 +273,27 @@ class Mapped(Chunk):
 
 def test_stages_hand_on_tensors() -> None:
     with pytest.raises(ValueError, match="stage 0 returns a dict; stages hand on plain tensors: return one"):
-        zgraph.plan(lambda: [Mapped(), Chunk()], world={"pp": 2}, batch=batch, micro_batches=2)
+        zgraph.plan_pipeline(lambda: [Mapped(), Chunk()], world={"pp": 2}, batch=batch, micro_batches=2)
+
+
+def test_plan_sends_pipelines_to_their_own_function() -> None:
+    """Its former arguments go on, with a warning that names the function; what does not belong to them is refused."""
+    layers = functools.partial(chunks_of, 2)
+    with pytest.warns(zgraph.ZgraphWarning, match="zgraph.plan with a pp axis is now zgraph.plan_pipeline"):
+        found = zgraph.plan(cast(Any, layers), world={"pp": 2}, batch=batch, hardware="cpu", micro_batches=4)
+    assert str(found) == str(planned({"pp": 2}))
+    for options, message in (
+        ({"optimizer_fn": lambda model: None}, "optimizer_fn with a pipeline, whose schedule runs outside whole steps"),
+        ({"offload": zgraph.Offload(params="host")}, "offload with a pipeline"),
+    ):
+        with (
+            pytest.warns(zgraph.ZgraphWarning),
+            pytest.raises(ValueError, match=f"zgraph.plan: {message}"),
+        ):
+            zgraph.plan(cast(Any, layers), world={"pp": 2}, batch=batch, **cast(Any, options))
+    with pytest.raises(ValueError, match="micro_batches=4, and no pipeline; call zgraph.plan_pipeline"):
+        zgraph.plan(cast(Any, layers), world={"dp": 2}, batch=batch, micro_batches=4)
+    with pytest.raises(ValueError, match="model_fn returned a list; return a module, or call zgraph.plan_pipeline"):
+        zgraph.plan(cast(Any, layers), world={"dp": 2}, batch=batch)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'micro_batch'"):
+        zgraph.plan(Chunk, world={"dp": 2}, batch=batch, micro_batch=4)

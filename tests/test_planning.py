@@ -122,8 +122,8 @@ def test_a_schedule_that_knows_the_machine_is_not_slower() -> None:
     machine = zgraph.Hardware.preset("cpu")
     rules = [BucketCollectives(bucket_bytes=20_000) if p.name == "bucket_collectives" else p for p in presets.default()]
     target = zgraph.Target(hardware=machine)
-    by_rules = planned(8, machine, pipeline=zgraph.Pipeline(rules))
-    by_costs = planned(8, machine, pipeline=zgraph.Pipeline(presets.planned(bucket_bytes=20_000), target=target))
+    by_rules = planned(8, machine, passes=zgraph.PassList(rules))
+    by_costs = planned(8, machine, passes=zgraph.PassList(presets.planned(bucket_bytes=20_000), target=target))
     assert by_costs.step_us <= by_rules.step_us
 
 
@@ -222,8 +222,8 @@ def test_the_step_of_a_plan_includes_its_optimizer() -> None:
 def test_a_whole_step_is_planned_within_a_budget() -> None:
     def within(budget_bytes: int | None) -> Plan:
         target = zgraph.Target(hardware=zgraph.Hardware.preset("cpu"), budget_bytes=budget_bytes)
-        pipeline = zgraph.Pipeline(presets.planned(), target=target)
-        return planned(2, optimizer_fn=adamw, pipeline=pipeline)
+        pipeline = zgraph.PassList(presets.planned(), target=target)
+        return planned(2, optimizer_fn=adamw, passes=pipeline)
 
     plenty = within(10**9).step_bytes
     with pytest.raises(ValueError, match="smallest budget that it was found to fit into is") as error:

@@ -249,7 +249,7 @@ def crossed(name: str) -> tuple[list[Tensor], list[float]]:
     pipeline = P.presets.default(compression=P.LoCo() if compressed else None)
     small = P.CompressGradients(method=P.LoCo(), min_numel=16)
     pipeline = [small if isinstance(one, P.CompressGradients) else one for one in pipeline]
-    options: dict[str, Any] = {"lowering": lowering, "pipeline": zgraph.Pipeline(pipeline)}
+    options: dict[str, Any] = {"lowering": lowering, "passes": zgraph.PassList(pipeline)}
     _, norms, times = trained(True, zero_stage, options, **shard)
     return times, norms
 

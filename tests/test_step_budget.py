@@ -149,8 +149,8 @@ def ran(budget_bytes: int | None) -> Ran:
     called: Any = step
     if budget_bytes is not None:
         target = zgraph.Target(hardware=zgraph.Hardware.preset("h100"), budget_bytes=budget_bytes)
-        pipeline = zgraph.Pipeline([*presets.planned(), keep], target=target)
-        called = zgraph.training_step(model, optimizer, options={"lowering": "fx", "pipeline": pipeline})(step)
+        pipeline = zgraph.PassList([*presets.planned(), keep], target=target)
+        called = zgraph.training_step(model, optimizer, options={"lowering": "fx", "passes": pipeline})(step)
     torch.manual_seed(5)
     counts: list[Count] = []
     losses: list[float] = []

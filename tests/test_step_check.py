@@ -138,9 +138,9 @@ def test_where_a_forward_stands_in_its_window_is_put_back() -> None:
 def test_check_is_refused_where_nothing_is_to_be_compared() -> None:
     model = nn.Linear(3, 3)
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
-    lossy = zgraph.Pipeline(P.presets.default(compression=P.LoCo()))
+    lossy = zgraph.PassList(P.presets.default(compression=P.LoCo()))
     with pytest.raises(ValueError, match="compress_gradients, which they do not have; check the step once without"):
-        zgraph.training_step(model, opt, options={"check": True, "pipeline": lossy})
+        zgraph.training_step(model, opt, options={"check": True, "passes": lossy})
     with pytest.raises(ValueError, match="check=-1 is neither a bool nor a number of calls; write True"):
         zgraph.training_step(model, opt, options={"check": -1})
     with pytest.raises(Exception, match="check requires a whole step"):

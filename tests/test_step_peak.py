@@ -61,9 +61,9 @@ def test_new_state_is_made_where_its_update_runs() -> None:
         keep, layers = Keep(), [nn.Linear(64, 64, bias=False) for _ in range(6)]
         model = zgraph.shard(nn.Sequential(*layers))
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        pipeline = zgraph.Pipeline([*presets.default(bucket_bytes=1), keep])
+        pipeline = zgraph.PassList([*presets.default(bucket_bytes=1), keep])
 
-        @zgraph.training_step(model, optimizer, options={"lowering": "fx", "pipeline": pipeline})
+        @zgraph.training_step(model, optimizer, options={"lowering": "fx", "passes": pipeline})
         def step(x: Tensor) -> None:
             model(x).square().mean().backward()
             optimizer.step()

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.costs import costs_of
 from tests.support.graphs import deep, fake_world, traced
-from zgraph import Hardware, PassContext, Pipeline, Target
+from zgraph import Hardware, PassContext, PassList, Target
 from zgraph.analysis.hardware import Link
 from zgraph.compiler.target import sharing_of
 from zgraph.passes import StreamStates, presets
@@ -58,14 +58,14 @@ def test_invalid_target_is_refused(options: Any, message: str) -> None:
 
 
 def test_a_pipeline_takes_nothing_else_for_a_target() -> None:
-    with pytest.raises(ValueError, match=r"zgraph.Pipeline: target is a Hardware; write zgraph.Target\(hardware="):
-        Pipeline(presets.default(), target=CPU)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"zgraph.PassList: target is a Hardware; write zgraph.Target\(hardware="):
+        PassList(presets.default(), target=CPU)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("preset", ["default", "planned"])
 def test_a_preset_says_where_hardware_goes(preset: str) -> None:
     call: Any = getattr(presets, preset)
-    write = r"write zgraph\.Pipeline\(presets\.planned\(\), target=zgraph\.Target\(hardware=\.\.\."
+    write = r"write zgraph\.PassList\(presets\.planned\(\), target=zgraph\.Target\(hardware=\.\.\."
     with pytest.raises(TypeError, match=rf"presets\.{preset}\(\) takes no hardware, which belongs to .*{write}\)\)$"):
         call(hardware=CPU)
     with pytest.raises(TypeError, match=rf"takes no budget_bytes, .*{write}, budget_bytes=\.\.\.\)\)$"):
@@ -82,11 +82,11 @@ def test_planned_preset_differs_only_in_ordering_passes() -> None:
 
 
 def test_streaming_passes_come_last_and_use_costs_if_planned() -> None:
-    def ends(pipeline: Pipeline | None) -> list[str]:
+    def ends(pipeline: PassList | None) -> list[str]:
         return [one.name for one in presets.with_streams(pipeline).passes[-3:]]
 
     target = Target(hardware=CPU)
     bare = presets.planned()[:-2]
-    assert ends(Pipeline(bare, target=target)) == ["schedule_overlap", "stream_states", "schedule_copies"]
-    assert presets.with_streams(Pipeline(bare, target=target)).target == target
-    assert ends(None)[-1] == ends(Pipeline(presets.default()[:-1]))[-1] == "stream_states"
+    assert ends(PassList(bare, target=target)) == ["schedule_overlap", "stream_states", "schedule_copies"]
+    assert presets.with_streams(PassList(bare, target=target)).target == target
+    assert ends(None)[-1] == ends(PassList(presets.default()[:-1]))[-1] == "stream_states"

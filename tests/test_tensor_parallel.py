@@ -109,7 +109,7 @@ def gradients_within(budget_bytes: int | None, split: Callable[[nn.Module, Devic
     model, _ = tp.built(tp.Case(split=split), tp.mesh_of())
     report = zgraph.Report()
     target = zgraph.Target(hardware=zgraph.Hardware.preset("h100"), budget_bytes=budget_bytes)
-    called = with_fx(model, pipeline=zgraph.Pipeline(presets.planned(), target=target), report=report)
+    called = with_fx(model, passes=zgraph.PassList(presets.planned(), target=target), report=report)
     tp.train_micro(tp.Case(), model, called, 0, waits=False)
     grads = {name: parameter.grad.to_local() for name, parameter in model.named_parameters()}  # pyright: ignore
     (frame,) = report.frames

@@ -64,8 +64,8 @@ def summed(model: Any, optimizer: optim.Optimizer) -> Any:
 def explained() -> tuple[str, int, set[str]]:
     """The text, copies of the tier's lane, and names of ledger lines, after two steps."""
     script, report = Script(Setting(Script, fused, at_rest=ALL)), zgraph.Report()
-    pipeline = zgraph.Pipeline(zgraph.passes.presets.planned(), target=CPU)
-    options = {"lowering": "fx", "report": report, "pipeline": pipeline}
+    pipeline = zgraph.PassList(zgraph.passes.presets.planned(), target=CPU)
+    options = {"lowering": "fx", "report": report, "passes": pipeline}
     step: Any = zgraph.training_step(script.model, script.opt, options=options)(script.step)
     for number in range(2):
         step(*script.arguments(number))

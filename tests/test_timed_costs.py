@@ -166,7 +166,7 @@ def planned_by(time_kernels: bool) -> tuple[list[str], list[float], list[Tensor]
     model: Any = zgraph.shard(models.Language(layers=2, width=32), zero_stage=3)
     keep = Keep()
     target = zgraph.Target(hardware=Hardware.preset("cpu"), time_kernels=time_kernels)
-    options = {"lowering": "fx", "pipeline": zgraph.Pipeline([*presets.planned(), keep], target=target)}
+    options = {"lowering": "fx", "passes": zgraph.PassList([*presets.planned(), keep], target=target)}
     called: Any = torch.compile(model, backend="zgraph", options=options)
     called(torch.randint(0, 23, (2, 8), generator=torch.Generator().manual_seed(dist.get_rank()))).sum().backward()
     graph, cost_of = keep.kept["backward"].graph, keep.kept["ctx"].cost_of

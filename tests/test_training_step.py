@@ -65,9 +65,9 @@ def shown(directory: str) -> str:
     case = Case(clip="torch", optimizer="sgd", accumulation=2)
     loop = Loop(case)
     target = zgraph.Target(hardware=zgraph.Hardware.preset("cpu"))
-    pipeline = zgraph.Pipeline(zgraph.passes.presets.planned(), target=target)
+    pipeline = zgraph.PassList(zgraph.passes.presets.planned(), target=target)
     report = zgraph.Report()
-    options = {"lowering": "fx", "pipeline": pipeline, "dump": directory, "report": report}
+    options = {"lowering": "fx", "passes": pipeline, "dump": directory, "report": report}
     step = zgraph.training_step(loop.model, loop.optimizer, options=options)(loop.plain())
     step(*loop.batch(0))
     with zgraph.measure(loop.model):

@@ -42,9 +42,9 @@ def four_equal_blocks() -> dict[str, Any]:
     plain = copy.deepcopy(blocks)
     zgraph.shard(blocks)
     seen: list[str] = []
-    pipeline = zgraph.Pipeline([*zgraph.passes.presets.default(), CountGraphs(seen)])
+    pipeline = zgraph.PassList([*zgraph.passes.presets.default(), CountGraphs(seen)])
     for block in blocks:
-        block.compile(backend="zgraph", options={"lowering": "fx", "pipeline": pipeline})
+        block.compile(backend="zgraph", options={"lowering": "fx", "passes": pipeline})
     x = torch.randn(5, 6, requires_grad=True)
     blocks(x).square().mean().backward()
     plain(x.detach()).square().mean().backward()
@@ -75,7 +75,7 @@ def handles_in_backward() -> list[str]:
             return func(*args, **(kwargs or {}))
 
     for block in blocks:
-        block.compile(backend="zgraph", options={"lowering": "fx", "pipeline": zgraph.Pipeline([])})
+        block.compile(backend="zgraph", options={"lowering": "fx", "passes": zgraph.PassList([])})
     loss = blocks(torch.randn(3, 4, requires_grad=True)).sum()
     with Watch():
         loss.backward()
@@ -265,7 +265,7 @@ def plain_model_communicates_nothing() -> list[str]:
             started.extend(str(node.target) for node in gm.graph.nodes if is_functional_collective(node.target))
             return False
 
-    options = {"pipeline": zgraph.Pipeline([*zgraph.passes.presets.default(), Look()])}
+    options = {"passes": zgraph.PassList([*zgraph.passes.presets.default(), Look()])}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")  # as a user's script has it
         compiled = with_fx(model, **options)

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from tests.support.graphs import Drawing, Traced, fake_world, mlp, names_of, traced
-from zgraph import Fact, GraphPass, PassContext, Pipeline, VerifyError
+from zgraph import Fact, GraphPass, PassContext, PassList, VerifyError
 from zgraph.compiler.graph_pass import Direction
 from zgraph.compiler.verify import Snapshot, Where, check_waits_sunk, verify
 from zgraph.graph import meta, nodes
@@ -52,7 +52,7 @@ def run_bad(rewrite: Rewrite, after: Sequence[GraphPass] = (), found: Traced | N
     """The joint passes, `after`, and then the bad one, on a real model."""
     found = found or traced(mlp, after)
     bad = BadPass(rewrite=rewrite, **options)  # pyright: ignore[reportArgumentType]
-    pipeline = Pipeline([DedupeGathers(), ChooseLifetimes(), bad])
+    pipeline = PassList([DedupeGathers(), ChooseLifetimes(), bad])
     for _ in pipeline.run("graph", found.ctx, found.graphs, lambda *_: None):
         pass
 
@@ -409,13 +409,13 @@ def test_value_altered_in_place_is_found_by_full_replay() -> None:
     drawing = Drawing()
     gm = drawing.done(drawing.call(aten.relu.default, drawing.input("x", 4), name="relu"))
     ctx = PassContext()
-    list(Pipeline([LiesInPlace()]).run("graph", ctx, {"forward": gm}, lambda *_: None))
+    list(PassList([LiesInPlace()]).run("graph", ctx, {"forward": gm}, lambda *_: None))
     with pytest.raises(VerifyError, match=r"a pass of phase graph on the forward graph: relu"):
-        list(Pipeline([], replay_all=True).run("graph", ctx, {"forward": gm}, lambda *_: None))
+        list(PassList([], replay_all=True).run("graph", ctx, {"forward": gm}, lambda *_: None))
 
 
 def test_the_default_passes_pass_when_everything_is_replayed() -> None:
     found = traced(mlp)
-    pipeline = Pipeline(presets.default(), replay_all=True)
+    pipeline = PassList(presets.default(), replay_all=True)
     runs = list(pipeline.run("graph", found.ctx, found.graphs, lambda *_: None))
     assert [run.name for run in runs if run.direction == "forward"] == [entry.name for entry in pipeline.of("graph")]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         save_checkpoint,
     )
     from zgraph.compiler.graph_pass import Fact, GraphPass, PassContext
-    from zgraph.compiler.pipeline import Pipeline
+    from zgraph.compiler.pass_list import PassList
     from zgraph.compiler.target import Target
     from zgraph.errors import (
         AgreementError,
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from zgraph.optimizers.loss_scale import reset_error_feedback, set_loss_scale
     from zgraph.optimizers.replicas import Replicas
     from zgraph.planner.plan import plan
+    from zgraph.planner.plan_pipeline import plan_pipeline
     from zgraph.planner.split_stages import split_stages
     from zgraph.reporting.export.folder import report
     from zgraph.reporting.metrics.metrics import Metrics
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from zgraph.sharding.state_dict import full_state_dict
     from zgraph.step.training_step import training_step
     from zgraph.tiers.offload import Offload
+    from zgraph.tiers.tier import Tier
 
 
 class _Checkout(Distribution):
@@ -108,7 +110,7 @@ _HOMES = MappingProxyType(
         "Metrics": "zgraph.reporting.metrics.metrics",
         "Offload": "zgraph.tiers.offload",
         "PassContext": "zgraph.compiler.graph_pass",
-        "Pipeline": "zgraph.compiler.pipeline",
+        "PassList": "zgraph.compiler.pass_list",
         "PipelineStage": "zgraph.sharding.pipeline.stage",
         "PreconditionError": "zgraph.errors",
         "Replicas": "zgraph.optimizers.replicas",
@@ -116,6 +118,7 @@ _HOMES = MappingProxyType(
         "SafePlanner": "zgraph.checkpoint",
         "SafeReader": "zgraph.checkpoint",
         "Target": "zgraph.compiler.target",
+        "Tier": "zgraph.tiers.tier",
         "VerifyError": "zgraph.errors",
         "ZgraphError": "zgraph.errors",
         "ZgraphWarning": "zgraph.errors",
@@ -131,6 +134,7 @@ _HOMES = MappingProxyType(
         "measure": "zgraph.reporting.of_model",
         "no_sync": "zgraph.sharding.no_sync",
         "plan": "zgraph.planner.plan",
+        "plan_pipeline": "zgraph.planner.plan_pipeline",
         "report": "zgraph.reporting.export.folder",
         "runtime_state": "zgraph.checkpoint",
         "save_checkpoint": "zgraph.checkpoint",
@@ -148,6 +152,9 @@ _WITH_KERNELS = frozenset({"Offload"})
 
 
 def __getattr__(name: str) -> Any:
+    if name == "Pipeline":
+        importlib.import_module("zgraph.errors").renamed("zgraph.Pipeline", "zgraph.PassList")
+        name = "PassList"
     if name not in _HOMES and name not in _MODULES:
         raise AttributeError(f"module 'zgraph' has no attribute {name!r}")
     importlib.import_module("zgraph.torch_compat")
@@ -176,7 +183,7 @@ __all__ = [
     "Metrics",
     "Offload",
     "PassContext",
-    "Pipeline",
+    "PassList",
     "PipelineStage",
     "PreconditionError",
     "Replicas",
@@ -184,6 +191,7 @@ __all__ = [
     "SafePlanner",
     "SafeReader",
     "Target",
+    "Tier",
     "VerifyError",
     "ZgraphError",
     "ZgraphWarning",
@@ -200,6 +208,7 @@ __all__ = [
     "no_sync",
     "passes",
     "plan",
+    "plan_pipeline",
     "report",
     "reset_error_feedback",
     "runtime_state",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 
 class ZgraphError(RuntimeError):
     """Base of every error that zgraph raises at compile or run time (user options raise ValueError)."""
@@ -41,3 +43,8 @@ class DiskError(ZgraphError):
 
 class ZgraphWarning(UserWarning):
     """Something works, but probably not as the user intended."""
+
+
+def renamed(before: str, now: str) -> None:
+    """Warn that a name has changed, with the name to write."""
+    warnings.warn(f"zgraph: {before} is now {now}; the old name will go.", ZgraphWarning, stacklevel=3)

@@ -115,7 +115,7 @@ def llama_page(folder: Path, machine: zgraph.Hardware, compression: Any) -> Path
         world_size=64,
         batch=lambda: (torch.zeros(1, 4096, dtype=torch.long),),
         hardware=machine,
-        pipeline=zgraph.Pipeline(zgraph.passes.presets.default(compression=compression)),
+        passes=zgraph.PassList(zgraph.passes.presets.default(compression=compression)),
     )
     plan.report(folder)
     return write_page(load(folder), folder)
@@ -152,7 +152,7 @@ def train_and_measure(folder: Path) -> None:
     torch.manual_seed(0)
     model = zgraph.shard(GPT(layers=4, width=192, heads=6, sequence=128), mesh, zero_stage=3)
     target = zgraph.Target(hardware=machine, time_kernels=True)
-    options: Any = {"pipeline": zgraph.Pipeline(zgraph.passes.presets.planned(), target=target), "lowering": "fx"}
+    options: Any = {"passes": zgraph.PassList(zgraph.passes.presets.planned(), target=target), "lowering": "fx"}
     compiled: Any = torch.compile(model, backend="zgraph", dynamic=False, options=options)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 

@@ -249,12 +249,12 @@ def build_zgraph(
         if predicts:
             passes.append(Predict(into=predictions))
         target = zgraph.Target(hardware=setting.hardware, time_kernels=True)
-        pipeline = zgraph.Pipeline(passes, target=target)
+        pipeline = zgraph.PassList(passes, target=target)
         if whole_step:
-            step = _whole_step(model, _adamw(model), {"lowering": setting.lowering, "pipeline": pipeline})
+            step = _whole_step(model, _adamw(model), {"lowering": setting.lowering, "passes": pipeline})
             nothing_left = torch.optim.SGD([torch.zeros(1)])
             return Trainer(step, nothing_left, backward=lambda loss: None)
-        run = setting.compiled_by_zgraph(model, pipeline=pipeline)
+        run = setting.compiled_by_zgraph(model, passes=pipeline)
         return Trainer(run, optimizer, predictions=predictions)
 
     return build

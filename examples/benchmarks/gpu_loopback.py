@@ -71,9 +71,9 @@ def _two_steps(setting: Setting, config: ModelConfig, passes: Passes, lowering: 
     if late:
         wire.transfer_us = lambda kind, sent_bytes, ranks: LATE_US
     with loopback(RANKS, wire), repeatable():
-        pipeline = zgraph.Pipeline(passes(), target=zgraph.Target(hardware=Hardware.preset("h100")))
+        pipeline = zgraph.PassList(passes(), target=zgraph.Target(hardware=Hardware.preset("h100")))
         model = _sharded(setting, config)
-        options: dict[str, Any] = {"lowering": lowering, "pipeline": pipeline}
+        options: dict[str, Any] = {"lowering": lowering, "passes": pipeline}
         called: Any = torch.compile(model, backend="zgraph", options=options)
         found: list[Tensor] = []
         for step in range(2):
@@ -153,7 +153,7 @@ def _zgraph(setting: Setting, config: ModelConfig, hardware: Hardware, name: str
     target = zgraph.Target(hardware=hardware, time_kernels=setting.on_cuda)
     options: dict[str, Any] = {
         "lowering": setting.lowerings[-1],
-        "pipeline": zgraph.Pipeline(WAYS[name](), target=target),
+        "passes": zgraph.PassList(WAYS[name](), target=target),
     }
     called: Any = torch.compile(model, backend="zgraph", options=options)
 

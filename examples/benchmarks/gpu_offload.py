@@ -74,9 +74,9 @@ def _ours(setting: Setting, config: ModelConfig, given: dict[str, Any] | None) -
     model = zgraph.shard(built(setting, config), mesh, param_dtype=_dtype(setting), offload=offload)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     hardware = zgraph.calibrate(cache=setting.scratch.parent / "calibrated")
-    pipeline = zgraph.Pipeline(presets.planned(), target=zgraph.Target(hardware=hardware))
+    pipeline = zgraph.PassList(presets.planned(), target=zgraph.Target(hardware=hardware))
 
-    @zgraph.training_step(model, optimizer, options={"lowering": setting.lowerings[-1], "pipeline": pipeline})
+    @zgraph.training_step(model, optimizer, options={"lowering": setting.lowerings[-1], "passes": pipeline})
     def step(tokens: Tensor) -> Tensor:
         loss = model(tokens)
         loss.backward()

@@ -90,9 +90,9 @@ def _steps(
 ) -> Found:
     model = _model(setting, config, offload)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    pipeline = zgraph.Pipeline(passes())
+    pipeline = zgraph.PassList(passes())
 
-    @zgraph.training_step(model, optimizer, options={"lowering": "fx", "pipeline": pipeline})
+    @zgraph.training_step(model, optimizer, options={"lowering": "fx", "passes": pipeline})
     def step(tokens: Tensor) -> Tensor:
         loss = model(tokens)
         loss.backward()

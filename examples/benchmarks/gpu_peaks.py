@@ -96,8 +96,8 @@ def _step(
     target = zgraph.Target(hardware=Hardware.preset("h100"), budget_bytes=budget)
     passes = (presets.planned if budget is not None else presets.default)(offload_activations=case.activations)
     report = zgraph.Report()
-    pipeline = zgraph.Pipeline(passes, target=target)
-    options: dict[str, Any] = {"lowering": case.lowering, "pipeline": pipeline, "report": report}
+    pipeline = zgraph.PassList(passes, target=target)
+    options: dict[str, Any] = {"lowering": case.lowering, "passes": pipeline, "report": report}
     tokens = make_batch(config, 0, 0).to(setting.device)
 
     def predicted() -> int:

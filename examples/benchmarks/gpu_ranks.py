@@ -117,8 +117,8 @@ def _resume(rank: int, lowering: str, device: str, width: int, work: Path) -> No
         torch.manual_seed(3)
         mesh = init_device_mesh(device, (2,), mesh_dim_names=("dp",))
         model = zgraph.shard(Dropping(width).to(device), mesh, zero_stage=2)
-        pipeline = zgraph.Pipeline(presets.default(compression=LoCo()))
-        options: dict[str, Any] = {"lowering": lowering, "pipeline": pipeline}
+        pipeline = zgraph.PassList(presets.default(compression=LoCo()))
+        options: dict[str, Any] = {"lowering": lowering, "passes": pipeline}
         called = torch.compile(model, backend="zgraph", options=options)
         return model, called, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
@@ -166,8 +166,8 @@ def _steps(
     mesh = init_device_mesh(device, (2,), mesh_dim_names=("dp",))
     model = zgraph.shard(Dropping(width).to(device), mesh, **of_shard)
     target = zgraph.Target(hardware=zgraph.Hardware.preset("h100")) if passes is presets.planned else None
-    pipeline = zgraph.Pipeline(passes(), target=target)
-    options: dict[str, Any] = {"lowering": lowering, "pipeline": pipeline}
+    pipeline = zgraph.PassList(passes(), target=target)
+    options: dict[str, Any] = {"lowering": lowering, "passes": pipeline}
     called: Any = torch.compile(model, backend="zgraph", options=options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     torch.manual_seed(100 + rank)

@@ -44,7 +44,7 @@ def train(rank: int, pairs: int, folder: str) -> dict[str, list[float]]:
     torch.manual_seed(0)
     model: nn.Module = zgraph.shard(GPT(layers=4, width=192, heads=6, sequence=SEQUENCE))
     passes = zgraph.passes.presets.default(compression=zgraph.passes.LoCo())
-    options: dict[str, Any] = {"lowering": "fx", "pipeline": zgraph.Pipeline(passes)}
+    options: dict[str, Any] = {"lowering": "fx", "passes": zgraph.PassList(passes)}
     compiled = torch.compile(model, backend="zgraph", dynamic=False, options=options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     writers = [zgraph.metrics.JsonLines(f"{folder}/run-{{rank}}.jsonl")]

@@ -141,7 +141,7 @@ def on_disk(config: ModelConfig, scratch: str) -> tuple[nn.Module, Callable[[Ten
     # ahead lets the disk rest whenever they differ.
     ahead = zgraph.passes.StreamStates(prefetch=2, in_flight_bytes=IN_FLIGHT_BYTES, update_bytes=UPDATE_BYTES)
     passes = [ahead if one.name == ahead.name else one for one in zgraph.passes.presets.default()]
-    options = {"lowering": "fx", "pipeline": zgraph.Pipeline(passes)}
+    options = {"lowering": "fx", "passes": zgraph.PassList(passes)}
     return model, zgraph.training_step(model, optimizer, options=options)(loop(model, optimizer))
 
 

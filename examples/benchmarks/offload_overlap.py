@@ -90,7 +90,7 @@ def build(
         kept = [one for one in passes if way != BY_RULES or not isinstance(one, ScheduleCopies)]
         passes = [stream if isinstance(one, StreamStates) else one for one in kept]
     target = zgraph.Target(hardware=hardware, budget_bytes=budget_bytes, time_kernels=True)
-    options: dict[str, Any] = {"lowering": "fx", "pipeline": zgraph.Pipeline(passes, target=target), "report": report}
+    options: dict[str, Any] = {"lowering": "fx", "passes": zgraph.PassList(passes, target=target), "report": report}
 
     @zgraph.training_step(model, optimizer, options=options)
     def step(tokens: Tensor) -> Tensor:

@@ -131,17 +131,17 @@ def run_step(way: Way, config: ModelConfig, micro_batches: int, step: int) -> fl
 
 def predicted_ms(config: ModelConfig, schedule: str, micro_batches: int, hardware: zgraph.Hardware) -> float:
     """What zgraph expects of a schedule's step, from the costs of its compiled stages on this machine."""
-    pipeline = zgraph.Pipeline(
+    pipeline = zgraph.PassList(
         zgraph.passes.presets.default(), target=zgraph.Target(hardware=hardware, time_kernels=True)
     )
-    plan = zgraph.plan(
+    plan = zgraph.plan_pipeline(
         lambda: chunks_of(config, schedule),
         world={"pp": RANKS},
         batch=lambda: (torch.zeros(config.batch, config.sequence, config.width),),
         micro_batches=micro_batches,
         schedule=schedule,
         hardware=hardware,
-        pipeline=pipeline,
+        passes=pipeline,
     )
     return 1e-3 * plan.step_us
 

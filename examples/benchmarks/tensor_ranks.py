@@ -118,7 +118,7 @@ def build_zgraph(passes: Callable[[], Any] | None, setting: Setting, **options: 
     import zgraph
 
     model = zgraph.shard(setting.new_model(), setting.mesh["dp"], **options)
-    more: dict[str, Any] = {} if passes is None else {"options": {"pipeline": zgraph.Pipeline(passes())}}
+    more: dict[str, Any] = {} if passes is None else {"options": {"passes": zgraph.PassList(passes())}}
     return cast(Any, torch.compile(model, backend="zgraph", **more)), model
 
 

@@ -28,7 +28,7 @@ class FuseAttention(GraphPass):
 
     Not in `presets.default()`, because it may make a step slower. Put it first:
 
-        zgraph.Pipeline([FuseAttention(), *presets.default()])
+        zgraph.PassList([FuseAttention(), *presets.default()])
 
     Use it on CPUs if memory is scarce, and for long sequences in fp32. Step time of `torch.compile` without and with
     the patterns, eight heads of 64, batch 8, no mask, one thread of an AMD EPYC:

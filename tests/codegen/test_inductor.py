@@ -77,8 +77,8 @@ def trained(
 def against_fx(zero_stage: int) -> dict[str, Any]:
     losses, state = trained(with_fx, zero_stage)
     report = zgraph.Report()
-    by_layer = zgraph.Pipeline(zgraph.passes.presets.default(bucket_bytes=700))  # or equal blocks would be one island
-    found_losses, found = trained(with_inductor, zero_stage, report=report, pipeline=by_layer)
+    by_layer = zgraph.PassList(zgraph.passes.presets.default(bucket_bytes=700))  # or equal blocks would be one island
+    found_losses, found = trained(with_inductor, zero_stage, report=report, passes=by_layer)
     return {
         "loss": max(abs(a - b) / abs(b) for a, b in zip(found_losses, losses, strict=True)),
         "state": max(((found[name] - value).abs().max() / value.abs().max()).item() for name, value in state.items()),
@@ -105,7 +105,7 @@ def peaks_of(lower: Callable[..., Any], steps: int = 1) -> tuple[int, list[int]]
     torch.manual_seed(0)
     model = zgraph.shard(Network(width=WIDE, layers=6))
     keep = Keep()
-    called = lower(model, pipeline=zgraph.Pipeline([*presets.default(), keep]))
+    called = lower(model, passes=zgraph.PassList([*presets.default(), keep]))
     x = torch.randn(256, 6)
     peaks: list[int] = []
     for _ in range(2 + steps):

@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.support.compiled import with_fx
 from tests.support.graphs import apply, fake_world, mlp, traced
 from tests.support.ranks import Ranks
-from zgraph import Pipeline, shard
+from zgraph import PassList, shard
 from zgraph.codegen.kernel_sources import Dequantize, Quantize, sources_of
 from zgraph.codegen.kernels.cpu import source as cpu_source
 from zgraph.codegen.kernels.triton.dequantize_blocks import Task
@@ -118,4 +118,4 @@ def dumped(directory: Path, zero_stage: int) -> None:
     sharded: Any = shard(mlp(), zero_stage=zero_stage)
     passes = presets.default(compression=SMALL)
     passes = [CompressGradients(method=SMALL, min_numel=30) if isinstance(e, CompressGradients) else e for e in passes]
-    with_fx(sharded, pipeline=Pipeline(passes), dump=directory)(torch.ones(3, 5)).sum().backward()
+    with_fx(sharded, passes=PassList(passes), dump=directory)(torch.ones(3, 5)).sum().backward()

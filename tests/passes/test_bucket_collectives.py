@@ -30,7 +30,7 @@ from tests.support.graphs import (
 )
 from tests.support.judges.lockstep import assert_same_results, run_together
 from tests.support.tiers import long, slow
-from zgraph import PassContext, Pipeline, PreconditionError
+from zgraph import PassContext, PassList, PreconditionError
 from zgraph.analysis.storages import storages_of
 from zgraph.compiler.graph_pass import Direction
 from zgraph.graph import dataflow, meta, nodes, traits
@@ -218,9 +218,9 @@ def test_bad_size_is_refused_when_the_pass_is_built() -> None:
 def test_it_is_refused_before_lowering_and_after_sinking() -> None:
     bucketing = BucketCollectives(bucket_bytes=1)
     with pytest.raises(PreconditionError, match="bucket_collectives requires gathers_lowered, reductions_lowered"):
-        Pipeline([bucketing])
+        PassList([bucketing])
     with pytest.raises(PreconditionError, match="bucket_collectives cannot run after sink_waits, which provides waits"):
-        Pipeline([*LOWERED, SinkWaits(), bucketing])
+        PassList([*LOWERED, SinkWaits(), bucketing])
 
 
 # --- replicated gradients -------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from tests.support.graphs import Drawing, Traced, apply, deep, fake_world, traced
-from zgraph import Hardware, PassContext, Pipeline, PreconditionError
+from zgraph import Hardware, PassContext, PassList, PreconditionError
 from zgraph.analysis.cost import NodeCost
 from zgraph.analysis.hardware import Link
 from zgraph.analysis.liveness import memory_curve
@@ -144,7 +144,7 @@ def test_reduction_waits_for_a_gradient_only_if_faster(
 
 def test_the_link_needs_hardware() -> None:
     with pytest.raises(PreconditionError, match="bucket_collectives plans by costs, and the pipeline has no target"):
-        Pipeline(presets.planned())
+        PassList(presets.planned())
 
 
 def test_preset_uses_the_link_unless_told_otherwise() -> None:
@@ -239,4 +239,4 @@ def test_plans_with_a_target_ask_it() -> None:
     found.aim_at(Target(hardware=hardware))
     assert apply(BucketCollectives(bucket_bytes=None), found, "forward")
     assert members(found.graphs["forward"].graph) == [6]
-    Pipeline(presets.planned(), target=Target(hardware=hardware))
+    PassList(presets.planned(), target=Target(hardware=hardware))

@@ -10,7 +10,7 @@ from torch import fx
 
 import zgraph
 from tests.support.graphs import Leaky, Traced, apply, compile_model, fake_world, mlp, traced
-from zgraph import Pipeline, PreconditionError
+from zgraph import PassList, PreconditionError
 from zgraph.graph import meta, nodes
 from zgraph.passes import ChooseLifetimes, DedupeGathers, LowerGathers, presets
 
@@ -77,7 +77,7 @@ def test_without_it_whole_weights_are_saved() -> None:
                 kept.extend(saved_shapes(Traced(gm, {"forward": gm}, ctx)))
             return False
 
-    compile_model(mlp, {"pipeline": Pipeline([DedupeGathers(), KeepSaved()])})
+    compile_model(mlp, {"passes": PassList([DedupeGathers(), KeepSaved()])})
     assert set(kept) & WEIGHTS
 
 
@@ -112,13 +112,13 @@ def test_contracts_put_it_between_dedupe_gathers_and_lower_gathers() -> None:
     with pytest.raises(
         PreconditionError, match="choose_lifetimes requires gathers_deduped, which no earlier pass prov"
     ):
-        Pipeline([ChooseLifetimes()])
+        PassList([ChooseLifetimes()])
 
     class JointLowerGathers(LowerGathers):
         phase = "joint"
 
     with pytest.raises(PreconditionError, match="choose_lifetimes cannot run after lower_gathers"):
-        Pipeline([DedupeGathers(), JointLowerGathers(), ChooseLifetimes()])
+        PassList([DedupeGathers(), JointLowerGathers(), ChooseLifetimes()])
 
 
 def test_a_saved_gather_stops_the_compile() -> None:
@@ -136,5 +136,5 @@ def test_a_saved_gather_stops_the_compile() -> None:
     passes = presets.default()
     behind = 1 + [entry.name for entry in passes].index("choose_lifetimes")
     with pytest.raises(Exception, match=r"saves the gathered 4\.weight for backward; put choose_lifetimes") as error:
-        compile_model(mlp, {"pipeline": Pipeline([*passes[:behind], Untag(), *passes[behind:]])})
+        compile_model(mlp, {"passes": PassList([*passes[:behind], Untag(), *passes[behind:]])})
     assert "lower_gathers on the forward graph" in str(error.value)

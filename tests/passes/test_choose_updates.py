@@ -133,7 +133,7 @@ def planned(
         world_size=world,
         batch=lambda: (torch.zeros(8, WIDTH),),
         hardware=hardware,
-        pipeline=zgraph.Pipeline(passes, target=target),
+        passes=zgraph.PassList(passes, target=target),
         offload=offload,
         optimizer_fn=optimizer_fn,
     )
@@ -230,14 +230,14 @@ def test_nothing_is_chosen_where_there_is_no_choice() -> None:
         assert not planned(hardware, offload, optimizer_fn=optimizer_fn).compiled.graphs[0].decisions
     for pipeline, updates in (
         (None, "at_rest"),
-        (zgraph.Pipeline(presets.default()), "at_rest"),
-        (zgraph.Pipeline(presets.planned(), target=zgraph.Target(hardware=H100)), "planned"),
-        (zgraph.Pipeline(presets.planned()[:-2], target=zgraph.Target(hardware=H100)), "planned"),
+        (zgraph.PassList(presets.default()), "at_rest"),
+        (zgraph.PassList(presets.planned(), target=zgraph.Target(hardware=H100)), "planned"),
+        (zgraph.PassList(presets.planned()[:-2], target=zgraph.Target(hardware=H100)), "planned"),
     ):
         passes = presets.with_streams(pipeline).passes
         assert [one.updates for one in passes if isinstance(one, StreamStates)] == [updates]
     with pytest.raises(zgraph.PreconditionError, match="stream_states plans by costs, and the pipeline has no target"):
-        zgraph.Pipeline([*presets.default()[:-1], StreamStates(updates="planned")])
+        zgraph.PassList([*presets.default()[:-1], StreamStates(updates="planned")])
 
 
 @pytest.mark.parametrize("gpu", [True, *slow(False)])
@@ -317,7 +317,7 @@ def explained(offload: zgraph.Offload) -> tuple[str, str]:
     model = zgraph.shard(build(), offload=offload)
     optimizer = adamw(model)
     target = zgraph.Target(hardware=machine(*SLOW_UPDATES, gpu=False))
-    options: dict[str, Any] = {"lowering": "fx", "pipeline": zgraph.Pipeline(presets.planned(), target=target)}
+    options: dict[str, Any] = {"lowering": "fx", "passes": zgraph.PassList(presets.planned(), target=target)}
 
     def step(x: Tensor) -> None:
         model(x).sum().backward()

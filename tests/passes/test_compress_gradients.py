@@ -67,8 +67,8 @@ def passes(compress: CompressGradients, **options: Any) -> list[GraphPass]:
 
 
 def compiled(module: nn.Module, compress: CompressGradients, **options: Any) -> Any:
-    pipeline = zgraph.Pipeline(passes(compress, **options), replay_all=dist.get_rank() == 0)
-    return with_fx(module, pipeline=pipeline)
+    pipeline = zgraph.PassList(passes(compress, **options), replay_all=dist.get_rank() == 0)
+    return with_fx(module, passes=pipeline)
 
 
 def feedbacks(module: nn.Module, slot: str = "first_hop") -> dict[str, Feedback]:
@@ -265,7 +265,7 @@ def blocks() -> None:
             options={
                 "lowering": "fx",
                 "report": report,
-                "pipeline": zgraph.Pipeline(passes(CompressGradients(method=SMALL, min_numel=LEAST))),
+                "passes": zgraph.PassList(passes(CompressGradients(method=SMALL, min_numel=LEAST))),
             },
         )
     expected = {name: OneHop(SMALL, 3) for name, parameter in plain.named_parameters() if parameter.dim() > 1}
@@ -351,7 +351,7 @@ def test_a_planned_run_counts_what_codes_and_scales_take() -> None:
                 wide,
                 world_size=world,
                 batch=lambda: (torch.zeros(2, 512),),
-                pipeline=zgraph.Pipeline(presets.default(compression=compression)),
+                passes=zgraph.PassList(presets.default(compression=compression)),
             ).sent_bytes
             for compression in (None, LoCo())
         ]
@@ -425,7 +425,7 @@ def warms_up(zero_stage: int) -> None:
     for pipeline in (presets.default(), passes(compress)):
         torch.compiler.reset()
         sharded = zgraph.shard(model(), zero_stage=zero_stage)
-        call = with_fx(sharded, pipeline=zgraph.Pipeline(pipeline))
+        call = with_fx(sharded, passes=zgraph.PassList(pipeline))
         steps = []
         for step in range(4):
             sharded.zero_grad()
@@ -506,7 +506,7 @@ def test_nodes_that_are_not_known(method: Any, text: str) -> None:
 
 def test_it_comes_before_the_reductions_are_lowered() -> None:
     with pytest.raises(PreconditionError, match="compress_gradients cannot run after lower_reductions"):
-        zgraph.Pipeline([DedupeGathers(), LowerReductions(), CompressGradients()])
+        zgraph.PassList([DedupeGathers(), LowerReductions(), CompressGradients()])
 
 
 def test_ranks_that_compress_by_different_methods_are_told() -> None:
@@ -533,7 +533,7 @@ def a_warm_up_for_each() -> str:
 
 def said_by(compress: CompressGradients) -> str:
     sharded = zgraph.shard(model(), zero_stage=3)
-    call = with_fx(sharded, pipeline=zgraph.Pipeline(passes(compress)), agreement_timeout_s=5)
+    call = with_fx(sharded, passes=zgraph.PassList(passes(compress)), agreement_timeout_s=5)
     try:
         loss_of(call(batch(0, dist.get_rank()))).backward()
     except Exception as error:

@@ -325,9 +325,7 @@ def test_no_later_gradient_joins_an_exchange_that_compute_waits_for() -> None:
 def test_a_planned_run_counts_factors() -> None:
     for world in (2, 3):
         passes = presets.default(compression=LowRank(rank=2))
-        plan = zgraph.plan(
-            wide, world_size=world, batch=lambda: (torch.zeros(2, 256),), pipeline=zgraph.Pipeline(passes)
-        )
+        plan = zgraph.plan(wide, world_size=world, batch=lambda: (torch.zeros(2, 256),), passes=zgraph.PassList(passes))
         gathered = 2 * (world - 1) * 6 * -(-256 // world) * 256 * 4
         factors = (world - 1) * 4 * 2 * 6 * (256 + 256)
         assert abs(plan.sent_bytes - gathered - factors) <= 2 * 256 * 256 * 4, (plan.sent_bytes, gathered, factors)

@@ -10,7 +10,7 @@ from torch import fx
 
 from tests.support.graphs import Drawing, Traced, Twice, apply, by_rank, fake_world, mlp, traced
 from tests.support.judges.lockstep import assert_same_results
-from zgraph import Pipeline, PreconditionError
+from zgraph import PassList, PreconditionError
 from zgraph.graph import meta, nodes, operator_arguments
 from zgraph.graph.edits import copy_of
 from zgraph.passes import DedupeGathers, LowerGathers
@@ -169,4 +169,4 @@ def test_it_is_refused_after_the_markers_are_gone() -> None:
         phase = "joint"
 
     with pytest.raises(PreconditionError, match="dedupe_gathers cannot run after lower_gathers"):
-        Pipeline([JointLowerGathers(), DedupeGathers()])
+        PassList([JointLowerGathers(), DedupeGathers()])

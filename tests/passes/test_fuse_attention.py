@@ -24,7 +24,7 @@ from tests.support.judges.replicated import Case, Replicated, batches
 from tests.support.memory.allocations import counted
 from tests.support.ranks import Ranks
 from tests.support.whole_tensors import whole
-from zgraph import Pipeline, PreconditionError
+from zgraph import PassList, PreconditionError
 from zgraph.analysis.liveness import step_curve
 from zgraph.codegen.lower_fx import lower_fx
 from zgraph.compiler.graph_pass import Direction, GraphPass, PassContext
@@ -107,7 +107,7 @@ class Decomposed:
         notes: of the passes.
     """
 
-    pipeline: Pipeline = field(default_factory=lambda: Pipeline([FuseAttention()], replay_all=True))
+    pipeline: PassList = field(default_factory=lambda: PassList([FuseAttention()], replay_all=True))
     graphs: dict[Direction, fx.GraphModule] = field(default_factory=dict[Direction, fx.GraphModule])
     changed: list[bool] = field(default_factory=list[bool])
     notes: list[Any] = field(default_factory=list[Any])
@@ -213,7 +213,7 @@ def test_probabilities_are_neither_saved_nor_held() -> None:
     module, x, length = Attention(), inputs(length=64), 64
     scores = 3 * 2 * length * length
     peaks: list[int] = []
-    for pipeline in (Pipeline([]), Pipeline([FuseAttention()], replay_all=True)):
+    for pipeline in (PassList([]), PassList([FuseAttention()], replay_all=True)):
         tracer = Decomposed(pipeline)
         results(tracer.compile(module), module, x)
         forward, backward = tracer.graphs["forward"].graph, tracer.graphs["backward"].graph
@@ -263,8 +263,8 @@ def test_near_misses_are_left_alone(build: Callable[[], nn.Module], decomposed: 
 def test_with_the_fx_lowering_it_does_nothing_and_says_so() -> None:
     torch.manual_seed(0)
     module, report = Attention(), zgraph.Report()
-    pipeline = Pipeline([FuseAttention(), *presets.default()])
-    options = {"lowering": "fx", "pipeline": pipeline, "report": report}
+    pipeline = PassList([FuseAttention(), *presets.default()])
+    options = {"lowering": "fx", "passes": pipeline, "report": report}
     compiled = torch.compile(module, backend="zgraph", options=options)
     for found, expected in zip(results(compiled, module, inputs()), results(module, module, inputs()), strict=True):
         assert torch.equal(found, expected)
@@ -272,7 +272,7 @@ def test_with_the_fx_lowering_it_does_nothing_and_says_so() -> None:
 
 
 def test_a_second_run_changes_nothing() -> None:
-    tracer = Decomposed(Pipeline([FuseAttention(), FuseAttention()], replay_all=True))
+    tracer = Decomposed(PassList([FuseAttention(), FuseAttention()], replay_all=True))
     results(tracer.compile(module := Attention()), module, inputs())
     assert tracer.changed == [True, False]
 
@@ -282,12 +282,12 @@ def test_it_is_in_no_preset(passes: list[GraphPass]) -> None:
     """In bf16 it makes a step slower on CPU: whoever wants it puts it first."""
     target = zgraph.Target(hardware=zgraph.Hardware.preset("h100"))
     assert FuseAttention() not in passes
-    assert Pipeline([FuseAttention(), *passes], target=target).passes[0] == FuseAttention()
+    assert PassList([FuseAttention(), *passes], target=target).passes[0] == FuseAttention()
 
 
 def test_it_comes_before_lifetimes_are_chosen() -> None:
     with pytest.raises(PreconditionError, match="fuse_attention cannot run after choose_lifetimes"):
-        Pipeline([DedupeGathers(), ChooseLifetimes(), FuseAttention()])
+        PassList([DedupeGathers(), ChooseLifetimes(), FuseAttention()])
 
 
 PROGRAM = """
@@ -333,12 +333,12 @@ def compressing() -> list[GraphPass]:
     ]
 
 
-PIPELINES: dict[str, Callable[[], Pipeline]] = {
-    "default": lambda: Pipeline([FuseAttention(), *presets.default()]),
-    "planned": lambda: Pipeline(
+PIPELINES: dict[str, Callable[[], PassList]] = {
+    "default": lambda: PassList([FuseAttention(), *presets.default()]),
+    "planned": lambda: PassList(
         [FuseAttention(), *presets.planned()], target=zgraph.Target(hardware=zgraph.Hardware.preset("cpu"))
     ),
-    "loco": lambda: Pipeline([FuseAttention(), *compressing()]),
+    "loco": lambda: PassList([FuseAttention(), *compressing()]),
 }
 
 
@@ -351,7 +351,7 @@ def against_eager(options: dict[str, Any], autocast: torch.dtype | None, pipelin
     reference = Replicated(case, copy.deepcopy(model), 3)
     model = zgraph.shard(model, zero_stage=3, **options)
     report = zgraph.Report()
-    called = with_inductor(model, report=report, pipeline=PIPELINES[pipeline]())
+    called = with_inductor(model, report=report, passes=PIPELINES[pipeline]())
     (expected_output,), expected = reference.step(0)
     x, target = batches(case, 0)[dist.get_rank()]
     output = case.call(called, x)
@@ -386,7 +386,7 @@ def real_peak(passes: list[zgraph.GraphPass]) -> int:
     torch.compiler.reset()
     torch.manual_seed(0)
     model = zgraph.shard(Attention())
-    called = with_inductor(model, pipeline=Pipeline(passes))
+    called = with_inductor(model, passes=PassList(passes))
     x, peaks = inputs(length=128), list[int]()
     for _ in range(3):
         model.zero_grad()

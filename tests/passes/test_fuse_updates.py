@@ -58,8 +58,8 @@ def step_of(
             optimizer.step()
             optimizer.zero_grad()
 
-        pipeline = zgraph.Pipeline([*passes[:place], *fuse, seen, *passes[place:]], replay_all=True)
-        captured = zgraph.training_step(model, optimizer, options={"lowering": "fx", "pipeline": pipeline})(step)
+        pipeline = zgraph.PassList([*passes[:place], *fuse, seen, *passes[place:]], replay_all=True)
+        captured = zgraph.training_step(model, optimizer, options={"lowering": "fx", "passes": pipeline})(step)
         for _ in range(2):
             captured(torch.zeros(2, WIDTH))
     return seen

@@ -22,7 +22,7 @@ from tests.support.graphs import (
     traced,
 )
 from tests.support.judges.lockstep import assert_same_results
-from zgraph import PassContext, Pipeline, PreconditionError
+from zgraph import PassContext, PassList, PreconditionError
 from zgraph.graph import meta, nodes
 from zgraph.graph.edits import copy_of
 from zgraph.graph.text import graph_text
@@ -182,7 +182,7 @@ def test_bad_prefetch_is_refused_when_the_pass_is_built() -> None:
 
 def test_it_is_refused_before_waits_are_sunk() -> None:
     with pytest.raises(PreconditionError, match="hoist_starts requires waits_sunk, which no earlier pass provides"):
-        Pipeline([HoistStarts()])
+        PassList([HoistStarts()])
 
 
 def test_results_are_bitwise_the_same() -> None:

@@ -23,7 +23,7 @@ from tests.support.graphs import (
     traced,
 )
 from tests.support.judges.lockstep import assert_same_results
-from zgraph import Pipeline, PreconditionError
+from zgraph import PassList, PreconditionError
 from zgraph.graph import meta, nodes, operator_arguments
 from zgraph.graph.edits import copy_of
 from zgraph.graph.text import graph_text
@@ -197,7 +197,7 @@ def test_second_run_changes_nothing() -> None:
 @pytest.mark.usefixtures("world")
 def test_it_is_refused_after_buckets_were_made() -> None:
     with pytest.raises(PreconditionError, match="lower_gathers cannot run after bucket_collectives"):
-        Pipeline([LowerGathers(), LowerReductions(), BucketCollectives(bucket_bytes=100), LowerGathers()])
+        PassList([LowerGathers(), LowerReductions(), BucketCollectives(bucket_bytes=100), LowerGathers()])
 
 
 @pytest.mark.parametrize(("build", "world_size"), [(mlp, 3), (mlp, 4), (Autocast, 3)])

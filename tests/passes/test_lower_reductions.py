@@ -13,7 +13,7 @@ from torch.testing import FileCheck
 from tests.support.graphs import Autocast, Drawing, Traced, apply, by_rank, fake_world, mlp, traced
 from tests.support.judges.lockstep import assert_same_results
 from tests.support.tiers import slow
-from zgraph import Pipeline, PreconditionError
+from zgraph import PassList, PreconditionError
 from zgraph.graph import meta, nodes, traits
 from zgraph.graph.edits import copy_of
 from zgraph.graph.text import graph_text
@@ -194,7 +194,7 @@ def test_bad_algorithm_is_refused_when_the_pass_is_built() -> None:
 
 def test_it_is_refused_after_buckets_were_made() -> None:
     with pytest.raises(PreconditionError, match="lower_reductions cannot run after bucket_collectives"):
-        Pipeline([LowerGathers(), LowerReductions(), BucketCollectives(bucket_bytes=100), LowerReductions()])
+        PassList([LowerGathers(), LowerReductions(), BucketCollectives(bucket_bytes=100), LowerReductions()])
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,13 @@ import torch
 from tests.support.graphs import Autocast, Twice, apply, by_rank, deep, fake_world, mlp, traced
 from tests.support.hash_seeds import HashSeeds
 from tests.support.judges.lockstep import assert_same_results
-from zgraph import Pipeline
+from zgraph import PassList
 from zgraph.graph import meta, nodes
 from zgraph.graph.text import graph_text
 from zgraph.graph.traffic import transfers
 from zgraph.passes import BucketCollectives, HoistStarts, SinkWaits, presets
 
-GRAPH_PASSES = tuple(Pipeline(presets.default()).of("graph"))
+GRAPH_PASSES = tuple(PassList(presets.default()).of("graph"))
 
 
 def test_default_is_a_plain_list_to_be_edited() -> None:
@@ -26,12 +26,12 @@ def test_default_is_a_plain_list_to_be_edited() -> None:
     passes.append(SinkWaits())
     assert len(presets.default()) == len(passes) - 1
     edited = [HoistStarts(prefetch=5) if entry.name == "hoist_starts" else entry for entry in presets.default()]
-    assert HoistStarts(prefetch=5) in Pipeline(edited).passes
+    assert HoistStarts(prefetch=5) in PassList(edited).passes
 
 
 def test_every_prefix_of_the_default_is_a_valid_pipeline() -> None:
     for length in range(len(presets.default()) + 1):
-        Pipeline(presets.default()[:length])
+        PassList(presets.default()[:length])
 
 
 def test_bucket_size_is_passed_on() -> None:
@@ -135,8 +135,8 @@ class Show(zgraph.GraphPass):
 with fake_world(3, 2):
     passes = zgraph.passes.presets.default(bucket_bytes=120)
     mixed = [part for entry in passes for part in ([entry, Show()] if entry.phase == "graph" else [entry])]
-    compile_model(mlp, {"pipeline": zgraph.Pipeline(mixed)})
-    compile_model(Autocast, {"pipeline": zgraph.Pipeline(mixed)}, train=False)
+    compile_model(mlp, {"passes": zgraph.PassList(mixed)})
+    compile_model(Autocast, {"passes": zgraph.PassList(mixed)}, train=False)
     for buckets in ([], [BucketCollectives(bucket_bytes=120)]):
         found = traced(mlp, [LowerGathers(), LowerReductions(), *buckets], world=3, rank=2)
         found.know(cost_of=cost_by_size, plan_bytes=1500)

@@ -40,7 +40,7 @@ from tests.support.judges.replicated import (
 )
 from tests.support.ranks import Ranks, fresh_ranks
 from tests.support.tiers import slow
-from zgraph import Pipeline, VerifyError
+from zgraph import PassList, VerifyError
 from zgraph.analysis.liveness import memory_curve
 from zgraph.codegen.kernels import reference
 from zgraph.compiler.verify import Where, check_gathers_released
@@ -213,7 +213,7 @@ def test_it_is_refused_behind_lower_gathers() -> None:
     passes = presets.default()
     place = next(number for number, entry in enumerate(passes) if isinstance(entry, LowerGathers))
     with pytest.raises(zgraph.PreconditionError, match="quantize_gathers cannot run after lower_gathers"):
-        Pipeline([*passes[: place + 1], QuantizeGathers(), *passes[place + 1 :]])
+        PassList([*passes[: place + 1], QuantizeGathers(), *passes[place + 1 :]])
 
 
 def test_the_preset_takes_a_method() -> None:
@@ -376,7 +376,7 @@ def follow(name: str, zero_stage: int, method: BlockMethod, bucketed: bool) -> l
         if bucketed or not isinstance(entry, BucketCollectives)
     ]
     passes = [every_matrix(method) if isinstance(entry, QuantizeGathers) else entry for entry in passes]
-    called = with_fx(model, pipeline=Pipeline(passes, replay_all=dist.get_rank() == 0))
+    called = with_fx(model, passes=PassList(passes, replay_all=dist.get_rank() == 0))
     world = dist.get_world_size() // case.replicas
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     exact = {name: whole(parameter.detach()).clone() for name, parameter in model.named_parameters()}

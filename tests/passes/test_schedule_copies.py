@@ -123,7 +123,7 @@ def compared(
         world_size=world,
         batch=lambda: (torch.zeros(4, 16, dtype=torch.long),),
         hardware=hardware,
-        pipeline=zgraph.Pipeline([*passes[:-1], judge], target=zgraph.Target(hardware=hardware), replay_all=True),
+        passes=zgraph.PassList([*passes[:-1], judge], target=zgraph.Target(hardware=hardware), replay_all=True),
         offload=offload,
         optimizer_fn=adamw,
         step_fn=stepped,
@@ -222,7 +222,7 @@ def agreed_by(rank: int, gathers: str) -> tuple[int, dict[str, tuple[int, str]],
     with fake_world(2, rank):
         model = zgraph.shard(mlp(), offload=HOST)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        options: dict[str, Any] = {"lowering": "fx", "pipeline": zgraph.Pipeline([*passes, KeepEach(graphs)])}
+        options: dict[str, Any] = {"lowering": "fx", "passes": zgraph.PassList([*passes, KeepEach(graphs)])}
         whole: Any = zgraph.training_step(model, optimizer, options=options)(stepped(model, optimizer))
         whole(torch.ones(2, 5))
         order = list(graphs[-1].graph.nodes)
@@ -283,11 +283,11 @@ def test_slow_host_is_waited_for_at_step_end() -> None:
 
 def test_model_without_offload_is_left_alone() -> None:
     report = zgraph.Report()
-    pipeline = zgraph.Pipeline(presets.planned(), target=zgraph.Target(hardware=CPU))
+    pipeline = zgraph.PassList(presets.planned(), target=zgraph.Target(hardware=CPU))
     with pytest.raises(zgraph.PreconditionError, match="schedule_copies"):
-        zgraph.Pipeline([*presets.default(), ScheduleCopies()], target=zgraph.Target(hardware=CPU))
+        zgraph.PassList([*presets.default(), ScheduleCopies()], target=zgraph.Target(hardware=CPU))
     model = nn.Linear(4, 4)
-    options: dict[str, Any] = {"pipeline": pipeline, "lowering": "fx", "report": report}
+    options: dict[str, Any] = {"passes": pipeline, "lowering": "fx", "report": report}
     compiled: Any = torch.compile(model, backend="zgraph", options=options)
     compiled(torch.ones(2, 4)).sum().backward()
     notes = [note for note in report.notes if note.startswith("schedule_copies")]
@@ -321,8 +321,8 @@ def peaks(offload: zgraph.Offload, passes: Sequence[zgraph.GraphPass]) -> tuple[
     parts = [part for _ in range(LAYERS) for part in (nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh())]
     model = zgraph.shard(nn.Sequential(*parts), offload=offload)
     optimizer = adamw(model)
-    pipeline = zgraph.Pipeline(passes, target=zgraph.Target(hardware=machine(500.0)))
-    options = {"lowering": "fx", "pipeline": pipeline, "report": report}
+    pipeline = zgraph.PassList(passes, target=zgraph.Target(hardware=machine(500.0)))
+    options = {"lowering": "fx", "passes": pipeline, "report": report}
     step: Any = zgraph.training_step(model, optimizer, options=options)(stepped(model, optimizer))
     x = torch.randn(2, WIDTH)
     step(x)

@@ -23,7 +23,7 @@ from tests.support.judges.lockstep import assert_same_results
 from tests.support.ranks import Ranks
 from tests.support.tiers import long, slow
 from tests.support.whole_tensors import whole
-from zgraph import PassContext, Pipeline, PreconditionError
+from zgraph import PassContext, PassList, PreconditionError
 from zgraph.analysis.cost import NodeCost
 from zgraph.analysis.storages import storages_of
 from zgraph.compiler.graph_pass import GraphPass
@@ -340,7 +340,7 @@ def test_bad_limit_is_refused_when_the_pass_is_built() -> None:
 def test_it_is_refused_without_a_target() -> None:
     message = r"schedule_overlap plans by costs, and the pipeline has no target; write .*Target\(hardware=zgraph.calibr"
     with pytest.raises(PreconditionError, match=message):
-        Pipeline(zgraph.passes.presets.planned(bucket_bytes=77))
+        PassList(zgraph.passes.presets.planned(bucket_bytes=77))
 
 
 @pytest.mark.parametrize(
@@ -358,7 +358,7 @@ def test_it_is_refused_without_a_target() -> None:
 )
 def test_one_pass_decides_the_order(passes: list[GraphPass], message: str) -> None:
     with pytest.raises(PreconditionError, match=message):
-        Pipeline(passes)
+        PassList(passes)
 
 
 @pytest.mark.parametrize(
@@ -391,8 +391,8 @@ def eager_and_scheduled(name: str, zero_stage: int, budget_bytes: int | None) ->
         called: Any = model
         if scheduled:
             target = zgraph.Target(hardware=zgraph.Hardware.preset("cpu"), budget_bytes=budget_bytes)
-            pipeline = Pipeline(zgraph.passes.presets.planned(bucket_bytes=600), target=target, replay_all=True)
-            called = with_fx(model, pipeline=pipeline, report=report)
+            pipeline = PassList(zgraph.passes.presets.planned(bucket_bytes=600), target=target, replay_all=True)
+            called = with_fx(model, passes=pipeline, report=report)
         torch.manual_seed(10 + dist.get_rank())
         inputs = torch.randint(models.VOCABULARY, (2, 5)) if name == "Language" else torch.randn(4, 6)
         output = called(inputs)

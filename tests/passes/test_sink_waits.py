@@ -15,7 +15,7 @@ from torch.testing import FileCheck
 import zgraph
 from tests.support.graphs import Drawing, Traced, apply, by_rank, deep, fake_world, mlp, names_of, traced
 from tests.support.judges.lockstep import assert_same_results
-from zgraph import PassContext, Pipeline, PreconditionError
+from zgraph import PassContext, PassList, PreconditionError
 from zgraph.graph import meta, nodes
 from zgraph.graph.edits import copy_of
 from zgraph.graph.text import graph_text
@@ -171,7 +171,7 @@ def test_bad_limit_is_refused_when_the_pass_is_built() -> None:
 
 def test_it_is_refused_before_lowering() -> None:
     with pytest.raises(PreconditionError, match="sink_waits requires gathers_lowered, reductions_lowered"):
-        Pipeline([SinkWaits()])
+        PassList([SinkWaits()])
 
 
 @pytest.mark.parametrize("options", [{}, {"zero_stage": 0}], ids=str)
@@ -207,9 +207,9 @@ def order_of_a_step(layers: int) -> str:
     with fake_world(2):
         model = zgraph.shard(nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(layers))), zero_stage=0)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
-        pipeline = zgraph.Pipeline([*presets.default(bucket_bytes=1), seen])
+        pipeline = zgraph.PassList([*presets.default(bucket_bytes=1), seen])
 
-        @zgraph.training_step(model, optimizer, options={"lowering": "fx", "pipeline": pipeline})
+        @zgraph.training_step(model, optimizer, options={"lowering": "fx", "passes": pipeline})
         def step(x: Tensor) -> None:
             model(x).sum().backward()
             optimizer.step()

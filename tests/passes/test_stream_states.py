@@ -63,7 +63,7 @@ def steps_of(
             optimizer.step()
             optimizer.zero_grad()
 
-    options: dict[str, Any] = {"lowering": "fx", "pipeline": zgraph.Pipeline(passes)}
+    options: dict[str, Any] = {"lowering": "fx", "passes": zgraph.PassList(passes)}
     whole: Any = zgraph.training_step(model, optimizer, options=options)(step)
     for _ in range(steps):
         whole(torch.ones(2, 4))

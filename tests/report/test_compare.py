@@ -40,7 +40,7 @@ def planned(bucket_bytes: int, zero_stage: int = 3, rows: int = 4) -> Plan:
         batch=lambda: (torch.zeros(rows, 16),),
         shard_fn=lambda model: zgraph.shard(model, zero_stage=zero_stage),
         hardware="cpu",
-        pipeline=zgraph.Pipeline(passes),
+        passes=zgraph.PassList(passes),
     )
 
 

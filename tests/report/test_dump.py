@@ -15,7 +15,7 @@ from tests.support.compiled import with_fx
 from tests.support.graphs import compile_model, fake_world, mlp
 from tests.support.hash_seeds import HashSeeds
 from zgraph.compiler.graph_pass import GraphPass, PassContext, Phase
-from zgraph.compiler.pipeline import Pipeline
+from zgraph.compiler.pass_list import PassList
 from zgraph.graph import meta, nodes
 from zgraph.passes import SinkWaits, presets
 from zgraph.reporting.dump import Dumper
@@ -59,7 +59,7 @@ def compile_small(directory: Path, passes: list[GraphPass] | None = None) -> Non
     torch.compiler.reset()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
-    options: dict[str, Any] = {"dump": directory, "pipeline": Pipeline(passes or presets.default())}
+    options: dict[str, Any] = {"dump": directory, "passes": PassList(passes or presets.default())}
     with_fx(model, **options)(torch.ones(3, 4)).sum().backward()
 
 

@@ -15,7 +15,7 @@ import pytest
 
 import zgraph
 from tests.support.graphs import compile_model, deep, fake_world
-from zgraph.compiler.pipeline import Pipeline
+from zgraph.compiler.pass_list import PassList
 from zgraph.compiler.target import Target
 from zgraph.passes import presets
 from zgraph.reporting.export.chrome_trace import chrome_trace
@@ -29,9 +29,9 @@ HARDWARE = zgraph.Hardware.preset("h100")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A dump of a small model, in which some collectives are exposed."""
     directory = tmp_path_factory.mktemp("dump")
-    pipeline = Pipeline(presets.default(bucket_bytes=512), target=Target(hardware=HARDWARE))
+    pipeline = PassList(presets.default(bucket_bytes=512), target=Target(hardware=HARDWARE))
     with fake_world(2):
-        compile_model(deep, {"dump": directory, "pipeline": pipeline})
+        compile_model(deep, {"dump": directory, "passes": pipeline})
     return directory / "rank0" / "frame_0_0"
 
 

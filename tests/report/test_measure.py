@@ -29,7 +29,7 @@ def measured(zero_stage: int, who: tuple[int, ...]) -> dict[str, Any]:
     model = zgraph.shard(build(), zero_stage=zero_stage)
     passes = zgraph.passes.presets.planned(bucket_bytes=BUCKET_BYTES)
     target = zgraph.Target(hardware=zgraph.Hardware.preset("cpu"))
-    compiled = with_fx(model, pipeline=zgraph.Pipeline(passes, target=target))
+    compiled = with_fx(model, passes=zgraph.PassList(passes, target=target))
     x = torch.randn(ROWS, WIDTH)
     grads: list[list[torch.Tensor]] = []
 

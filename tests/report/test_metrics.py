@@ -171,7 +171,7 @@ def test_a_budget_is_compared_with_the_peak_it_counts() -> None:
     target = zgraph.Target(hardware=zgraph.Hardware.preset("cpu"), budget_bytes=budget)
     with fake_world(2):
         model = zgraph.shard(build())
-        compiled = with_fx(model, pipeline=zgraph.Pipeline(presets.planned(), target=target))
+        compiled = with_fx(model, passes=zgraph.PassList(presets.planned(), target=target))
         metrics = zgraph.Metrics(model)
         compiled(batch()).sum().backward()
         metrics.step()

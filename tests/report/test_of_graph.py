@@ -13,7 +13,7 @@ from tests.support.graphs import Traced, deep, fake_world, inputs_for, mlp, trac
 from tests.support.judges.event_machine import replay
 from tests.support.judges.live_storages import StorageJudge
 from zgraph.compiler.graph_pass import GraphPass
-from zgraph.compiler.pipeline import Pipeline
+from zgraph.compiler.pass_list import PassList
 from zgraph.graph import nodes
 from zgraph.passes import ScheduleOverlap, presets
 from zgraph.reporting.explanation import NO_COSTS, Explanation
@@ -22,7 +22,7 @@ from zgraph.reporting.of_graph import GraphReport, describe, predict
 from zgraph.scheduling.problem import Limits
 from zgraph.scheduling.timeline import Sharing
 
-RULES = list(Pipeline(presets.default(bucket_bytes=512)).of("graph"))
+RULES = list(PassList(presets.default(bucket_bytes=512)).of("graph"))
 PLANNED = [*RULES[:-2], ScheduleOverlap()]
 
 

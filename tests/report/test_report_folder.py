@@ -47,10 +47,10 @@ class Case:
     def options(self) -> dict[str, Any]:
         compression = LoCo() if self.compressed else None
         if not self.planned:
-            return {"pipeline": zgraph.Pipeline(presets.default(compression=compression)), "lowering": self.lowering}
+            return {"passes": zgraph.PassList(presets.default(compression=compression)), "lowering": self.lowering}
         passes = presets.planned(compression=compression)
         return {
-            "pipeline": zgraph.Pipeline(passes, target=zgraph.Target(hardware=HARDWARE, budget_bytes=2**24)),
+            "passes": zgraph.PassList(passes, target=zgraph.Target(hardware=HARDWARE, budget_bytes=2**24)),
             "lowering": self.lowering,
         }
 

@@ -15,7 +15,7 @@ from torch import nn
 import zgraph
 from tests.support.graphs import compile_model, deep, fake_world, mlp
 from tests.support.hash_seeds import HashSeeds
-from zgraph.compiler.pipeline import Pipeline
+from zgraph.compiler.pass_list import PassList
 from zgraph.compiler.target import Target
 from zgraph.passes import LoCo, presets
 from zgraph.reporting.export.reading import bytes_by_class, line_text, load, names_of, texts_of
@@ -24,14 +24,14 @@ from zgraph.reporting.export.report_json import schema
 TARGET = Target(hardware=zgraph.Hardware.preset("h100"))
 
 
-def planned() -> Pipeline:
-    return Pipeline(presets.default(), target=TARGET)
+def planned() -> PassList:
+    return PassList(presets.default(), target=TARGET)
 
 
-def dump(directory: Path, build: Any = deep, pipeline: Pipeline | None = None, **shard: Any) -> Path:
+def dump(directory: Path, build: Any = deep, pipeline: PassList | None = None, **shard: Any) -> Path:
     """The dump of a model of two ranks on this one."""
     with fake_world(2):
-        compile_model(build, {"dump": directory, "pipeline": pipeline or planned()}, **shard)
+        compile_model(build, {"dump": directory, "passes": pipeline or planned()}, **shard)
     (file,) = directory.rglob("report.json")
     return file
 
@@ -105,7 +105,7 @@ def test_a_bucket_lists_its_parameters_and_they_list_it(written: Path) -> None:
 
 
 def test_without_a_target_there_are_no_times(tmp_path: Path) -> None:
-    document = load(dump(tmp_path, mlp, Pipeline(presets.default())))
+    document = load(dump(tmp_path, mlp, PassList(presets.default())))
     Draft202012Validator(schema()).validate({key: value for key, value in document.items() if key != "times"})
     assert document["frames"][0]["hardware"] is None
     for graph in document["frames"][0]["graphs"]:
@@ -120,7 +120,7 @@ def wide() -> nn.Module:
 def test_compressed_reductions_say_their_codec_and_what_they_keep(tmp_path: Path) -> None:
     """LoCo keeps a byte for each element of this rank's gradient, and in each group of them a scale."""
     method = LoCo()
-    document = load(dump(tmp_path, wide, Pipeline(presets.default(compression=method), target=TARGET)))
+    document = load(dump(tmp_path, wide, PassList(presets.default(compression=method), target=TARGET)))
     frame = document["frames"][0]
     codecs = {frame["strings"][each] for each in frame["parameters"]["codec"]}
     assert len(codecs) == 1 and "LoCo" in codecs.pop()

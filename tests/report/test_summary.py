@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.support.graphs import compile_model, fake_world, mlp
-from zgraph import Pipeline, Report
+from zgraph import PassList, Report
 from zgraph.compiler.graph_pass import Direction
-from zgraph.compiler.pipeline import PassRun
+from zgraph.compiler.pass_list import PassRun
 from zgraph.graph.traffic import Transfer
 from zgraph.passes import presets
 from zgraph.reporting.of_graph import GraphReport
@@ -85,8 +85,8 @@ def test_step_bytes_of_a_compiled_model(batches: tuple[int, ...]) -> None:
 def test_passes_and_notes_are_listed() -> None:
     report = Report()
     with fake_world(2):
-        compile_model(mlp, {"report": report, "pipeline": Pipeline(presets.default())})
-    pipeline = Pipeline(presets.default())
+        compile_model(mlp, {"report": report, "passes": PassList(presets.default())})
+    pipeline = PassList(presets.default())
     assert [(run.name, run.direction) for run in report.passes] == [
         *[(entry.name, "joint") for entry in pipeline.of("joint")],
         *[(entry.name, where) for entry in pipeline.of("graph") for where in ("forward", "backward")],

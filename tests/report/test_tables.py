@@ -70,10 +70,10 @@ def report() -> Report:
     """What was compiled of a model with an odd name."""
     found = Report()
     target = zgraph.Target(hardware=zgraph.Hardware.preset("cpu"))
-    pipeline = zgraph.Pipeline(presets.planned(), target=target)
+    pipeline = zgraph.PassList(presets.planned(), target=target)
     with fake_world(2):
         model = zgraph.shard(Odd())
-        options = {"lowering": "fx", "report": found, "pipeline": pipeline}
+        options = {"lowering": "fx", "report": found, "passes": pipeline}
         torch.compile(model, backend="zgraph", options=options)(torch.ones(4, 8)).backward()
     return found
 

@@ -186,7 +186,7 @@ def case_of(one: Combination) -> Case:
     )
 
 
-def pipeline_of(one: Combination) -> zgraph.Pipeline:
+def pipeline_of(one: Combination) -> zgraph.PassList:
     options: dict[str, Any] = dict(COMPRESSIONS[one.compression])
     target = None
     if one.plan != "rules":
@@ -195,7 +195,7 @@ def pipeline_of(one: Combination) -> zgraph.Pipeline:
         options |= {"bucket_bytes": BUCKET_BYTES}
     preset = P.presets.default if target is None else P.presets.planned
     passes = [replace(each, min_numel=MIN_NUMEL) if hasattr(each, "min_numel") else each for each in preset(**options)]
-    return zgraph.Pipeline(passes, target=target)
+    return zgraph.PassList(passes, target=target)
 
 
 @dataclass(frozen=True)
@@ -260,7 +260,7 @@ class Run:
         self.one, self.case = one, case
         self.model: Any = zgraph.shard(model, hybrid_mesh(case.replicas), zero_stage=one.zero_stage, **case.options)
         self.report = zgraph.Report()
-        options = {"lowering": one.lowering, "pipeline": pipeline_of(one), "report": self.report}
+        options = {"lowering": one.lowering, "passes": pipeline_of(one), "report": self.report}
         self.called: Any = torch.compile(self.model, backend="zgraph", options=options)
         if one.mode != "train":
             self.model.eval()

@@ -21,7 +21,7 @@ def compressing(model: nn.Module, method: CompressionMethod | TwoHop, **options:
         replace(each, min_numel=1, **options) if isinstance(each, CompressGradients) else each
         for each in presets.default(compression=method)
     ]
-    return with_fx(model, pipeline=zgraph.Pipeline(passes))
+    return with_fx(model, passes=zgraph.PassList(passes))
 
 
 def feedback_of(model: nn.Module) -> dict[str, dict[str, Feedback]]:

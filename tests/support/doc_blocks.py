@@ -220,7 +220,7 @@ def _paused(names: dict[str, Any]) -> None:
 
 
 def _runs_as_a_pass(names: dict[str, Any]) -> None:
-    model = torch.compile(nn.Linear(2, 2), backend="zgraph", options={"pipeline": names["pipeline"]})
+    model = torch.compile(nn.Linear(2, 2), backend="zgraph", options={"passes": names["pipeline"]})
     model(torch.ones(1, 2)).sum().backward()
 
 

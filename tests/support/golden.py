@@ -22,7 +22,7 @@ from tests.support.costs import cost_of
 from tests.support.graphs import Traced, apply, fake_world, traced
 from zgraph.analysis.hardware import Link
 from zgraph.compiler.graph_pass import Direction, GraphPass, PassContext, Phase
-from zgraph.compiler.pipeline import Pipeline
+from zgraph.compiler.pass_list import PassList
 from zgraph.graph import meta
 from zgraph.graph.edits import copy_of
 from zgraph.graph.text import graph_text
@@ -192,8 +192,8 @@ class OfStep:
 
             texts: list[str] = []
             shown = Shown(texts=texts) if self.graph_pass.phase == "graph" else ShownJoint(texts=texts)
-            pipeline = Pipeline([*self.before, shown, self.graph_pass, shown], target=self.target)
-            whole = zgraph.training_step(model, optimizer, options={"lowering": "fx", "pipeline": pipeline})(step)
+            pipeline = PassList([*self.before, shown, self.graph_pass, shown], target=self.target)
+            whole = zgraph.training_step(model, optimizer, options={"lowering": "fx", "passes": pipeline})(step)
             for _ in range(self.calls):
                 whole(torch.zeros(2, 4))
         before, after = texts[-2:]

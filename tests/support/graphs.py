@@ -21,7 +21,7 @@ from torch.testing._internal.distributed import fake_pg
 import zgraph
 from tests.support.compiled import with_fx
 from zgraph.compiler.graph_pass import Direction, GraphPass, PassContext, Phase
-from zgraph.compiler.pipeline import Pipeline
+from zgraph.compiler.pass_list import PassList
 from zgraph.compiler.target import Target
 from zgraph.compiler.verify import Snapshot, Where, verify
 from zgraph.graph import meta
@@ -189,7 +189,7 @@ def traced(
     found = _traced(build, world, rank, train, tuple(sorted(shard.items()))).copy()
     if target is not None:
         found.aim_at(target)
-    pipeline = Pipeline([*JOINT_PASSES, *(entry for entry in passes if entry.phase == "graph")], target=target)
+    pipeline = PassList([*JOINT_PASSES, *(entry for entry in passes if entry.phase == "graph")], target=target)
     for _ in pipeline.run("graph", found.ctx, found.graphs, lambda *_: None):
         pass
     found.ctx.notes.clear()
@@ -210,7 +210,7 @@ def by_rank(
 @functools.cache
 def _traced(build: Callable[[], nn.Module], world: int, rank: int, train: bool, shard: Any) -> Traced:
     joint, graphs = KeepJoint(), Keep()
-    compile_model(build, {"pipeline": Pipeline([joint, *JOINT_PASSES, graphs])}, train=train, **dict(shard))
+    compile_model(build, {"passes": PassList([joint, *JOINT_PASSES, graphs])}, train=train, **dict(shard))
     ctx: PassContext = graphs.kept.pop("ctx")
     return Traced(joint.kept["joint" if train else "inference"], graphs.kept, ctx)
 

@@ -52,19 +52,19 @@ def planned(world: dict[str, int], count: int = 2, zero_stage: int = 3, **option
         "batch": batch,
         "micro_batches": MICRO_BATCHES,
     }
-    return zgraph.plan(lambda: chunks_of(count), world=world, **(defaults | options))
+    return zgraph.plan_pipeline(lambda: chunks_of(count), world=world, **(defaults | options))
 
 
-def under(budget_bytes: int | None) -> zgraph.Pipeline:
+def under(budget_bytes: int | None) -> zgraph.PassList:
     target = zgraph.Target(hardware=zgraph.Hardware.preset("cpu"), budget_bytes=budget_bytes)
-    return zgraph.Pipeline(presets.default(), target=target)
+    return zgraph.PassList(presets.default(), target=target)
 
 
 @functools.cache
 def plan_within(budget_bytes: int | None, schedule: str, zero_stage: int = 3, **options: Any) -> Plan:
     """A plan of two ranks, each with its data-parallel twin, under a budget."""
     chunks = 1 if schedule in ("GPipe", "1F1B") else 2
-    more = {"schedule": schedule, "pipeline": under(budget_bytes)} | options
+    more = {"schedule": schedule, "passes": under(budget_bytes)} | options
     return planned({"pp": 2, "dp": 2}, 2 * chunks, zero_stage, **more)
 
 
@@ -113,7 +113,7 @@ class Pipeline:
         self.numbers = stages_of(schedule, rank, ranks, chunks)
         self.last = ranks * chunks - 1
         self.modules = [zgraph.shard(Chunk(), self.mesh["dp"], zero_stage=zero_stage) for _ in self.numbers]
-        options: Any = {"lowering": "fx"} | ({} if kept is None else {"pipeline": under(KEEPS[schedule])})
+        options: Any = {"lowering": "fx"} | ({} if kept is None else {"passes": under(KEEPS[schedule])})
         self.stages = stages = [
             zgraph.PipelineStage(
                 cast(Any, torch.compile(module, backend="zgraph", options=options)),

@@ -181,8 +181,8 @@ def _run(setting: Setting, *, captured: bool) -> tuple[dict[str, Any], zgraph.Re
         passes.insert(place + 1, P.OffloadActivations(least_bytes=1))
     more = setting.more if captured else ()
     replays = dist.get_rank() == 0 and not setting.started
-    pipeline = zgraph.Pipeline([*passes, *more], target=setting.target, replay_all=replays)
-    options: dict[str, Any] = {"lowering": "inductor" if setting.close else "fx", "pipeline": pipeline}
+    pipeline = zgraph.PassList([*passes, *more], target=setting.target, replay_all=replays)
+    options: dict[str, Any] = {"lowering": "inductor" if setting.close else "fx", "passes": pipeline}
     metrics: dict[str, Any] = {}
 
     def run(function: Any, numbers: range) -> None:

@@ -224,8 +224,8 @@ def compiled(case: Case, model: nn.Module, report: zgraph.Report | None = None) 
         if case.budget_bytes is not None:
             passes = zgraph.passes.presets.planned()
             target = zgraph.Target(hardware=zgraph.Hardware.preset("h100"), budget_bytes=case.budget_bytes)
-        pipeline = zgraph.Pipeline(passes, target=target, replay_all=dist.get_rank() == 0)
-        return with_fx(model, pipeline=pipeline, report=report)
+        pipeline = zgraph.PassList(passes, target=target, replay_all=dist.get_rank() == 0)
+        return with_fx(model, passes=pipeline, report=report)
     return torch.compile(model, backend="zgraph")
 
 

@@ -107,7 +107,7 @@ class Case:
         target = zgraph.Target(hardware=self.hardware) if has_costs else None
         return {
             "lowering": self.lowering,
-            "pipeline": zgraph.Pipeline(passes, target=target, replay_all=dist.get_rank() == 0 and not self.started),
+            "passes": zgraph.PassList(passes, target=target, replay_all=dist.get_rank() == 0 and not self.started),
         }
 
 

@@ -123,7 +123,7 @@ def trained(stage: int, mode: str, units: type[nn.Module], planned: bool) -> int
     options: dict[str, Any] = {}
     if planned:
         target = zgraph.Target(hardware=zgraph.Hardware.preset("h100"))
-        options["pipeline"] = zgraph.Pipeline(presets.planned(), target=target)
+        options["passes"] = zgraph.PassList(presets.planned(), target=target)
     step = stepping(model, optimizers[0], mode, **options)
     for number in range(len(PLAN)):
         step(number)

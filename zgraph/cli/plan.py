@@ -100,6 +100,13 @@ def plan(
         raise click.UsageError("Write the number of ranks as --world-size 64, or their axes as --world pp=4,dp=16.")
     if world is not None and world.get("tp", 1) > 1:
         raise click.UsageError("This command cannot split a model over tp; call zgraph.plan with a shard_fn.")
+    is_pipeline = world is not None and world.get("pp", 1) > 1
+    if is_pipeline and optimizer is not None:
+        raise click.UsageError("A pipeline's schedule runs outside whole steps; leave --optimizer out.")
+    if is_pipeline and micro_batches is None:
+        raise click.UsageError("A pipeline needs the number of micro-batches; write --micro-batches 8.")
+    if not is_pipeline and micro_batches is not None:
+        raise click.UsageError("--micro-batches belongs to a pipeline; add its ranks, such as --world pp=4,dp=16.")
     with working("planning"):
         step = function_named(function)
         machine = hardware_named(hardware)
@@ -137,20 +144,24 @@ def _planned(
     zero_stage: int,
     param_dtype: str | None,
     optimizer: str | None,
-    **cluster: Any,
+    *,
+    world_size: int | None,
+    world: dict[str, int] | None,
+    micro_batches: int | None,
 ) -> Plan:
     import torch
 
-    from zgraph.compiler.pipeline import Pipeline
+    from zgraph.compiler.pass_list import PassList
     from zgraph.compiler.target import Target
     from zgraph.passes import presets
     from zgraph.planner.plan import plan
+    from zgraph.planner.plan_pipeline import plan_pipeline
     from zgraph.sharding.shard import shard
 
-    pipeline = None
+    passes = None
     if budget is not None:
         target = Target(hardware=machine, budget_bytes=budget)
-        pipeline = Pipeline(presets.planned(), target=target)
+        passes = PassList(presets.planned(), target=target)
     dtype = getattr(torch, param_dtype) if param_dtype else None
     made: list[Step] = []  # made for the model, and then used for the batch
 
@@ -159,15 +170,16 @@ def _planned(
         return made[0][0]
 
     try:
-        return plan(
-            make_model,
-            **cluster,
-            batch=lambda: made[0][1],
-            shard_fn=functools.partial(shard, zero_stage=zero_stage, param_dtype=dtype),
-            hardware=machine,
-            pipeline=pipeline,
-            optimizer_fn=None if optimizer is None else optimizer_named(optimizer),
-        )
+        shared: dict[str, Any] = {
+            "batch": lambda: made[0][1],
+            "shard_fn": functools.partial(shard, zero_stage=zero_stage, param_dtype=dtype),
+            "hardware": machine,
+            "passes": passes,
+        }
+        if world is not None and world.get("pp", 1) > 1:
+            return plan_pipeline(make_model, world=world, micro_batches=micro_batches, **shared)
+        update = None if optimizer is None else optimizer_named(optimizer)
+        return plan(make_model, world_size=world_size, world=world, optimizer_fn=update, **shared)
     except (click.ClickException, ZgraphError):
         raise
     except Exception as error:

@@ -11,7 +11,7 @@ from torch import fx
 from zgraph.analysis.liveness import MemoryCurve, memory_curve, step_curve
 from zgraph.compiler.fit_budget import explain, fit, smallest_feasible
 from zgraph.compiler.graph_pass import Direction, PassContext
-from zgraph.compiler.pipeline import Observer, PassRun, Pipeline
+from zgraph.compiler.pass_list import Observer, PassList, PassRun
 from zgraph.errors import BudgetError, PreconditionError
 from zgraph.graph import edits
 from zgraph.scheduling.problem import Limits
@@ -69,7 +69,7 @@ class FramePlan:
         return step_curve(forward, backward, user_outputs=self.ctx.user_outputs, agreed=True)
 
 
-def plan_frame(captured: fx.GraphModule, pipeline: Pipeline, ctx: PassContext, observe: Observer) -> FramePlan:
+def plan_frame(captured: fx.GraphModule, pipeline: PassList, ctx: PassContext, observe: Observer) -> FramePlan:
     """Run all passes of a pipeline, and the partition between those of phase "joint" and those of phase "graph".
 
     Args:
@@ -143,14 +143,14 @@ def _show(graphs: Graphs, ctx: PassContext, observe: Observer) -> None:
         observe(None, replace(ctx, direction=direction), gm.graph)
 
 
-def _earlier(step: int, graphs: Graphs, pipeline: Pipeline, ctx: PassContext) -> Variant:
+def _earlier(step: int, graphs: Graphs, pipeline: PassList, ctx: PassContext) -> Variant:
     """The variant of a step, without passes that start later; its notes and runs are not kept."""
     copies: Graphs = {direction: edits.copy_of(gm) for direction, gm in graphs.items()}
     list(pipeline.at(step).run("graph", replace(ctx, notes=[], decisions=[]), copies, lambda *_: None))
     return Variant(from_step=step, graphs=copies)
 
 
-def _check_forward(runs: Iterable[PassRun], pipeline: Pipeline) -> None:
+def _check_forward(runs: Iterable[PassRun], pipeline: PassList) -> None:
     later = {entry.name: entry.from_step for entry in pipeline.passes if entry.from_step}
     for run in runs:
         if run.name in later and run.direction == "forward" and run.changed:

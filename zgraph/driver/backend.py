@@ -35,7 +35,7 @@ def zgraph(
     if mode is not None:
         raise_through_dynamo(
             f"zgraph: torch.compile's mode={mode!r} belongs to its own Inductor backend; leave mode out, and write "
-            'options={"lowering": ...} or options={"pipeline": ...} instead.'
+            'options={"lowering": ...} or options={"passes": ...} instead.'
         )
     try:
         parsed = CompileOptions.parse(options)

@@ -11,7 +11,7 @@ from torch import fx
 from zgraph.codegen.kernel_sources import sources_of
 from zgraph.compiler.frame_plan import FramePlan
 from zgraph.compiler.graph_pass import Direction, GraphPass, PassContext
-from zgraph.compiler.pipeline import Observer
+from zgraph.compiler.pass_list import Observer
 from zgraph.driver.options import CompileOptions
 from zgraph.reporting.data.frame import FrameData
 from zgraph.reporting.dump import Dumper

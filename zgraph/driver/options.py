@@ -9,7 +9,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from zgraph.compiler.pipeline import Pipeline
+from zgraph.compiler.pass_list import PassList
+from zgraph.errors import renamed
 from zgraph.reporting.summary import Report
 
 LOWERINGS = ("inductor", "fx")
@@ -20,7 +21,7 @@ class CompileOptions:
     """Options of the backend.
 
     Attributes:
-        pipeline: passes to run; None: `zgraph.passes.presets.default()`.
+        passes: passes to run, a list or a `zgraph.PassList`; None: `zgraph.passes.presets.default()`.
         lowering: "inductor" compiles the compute of the final graph, in the order the passes chose; "fx" runs it node
             by node, bitwise equal to eager, and compiles in a tenth of the time.
         dump: directory for the graphs after every pass; None: no dump.
@@ -31,7 +32,7 @@ class CompileOptions:
             number k: in every k-th call as well. 0 or False: never.
     """
 
-    pipeline: Pipeline | None = None
+    passes: PassList | None = None
     lowering: str = "inductor"
     dump: Path | None = None
     report: Report | None = None
@@ -40,11 +41,6 @@ class CompileOptions:
     check: bool | int = False
 
     def __post_init__(self) -> None:
-        if self.pipeline is not None and not isinstance(self.pipeline, Pipeline):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ValueError(
-                f'zgraph: options["pipeline"] is a {type(self.pipeline).__name__}; write '
-                '{"pipeline": zgraph.Pipeline([...])}.'
-            )
         if self.lowering not in LOWERINGS:
             raise ValueError(
                 f'zgraph: lowering={self.lowering!r} is not available; write {{"lowering": "inductor"}} or '
@@ -88,6 +84,11 @@ class CompileOptions:
         if not isinstance(options, Mapping | None):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(f'zgraph: options is {options!r}; write a dict, such as options={{"lowering": "fx"}}.')
         given = dict(options or {})
+        if "pipeline" in given:
+            renamed('options["pipeline"]', 'options["passes"]')
+            given.setdefault("passes", given.pop("pipeline"))
+        if given.get("passes") is not None:
+            given["passes"] = PassList.made_of(given["passes"], 'zgraph: options["passes"]')
         known = [entry.name for entry in fields(cls)]
         for name in given:
             if name not in known:

@@ -13,7 +13,7 @@ from zgraph.compiler.frame import Frame
 from zgraph.compiler.frame_plan import FramePlan, plan_frame, plan_within_budget
 from zgraph.compiler.graph_pass import PassContext
 from zgraph.compiler.inputs_at_rest import check_only_copied, take_to_device
-from zgraph.compiler.pipeline import Pipeline
+from zgraph.compiler.pass_list import PassList
 from zgraph.driver.observe import Observation
 from zgraph.driver.options import CompileOptions
 from zgraph.graph import meta, nodes
@@ -34,7 +34,7 @@ class GraphPlanner:
 
     def __init__(self, frame: Frame, options: CompileOptions) -> None:
         # Not the frame itself: its inputs would live as long as what was compiled, and the model with them.
-        self.pipeline = options.pipeline or Pipeline(presets.default())
+        self.passes = options.passes or PassList(presets.default())
         self.timeout_s = options.agreement_timeout_s
         self.frame, self.is_step = frame.name, frame.is_step
         self.names, self.handles = frame.handle_names(), tuple[str, ...]()
@@ -44,7 +44,7 @@ class GraphPlanner:
 
     @property
     def ranks_per_host(self) -> int:
-        return 1 if self.pipeline.target is None else self.pipeline.target.hardware.ranks_per_host
+        return 1 if self.passes.target is None else self.passes.target.hardware.ranks_per_host
 
     def name_inputs(self, graph: fx.Graph) -> dict[str, KnownParameter]:
         """Record names, tiers and devices of a captured graph's inputs; return the parameters, by name.
@@ -81,13 +81,13 @@ class GraphPlanner:
         Returns:
             The plan, and the budget in bytes; None without one.
         """
-        target = self.pipeline.target
+        target = self.passes.target
         if target is not None:
             ctx = target.known_to(ctx, captured.graph)
         budget_bytes = ctx.plan_bytes
 
         def plan_for(plan_bytes: int | None) -> FramePlan:
-            return plan_frame(captured, self.pipeline, replace(ctx, plan_bytes=plan_bytes), observation.observer())
+            return plan_frame(captured, self.passes, replace(ctx, plan_bytes=plan_bytes), observation.observer())
 
         plan = plan_for(None) if budget_bytes is None or keeps_windows else None
         if budget_bytes is not None and (plan is None or plan.peak_bytes > budget_bytes):

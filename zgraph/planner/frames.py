@@ -17,7 +17,7 @@ from zgraph.analysis.workspace import remaining_bytes
 from zgraph.compiler.frame import Frame
 from zgraph.compiler.frame_plan import FramePlan, Variant
 from zgraph.compiler.graph_pass import Direction, PassContext
-from zgraph.compiler.pipeline import Pipeline
+from zgraph.compiler.pass_list import PassList
 from zgraph.driver.compile_frame import FrameCompiler
 from zgraph.driver.options import CompileOptions
 from zgraph.graph import edits, meta, nodes
@@ -93,7 +93,7 @@ class FramePlanner:
 
     Attributes:
         machine: hardware of each rank.
-        pipeline: pipeline of passes, with a target.
+        passes: list of passes, with a target.
         allocator: how sizes are rounded.
         axes: axes of the cluster; None: only data parallelism.
         host_budget_bytes: most bytes that a rank may keep on the host; None: no limit.
@@ -104,7 +104,7 @@ class FramePlanner:
     """
 
     machine: Hardware
-    pipeline: Pipeline
+    passes: PassList
     allocator: Allocator
     axes: Axes | None
     host_budget_bytes: int | None = None
@@ -118,7 +118,7 @@ class FramePlanner:
 
     def compiler_of(self, frame: Frame) -> FrameCompiler:
         """The compiler of a frame; keeps the frame's plan. Lowering to fx costs nothing without values."""
-        options = CompileOptions(lowering="fx", report=self.report, pipeline=self.pipeline)
+        options = CompileOptions(lowering="fx", report=self.report, passes=self.passes)
         known = PassContext(
             machine=self.machine,
             planned_backend=self.machine.backend,

@@ -15,7 +15,7 @@ from zgraph.tiers.lanes import HOST_UPDATES
 NAMES = 4  # parameter names in one line
 NO_COSTS = (
     "times are not predicted, because the pipeline has no target; compile with "
-    'options={"pipeline": zgraph.Pipeline(..., target=zgraph.Target(hardware=zgraph.calibrate()))}.'
+    'options={"passes": zgraph.PassList(..., target=zgraph.Target(hardware=zgraph.calibrate()))}.'
 )
 
 _GRAPH_COLUMNS = (

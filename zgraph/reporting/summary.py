@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from zgraph.compiler.graph_pass import Direction
-from zgraph.compiler.pipeline import PassRun
+from zgraph.compiler.pass_list import PassRun
 from zgraph.graph.text import dtype_text
 from zgraph.graph.traffic import Transfer
 from zgraph.reporting.data.frame import FrameData

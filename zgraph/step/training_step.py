@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from zgraph.codegen.cuda_graph import CudaGraphs, RecordedSteps, Recorder
 from zgraph.compiler.frame import Frame
 from zgraph.compiler.graph_pass import PassContext
-from zgraph.compiler.pipeline import Pipeline
+from zgraph.compiler.pass_list import PassList
 from zgraph.driver.compile_frame import FrameCompiler
 from zgraph.driver.options import CompileOptions
 from zgraph.errors import ZgraphError
@@ -100,7 +100,7 @@ def training_step(
             "waits for tensors copied to it, which cannot be recorded; leave out one of the two."
         )
     if parsed.check:
-        _check_comparable(parsed.pipeline, offloads=resting is not None)
+        _check_comparable(parsed.passes, offloads=resting is not None)
     recorder = _recorder_of(module) if parsed.cuda_graph else None
     if resting is not None:
         resting.has_step = True
@@ -140,14 +140,14 @@ def _drawn(model: nn.Module, optimizer: optim.Optimizer) -> dict[int, rounded_ad
     return {id(lifted.held[position]): one for position, one in (lifted.drawn() or {}).items()}
 
 
-def _check_comparable(pipeline: Pipeline | None, *, offloads: bool) -> None:
+def _check_comparable(passes: PassList | None, *, offloads: bool) -> None:
     """Refuse to compare a step with lines that compute something else.
 
     Raises:
         ValueError: a lossy pass or offload prevents the comparison.
     """
-    passes = () if pipeline is None else pipeline.passes
-    lossy = [entry.name for entry in passes if isinstance(entry, CompressGradients | QuantizeGathers)]
+    entries = () if passes is None else passes.passes
+    lossy = [entry.name for entry in entries if isinstance(entry, CompressGradients | QuantizeGathers)]
     what = f"the pass {lossy[0]}, which they do not have" if lossy else ""
     if offloads:
         what = "zgraph.Offload, whose state they would move as well"
@@ -305,7 +305,7 @@ class TrainingStep(Generic[P, R]):
             _log.info("zgraph: step %s is compiled again: %s", self.function.__name__, reason)
         options = replace(self._options, lowering=lowering)
         if lifted.resting is not None:
-            options = replace(options, pipeline=presets.with_streams(options.pipeline))
+            options = replace(options, passes=presets.with_streams(options.passes))
         values = PythonValues([self.function, *parameter_hooks.functions(lifted.held)], [self._model])
         take = partial(capture, self.function, lifted, args, kwargs, outside, values=values)
         captured = take(decompose=options.lowering == "inductor")

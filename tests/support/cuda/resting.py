@@ -67,11 +67,11 @@ class Rest:
     fused: bool = True
     hardware: zgraph.Hardware | None = None
 
-    def pipeline(self) -> zgraph.Pipeline:
+    def pipeline(self) -> zgraph.PassList:
         found = None
         if self.hardware is not None:
             passes = presets.planned(bucket_bytes=4 * WIDTH * WIDTH)
-            found = zgraph.Pipeline(passes, target=zgraph.Target(hardware=self.hardware))
+            found = zgraph.PassList(passes, target=zgraph.Target(hardware=self.hardware))
         return presets.with_streams(found)
 
 
@@ -173,7 +173,7 @@ def compile_resting(case: Rest) -> list[Copies]:
     def keep(plan: FramePlan, late: Sequence[int]) -> None:
         found.extend(copies_of(direction, gm) for direction, gm in plan.graphs.items())
 
-    options = CompileOptions(lowering=case.lowering, pipeline=case.pipeline())
+    options = CompileOptions(lowering=case.lowering, passes=case.pipeline())
     triton_driver.pretend()
 
     def compiler_of(frame: Frame, options: CompileOptions = options) -> FrameCompiler:

@@ -203,7 +203,7 @@ def trace(step: Step) -> list[Counts]:
 
     triton_driver.pretend()
     found: list[Counts] = []
-    parsed = CompileOptions(lowering=step.lowering, pipeline=zgraph.Pipeline(step.passes, target=step.target))
+    parsed = CompileOptions(lowering=step.lowering, passes=zgraph.PassList(step.passes, target=step.target))
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         return CountingCompiler(gm, parsed, found).compile(gm, inputs)

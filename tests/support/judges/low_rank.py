@@ -77,5 +77,5 @@ def compile_low_rank(
         replace(each, min_numel=1, warmup_steps=warmup_steps) if isinstance(each, CompressGradients) else each
         for each in preset(compression=method)
     ]
-    chosen = {"lowering": lowering, "pipeline": zgraph.Pipeline(passes, target=target, replay_all=dist.get_rank() == 0)}
+    chosen = {"lowering": lowering, "passes": zgraph.PassList(passes, target=target, replay_all=dist.get_rank() == 0)}
     return torch.compile(model, backend="zgraph", options=chosen if report is None else chosen | {"report": report})

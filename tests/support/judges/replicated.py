@@ -234,10 +234,10 @@ def compare(case: Case, zero_stage: int, mode: str) -> int:
         model = zgraph.shard(model, hybrid_mesh(case.replicas), zero_stage=zero_stage, **case.options)
     called: Callable[..., Tensor] = model
     if mode == "fx":
-        called = with_fx(model, pipeline=verified())
+        called = with_fx(model, passes=verified())
     elif mode == "part":
         for part in model.children():
-            part.compile(backend="zgraph", options={"lowering": "fx", "pipeline": verified()})
+            part.compile(backend="zgraph", options={"lowering": "fx", "passes": verified()})
     # Not the fused AdamW: it computes the last elements of a vector in another instruction order than the others, so a
     # shard would differ from the whole in its last bits.
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
@@ -300,9 +300,9 @@ def _no_grad_output(reference: Replicated, inputs: Tensor) -> tuple[Tensor, None
     return reference.case.call(model, inputs), None
 
 
-def verified() -> zgraph.Pipeline:
+def verified() -> zgraph.PassList:
     """The default passes, verified on rank 0 of two by replaying whole graphs."""
-    return zgraph.Pipeline(
+    return zgraph.PassList(
         zgraph.passes.presets.default(), replay_all=dist.get_world_size() == 2 and dist.get_rank() == 0
     )
 

@@ -43,7 +43,7 @@ def peaks_of(
 ) -> Peaks:
     """Peaks under these passes; called on all ranks."""
     report = zgraph.Report()
-    options: dict[str, Any] = {"lowering": lowering, "pipeline": zgraph.Pipeline(passes), "report": report}
+    options: dict[str, Any] = {"lowering": lowering, "passes": zgraph.PassList(passes), "report": report}
     model, optimizer = _trained(zero_stage, layers, width)
     shards: list[Any] = list(model.parameters())
     gradients = sum(4 * shard.to_local().numel() for shard in shards)
@@ -52,7 +52,7 @@ def peaks_of(
     peak = report.graphs[-1].peak
     assert peak is not None
     model, optimizer = _trained(zero_stage, layers, width)
-    options = {"lowering": lowering, "pipeline": zgraph.Pipeline(passes)}
+    options = {"lowering": lowering, "passes": zgraph.PassList(passes)}
     called = torch.compile(model, backend="zgraph", options=options)
     return Peaks(peak.bytes, measured, _rise(_step(called, model, optimizer), width), gradients)
 

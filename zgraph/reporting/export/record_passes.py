@@ -10,7 +10,7 @@ from torch import fx
 from zgraph.analysis.liveness import memory_curve
 from zgraph.analysis.storages import mortal_inputs
 from zgraph.compiler.graph_pass import Direction, GraphPass, PassContext
-from zgraph.compiler.pipeline import PassRun
+from zgraph.compiler.pass_list import PassRun
 from zgraph.graph import nodes
 from zgraph.graph.sizes import size_hint
 from zgraph.graph.text import safely, shown

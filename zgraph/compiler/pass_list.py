@@ -1,10 +1,11 @@
-"""The pipeline: orders, runs, verifies, times and dumps passes."""
+"""The list of passes: checks their contracts, runs, verifies and times them."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import cast
 
 from torch import fx
 
@@ -29,7 +30,7 @@ class PassRun:
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class PassList:
     """An ordered list of passes whose contracts fit.
 
     Passes of phase "joint" run first, at any place in the list; within a phase the order is the list's.
@@ -43,7 +44,7 @@ class Pipeline:
 
     Raises:
         PreconditionError: a pass requires a fact that no earlier pass provides, conflicts with a provided fact, or
-            needs a target that the pipeline lacks.
+            needs a target that the list lacks.
         ValueError: passes is not a list, or an entry is not a pass.
     """
 
@@ -54,13 +55,29 @@ class Pipeline:
     def __init__(self, passes: Iterable[GraphPass], *, target: Target | None = None, replay_all: bool = False) -> None:
         if not isinstance(passes, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(
-                f"zgraph.Pipeline: {getattr(passes, '__name__', passes)!r} is not a list of passes; write one, "
+                f"zgraph.PassList: {getattr(passes, '__name__', passes)!r} is not a list of passes; write one, "
                 "such as [SinkWaits()], or call the preset: zgraph.passes.presets.default()."
             )
         object.__setattr__(self, "passes", tuple(passes))
         object.__setattr__(self, "target", target)
         object.__setattr__(self, "replay_all", replay_all)
         self._check_contracts()
+
+    @classmethod
+    def made_of(cls, given: object, where: str) -> PassList:
+        """A list that the user gave as an option; plain lists of passes are taken, too.
+
+        Raises:
+            ValueError: it is something else; names the option.
+        """
+        if isinstance(given, PassList):
+            return given
+        if isinstance(given, list | tuple):
+            return cls(cast("Iterable[GraphPass]", given))
+        raise ValueError(
+            f"{where} is a {type(given).__name__}; write a list of passes, such as zgraph.passes.presets.default(), or "
+            "zgraph.PassList([...], target=zgraph.Target(hardware=...))."
+        )
 
     def of(self, phase: Phase) -> Iterator[GraphPass]:
         """The passes of one phase, in order."""
@@ -71,7 +88,7 @@ class Pipeline:
         """Optimizer steps at which a pass starts, including step 0."""
         return tuple(sorted({0, *(entry.from_step for entry in self.passes)}))
 
-    def at(self, step: int) -> Pipeline:
+    def at(self, step: int) -> PassList:
         """The passes that an optimizer step uses.
 
         Raises:
@@ -83,12 +100,12 @@ class Pipeline:
         for entry in self.passes:
             if not isinstance(entry, GraphPass):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise ValueError(
-                    f"zgraph.Pipeline: {entry!r} is not a pass; list instances of zgraph.GraphPass, such as "
+                    f"zgraph.PassList: {entry!r} is not a pass; list instances of zgraph.GraphPass, such as "
                     "SinkWaits()."
                 )
         if self.target is not None and not isinstance(self.target, Target):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(
-                f"zgraph.Pipeline: target is a {type(self.target).__name__}; write zgraph.Target(hardware=...)."
+                f"zgraph.PassList: target is a {type(self.target).__name__}; write zgraph.Target(hardware=...)."
             )
         held: dict[str, str] = {}
         for entry in [*self.of("joint"), *self.of("graph")]:
@@ -108,7 +125,7 @@ class Pipeline:
         for entry in self.passes if self.target is None else ():
             if entry.needs_target:
                 raise PreconditionError(
-                    f"{entry.name} plans by costs, and the pipeline has no target; write zgraph.Pipeline([...], "
+                    f"{entry.name} plans by costs, and the list of passes has no target; write zgraph.PassList([...], "
                     "target=zgraph.Target(hardware=zgraph.calibrate())), or use passes that go by rules, such as "
                     "those of zgraph.passes.presets.default()."
                 )

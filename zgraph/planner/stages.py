@@ -66,7 +66,7 @@ class PlannedPipeline:
         return device, *(SpaceUse(space=name) for name in NAMES)
 
 
-def plan_pipeline(
+def plan_stages(
     model: nn.Module | Sequence[nn.Module],
     inputs: Sequence[Any],
     planner: FramePlanner,
@@ -87,7 +87,7 @@ def plan_pipeline(
         axes: axes of the cluster, whose default group exists.
         mode: fake mode that made model and inputs.
         shard_stage: shards a stage.
-        micro_batches, schedule, chunks: as for `zgraph.plan`.
+        micro_batches, schedule, chunks: as for `zgraph.plan_pipeline`.
 
     Raises:
         ValueError: the model cannot be made into the stages, a stage returns anything but tensors or is offloaded,
@@ -121,7 +121,7 @@ def plan_pipeline(
 
     plan = PipelinePlan.of([planned(number) for number in range(len(stages))], axes.stages, micro_batches, chosen)
     kept = [0] * len(stages)
-    budget_bytes = None if planner.pipeline.target is None else planner.pipeline.target.budget_bytes
+    budget_bytes = None if planner.passes.target is None else planner.passes.target.budget_bytes
     if budget_bytes is not None:
         kept = keep_within(budget_bytes, chosen, axes.stages, [one.sizes for one in like], cost_of)
         found = [replace(planned(number, count), keep_bytes=count) for number, count in enumerate(kept)]
@@ -173,17 +173,19 @@ def _stages(
         return list(split_stages(model, ranks * (chunks or 1), batch=lambda: tuple(inputs), hardware=machine))
     if isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList):
         raise ValueError(
-            f"zgraph.plan: model_fn returned a {type(model).__name__}, which has no stages for a pipeline of {ranks} "
+            "zgraph.plan_pipeline: "
+            f"model_fn returned a {type(model).__name__}, which has no stages for a pipeline of {ranks} "
             "ranks; return a list of modules, one for each stage, or an nn.Sequential, which zgraph.split_stages cuts."
         )
     stages = list(model)
     for number, stage in enumerate(stages):
         if not isinstance(stage, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ValueError(f"zgraph.plan: stage {number} is a {type(stage).__name__}, not an nn.Module.")
+            raise ValueError(f"zgraph.plan_pipeline: stage {number} is a {type(stage).__name__}, not an nn.Module.")
     wanted = "a multiple of" if chunks is None else f"chunks={chunks} for each of"
     if not stages or len(stages) % ranks or (chunks is not None and len(stages) != chunks * ranks):
         raise ValueError(
-            f"zgraph.plan: model_fn returned {len(stages)} stages, and a pipeline needs {wanted} its {ranks} ranks; "
+            "zgraph.plan_pipeline: "
+            f"model_fn returned {len(stages)} stages, and a pipeline needs {wanted} its {ranks} ranks; "
             "zgraph.split_stages makes stages from a list of layers."
         )
     return stages
@@ -202,7 +204,8 @@ def _compiled(
     """Compile a stage for each position of a micro-batch in the window of a step; see `zgraph.PipelineStage`."""
     if rest_on_paper(stage, None) is not None:
         raise ValueError(
-            "zgraph.plan: shard_fn offloads, which is not supported with pipeline parallelism: only whole steps can "
+            "zgraph.plan_pipeline: "
+            "shard_fn offloads, which is not supported with pipeline parallelism: only whole steps can "
             "stream offloaded tensors; leave the offload out."
         )
     scopes = dict.fromkeys(state.scope for part in stage.modules() if (state := state_of(part)) is not None)
@@ -222,7 +225,8 @@ def _compiled(
                 scope.given = None
         if not planner.frames:
             raise ZgraphError(
-                f"zgraph.plan: nothing was compiled of stage {number}; its forward is disabled for torch.compile."
+                "zgraph.plan_pipeline: "
+                f"nothing was compiled of stage {number}; its forward is disabled for torch.compile."
             )
         return planner.frames, returned
 
@@ -238,7 +242,8 @@ def _compiled(
         for one in outputs  # pyright: ignore[reportUnknownVariableType]
     ):
         raise ValueError(
-            f"zgraph.plan: stage {number} returns a {type(returned).__name__}; stages hand on plain tensors: return "
+            "zgraph.plan_pipeline: "
+            f"stage {number} returns a {type(returned).__name__}; stages hand on plain tensors: return "
             "one, or a tuple of them."
         )
     handed: list[Tensor] = [fake_on_cpu(mode, one.detach()) for one in outputs]

@@ -123,7 +123,8 @@ class PipelinePlan:
             return
         others = [run.schedule for run in self.runs if self.fits(run)]
         raise BudgetError(
-            f"zgraph.plan: the step of the pipeline does not fit into budget_bytes={self.budget_bytes}: under "
+            "zgraph.plan_pipeline: "
+            f"the step of the pipeline does not fit into budget_bytes={self.budget_bytes}: under "
             f"{self.schedule}, with up to {max(self.run.in_flight)} micro-batches in flight, a rank holds at least "
             f"{self._most_beside_rest(self.run)} bytes in addition to parameters and the optimizer's state, for any "
             f"choice of kept parameters. Raise budget_bytes to it{', plan for ' + others[0] if others else ''}; or use "
@@ -212,7 +213,7 @@ def check_schedule(schedule: str | None, ranks: int, stages: int, micro_batches:
     chosen = schedule or (possible or usual)[0]
     reason = why_not(chosen, ranks, stages, micro_batches)
     if reason:
-        raise ValueError(f"zgraph.plan: schedule={chosen!r} with {micro_batches} micro-batches: {reason}.")
+        raise ValueError(f"zgraph.plan_pipeline: schedule={chosen!r} with {micro_batches} micro-batches: {reason}.")
     return chosen
 
 

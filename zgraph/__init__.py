@@ -2,61 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import sys
 from collections.abc import Iterable
 from importlib.metadata import Distribution, DistributionFinder
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from zgraph import metrics as metrics
-    from zgraph import passes as passes
-    from zgraph.analysis.calibration import calibrate
-    from zgraph.analysis.hardware import Hardware
-    from zgraph.checkpoint import (
-        Checkpoint,
-        SafePlanner,
-        SafeReader,
-        latest_checkpoint,
-        load_checkpoint,
-        runtime_state,
-        save_checkpoint,
-    )
-    from zgraph.compiler.graph_pass import Fact, GraphPass, PassContext
-    from zgraph.compiler.pass_list import PassList
-    from zgraph.compiler.target import Target
-    from zgraph.errors import (
-        AgreementError,
-        CheckpointError,
-        CollectiveError,
-        DiskError,
-        PreconditionError,
-        VerifyError,
-        ZgraphError,
-        ZgraphWarning,
-    )
-    from zgraph.optimizers.gradients import GradScaler, clip_grad_norm_
-    from zgraph.optimizers.local_step import step_on_shards
-    from zgraph.optimizers.loss_scale import reset_error_feedback, set_loss_scale
-    from zgraph.optimizers.replicas import Replicas
-    from zgraph.planner.plan import plan
-    from zgraph.planner.plan_pipeline import plan_pipeline
-    from zgraph.planner.split_stages import split_stages
-    from zgraph.reporting.export.folder import report
-    from zgraph.reporting.metrics.metrics import Metrics
-    from zgraph.reporting.network import graph_of
-    from zgraph.reporting.of_model import explain, measure, summary
-    from zgraph.reporting.summary import Report
-    from zgraph.sharding.materialize import materialize
-    from zgraph.sharding.no_sync import no_sync
-    from zgraph.sharding.pipeline.stage import PipelineStage
-    from zgraph.sharding.shard import shard
-    from zgraph.sharding.state_dict import full_state_dict
-    from zgraph.step.training_step import training_step
-    from zgraph.tiers.offload import Offload
-    from zgraph.tiers.tier import Tier
+from typing import Any
 
 
 class _Checkout(Distribution):
@@ -95,58 +48,15 @@ sys.meta_path.append(_CheckoutFinder())
 if sys.modules.get("torch") is not None:
     importlib.import_module("zgraph.torch_compat.dynamo").register_late("zgraph", "zgraph.driver.backend")
 
-# The module of each public name, imported at the first access: DTensor and Dynamo take seconds to load.
-_HOMES = MappingProxyType(
-    {
-        "AgreementError": "zgraph.errors",
-        "Checkpoint": "zgraph.checkpoint",
-        "CheckpointError": "zgraph.errors",
-        "CollectiveError": "zgraph.errors",
-        "DiskError": "zgraph.errors",
-        "Fact": "zgraph.compiler.graph_pass",
-        "GradScaler": "zgraph.optimizers.gradients",
-        "GraphPass": "zgraph.compiler.graph_pass",
-        "Hardware": "zgraph.analysis.hardware",
-        "Metrics": "zgraph.reporting.metrics.metrics",
-        "Offload": "zgraph.tiers.offload",
-        "PassContext": "zgraph.compiler.graph_pass",
-        "PassList": "zgraph.compiler.pass_list",
-        "PipelineStage": "zgraph.sharding.pipeline.stage",
-        "PreconditionError": "zgraph.errors",
-        "Replicas": "zgraph.optimizers.replicas",
-        "Report": "zgraph.reporting.summary",
-        "SafePlanner": "zgraph.checkpoint",
-        "SafeReader": "zgraph.checkpoint",
-        "Target": "zgraph.compiler.target",
-        "Tier": "zgraph.tiers.tier",
-        "VerifyError": "zgraph.errors",
-        "ZgraphError": "zgraph.errors",
-        "ZgraphWarning": "zgraph.errors",
-        "calibrate": "zgraph.analysis.calibration",
-        "clip_grad_norm_": "zgraph.optimizers.gradients",
-        "explain": "zgraph.reporting.of_model",
-        "reset_error_feedback": "zgraph.optimizers.loss_scale",
-        "full_state_dict": "zgraph.sharding.state_dict",
-        "graph_of": "zgraph.reporting.network",
-        "latest_checkpoint": "zgraph.checkpoint",
-        "load_checkpoint": "zgraph.checkpoint",
-        "materialize": "zgraph.sharding.materialize",
-        "measure": "zgraph.reporting.of_model",
-        "no_sync": "zgraph.sharding.no_sync",
-        "plan": "zgraph.planner.plan",
-        "plan_pipeline": "zgraph.planner.plan_pipeline",
-        "report": "zgraph.reporting.export.folder",
-        "runtime_state": "zgraph.checkpoint",
-        "save_checkpoint": "zgraph.checkpoint",
-        "set_loss_scale": "zgraph.optimizers.loss_scale",
-        "shard": "zgraph.sharding.shard",
-        "split_stages": "zgraph.planner.split_stages",
-        "step_on_shards": "zgraph.optimizers.local_step",
-        "summary": "zgraph.reporting.of_model",
-        "training_step": "zgraph.step.training_step",
-    }
-)
-_MODULES = ("metrics", "passes")
+
+def _homes() -> dict[str, str]:
+    """Modules of the public names, each imported at the first access: DTensor and Dynamo take seconds to load."""
+    listed = ast.parse(Path(__file__).with_suffix(".pyi").read_text())
+    imports = [node for node in listed.body if isinstance(node, ast.ImportFrom)]
+    return {alias.name: node.module or "" for node in imports for alias in node.names}
+
+
+_HOMES = MappingProxyType(_homes())
 # Names that run operators of the dialect uncompiled. The kernels are in a higher layer, so they are imported here.
 _WITH_KERNELS = frozenset({"Offload"})
 
@@ -155,13 +65,13 @@ def __getattr__(name: str) -> Any:
     if name == "Pipeline":
         importlib.import_module("zgraph.errors").renamed("zgraph.Pipeline", "zgraph.PassList")
         name = "PassList"
-    if name not in _HOMES and name not in _MODULES:
+    if name not in _HOMES:
         raise AttributeError(f"module 'zgraph' has no attribute {name!r}")
     importlib.import_module("zgraph.torch_compat")
-    if name in _MODULES:
-        return importlib.import_module(f"zgraph.{name}")
     if name in _WITH_KERNELS:
         importlib.import_module("zgraph.codegen")
+    if _HOMES[name] == "zgraph":
+        return importlib.import_module(f"zgraph.{name}")
     found = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
     return found
 
@@ -170,53 +80,4 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-__all__ = [
-    "AgreementError",
-    "Checkpoint",
-    "CheckpointError",
-    "CollectiveError",
-    "DiskError",
-    "Fact",
-    "GradScaler",
-    "GraphPass",
-    "Hardware",
-    "Metrics",
-    "Offload",
-    "PassContext",
-    "PassList",
-    "PipelineStage",
-    "PreconditionError",
-    "Replicas",
-    "Report",
-    "SafePlanner",
-    "SafeReader",
-    "Target",
-    "Tier",
-    "VerifyError",
-    "ZgraphError",
-    "ZgraphWarning",
-    "calibrate",
-    "clip_grad_norm_",
-    "explain",
-    "full_state_dict",
-    "graph_of",
-    "latest_checkpoint",
-    "load_checkpoint",
-    "materialize",
-    "measure",
-    "metrics",
-    "no_sync",
-    "passes",
-    "plan",
-    "plan_pipeline",
-    "report",
-    "reset_error_feedback",
-    "runtime_state",
-    "save_checkpoint",
-    "set_loss_scale",
-    "shard",
-    "split_stages",
-    "step_on_shards",
-    "summary",
-    "training_step",
-]
+__all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]

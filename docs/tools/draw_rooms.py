@@ -3,7 +3,7 @@
     python docs/tools/draw_rooms.py            # draw it anew
     python docs/tools/draw_rooms.py --check    # fail where the drawing is not that of the code
 
-The order of the rooms is that of tests/test_rooms.py, which enforces it. Needs nothing but Python.
+The order of the rooms is that of tests/house/test_rooms.py, which enforces it. Needs nothing but Python.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def main() -> int:
 
 
 def order() -> list[str]:
-    """Names of the rooms in the order of tests/test_rooms.py, the lowest first; a room stands for those inside it."""
-    tree = ast.parse((ROOT / "tests" / "test_rooms.py").read_text())
+    """Names of the rooms in the order of test_rooms.py, the lowest first; a room stands for those inside it."""
+    tree = ast.parse((ROOT / "tests" / "house" / "test_rooms.py").read_text())
     (value,) = [
         node.value
         for node in tree.body

@@ -1,4 +1,4 @@
-"""Updates of small parameters share calls; tests/test_step_optimizers.py and its neighbours compare results."""
+"""Updates of small parameters share calls; tests/step/test_step_optimizers.py and its neighbours compare results."""
 
 from __future__ import annotations
 

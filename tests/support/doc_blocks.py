@@ -33,7 +33,7 @@ from zgraph.torch_compat.fake_values import fake_mode
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
-INCLUDED = '--8<-- "examples/'  # the site shows the example, which tests/test_examples.py runs
+INCLUDED = '--8<-- "examples/'  # the site shows the example, which tests/house/test_examples.py runs
 RANKS = 2
 
 

@@ -138,7 +138,7 @@ def test_two_runs_write_the_same_bytes(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_hash_seed_changes_nothing(hash_seeds: HashSeeds, tmp_path: Path) -> None:
     program = (
-        "import tempfile; from pathlib import Path; from tests.report.test_report_json import dump; "
+        "import tempfile; from pathlib import Path; from tests.reporting.test_report_json import dump; "
         "print(dump(Path(tempfile.mkdtemp())).read_text())"
     )
     first, second = hash_seeds.printed(program, tmp_path)

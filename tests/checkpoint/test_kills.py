@@ -33,8 +33,8 @@ def test_a_killed_run_resumes_as_if_nothing_had_happened(tmp_path: Path, request
     assert found["while saving"] >= kills // 4, found
 
 
-# Each attempt compiles; tests/test_disk_kills.py has kills of writers that compile nothing. Three in a save, three in a
-# write and three between; `make test-long` has thrice as many.
+# Each attempt compiles; test_disk_kills.py has kills of writers that compile nothing. Three in a save, three in a write
+# and three between; `make test-long` has thrice as many.
 @pytest.mark.parametrize(
     "kills", [pytest.param(9, marks=pytest.mark.slow), pytest.param(27, marks=pytest.mark.long)], ids="{}kills".format
 )

@@ -253,7 +253,7 @@ def test_report_and_diff_as_processes(reports: Path, tmp_path: Path) -> None:
 
 def test_plan_writes_a_report_that_can_be_compared(reports: Path, tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "planned_step.py").write_text(
-        "import torch\nfrom tests.report.test_compare import build\n"
+        "import torch\nfrom tests.reporting.test_compare import build\n"
         "def step():\n    return build(), (torch.zeros(4, 16),)\n"
     )
     monkeypatch.chdir(tmp_path)

@@ -157,7 +157,7 @@ def test_two_runs_write_the_same_bytes(tmp_path: Path) -> None:
 def test_the_hash_seed_changes_nothing(hash_seeds: HashSeeds, tmp_path: Path) -> None:
     """Two processes, which also differ in every address."""
     program = (
-        "import tempfile; from pathlib import Path; from tests.report.test_dump import compile_small, contents; "
+        "import tempfile; from pathlib import Path; from tests.reporting.test_dump import compile_small, contents; "
         "folder = Path(tempfile.mkdtemp()); compile_small(folder); print(contents(folder))"
     )
     first, second = hash_seeds.printed(program, tmp_path)

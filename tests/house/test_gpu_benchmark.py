@@ -16,7 +16,7 @@ import pytest
 
 from tests.support.tiers import long, slow
 
-BENCHMARKS = Path(__file__).resolve().parent.parent / "examples" / "benchmarks"
+BENCHMARKS = Path(__file__).resolve().parents[2] / "examples" / "benchmarks"
 SCRIPT = str(BENCHMARKS / "gpu.py")
 FILES = {"rows.jsonl", "gpu.json", "gpu.md", "log.txt"}
 FOREVER = "import time; time.sleep(600)"

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.torchrun import LIMIT_S, TORCHRUN, environment
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ from zgraph.cli.plan import ByteSize
 from zgraph.cli.terminal import print_tables
 from zgraph.reporting.tables import Table, size
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 STEP = """
 import torch
 from torch import nn

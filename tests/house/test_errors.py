@@ -260,7 +260,7 @@ def test_the_message_says_what_was_found_and_what_to_do(ranks: Ranks, scenario: 
         assert re.search(EXPECTED[scenario], text, re.DOTALL), text
 
 
-PAGE = Path(__file__).parent.parent / "docs" / "errors.md"
+PAGE = Path(__file__).parents[2] / "docs" / "errors.md"
 SHOWN = re.findall(r"<!-- (\w+) -->\n\n```text\n(.*?)\n```", PAGE.read_text(), re.DOTALL)
 
 

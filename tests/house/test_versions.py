@@ -25,7 +25,7 @@ from zgraph.torch_compat import (
     require_supported_torch,
 )
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 COMPILE_A_LINEAR = """
 import torch, zgraph

@@ -1,0 +1,1 @@
+"""Costs, memory and links."""

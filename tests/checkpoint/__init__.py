@@ -1,0 +1,1 @@
+"""Checkpoints, and kills while they are written."""

@@ -1,0 +1,1 @@
+"""Contracts, plans, budgets and agreement."""

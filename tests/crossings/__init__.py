@@ -1,0 +1,1 @@
+"""Features that meet each other."""

@@ -1,0 +1,1 @@
+"""The backend's name and options, and recompiles."""

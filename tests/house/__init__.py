@@ -1,0 +1,1 @@
+"""Rules of the repository: rooms, docs, packaging, examples, versions."""

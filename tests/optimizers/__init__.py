@@ -1,0 +1,1 @@
+"""Clipping, steps on shards, replicas, rounded moments."""

@@ -1,0 +1,1 @@
+"""Plans for clusters that do not exist."""

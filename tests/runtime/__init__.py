@@ -1,0 +1,1 @@
+"""Exchanges between ranks, and state between steps."""

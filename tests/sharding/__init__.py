@@ -1,0 +1,1 @@
+"""Sharded models: units, windows, dtypes, meshes, stages."""

@@ -1,0 +1,1 @@
+"""Places of memory: the host, disks, and one of the user's."""

@@ -12,8 +12,8 @@ import pytest
 from setuptools import find_packages
 
 import zgraph
+from tests.support.sources import PRODUCT, ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 # From the ground up: a file may import what lies in its own room, or in one further up in this list.
 ROOMS = (
     "zgraph.errors",
@@ -67,12 +67,7 @@ APART = (
     ("zgraph.codegen", "zgraph.reporting"),
 )
 MOST_FILES = 12
-FILES = {
-    f"{room}/{path.relative_to(ROOT / room)}": path.read_text()
-    for room in ("zgraph", "passes", "codegen")
-    for path in sorted((ROOT / room).rglob("*.py"))
-    if not any(parent.is_symlink() for parent in path.parents)
-}
+FILES = PRODUCT
 USERS = {
     str(path.relative_to(ROOT)): path.read_text()
     for room in ("tests", "examples")

@@ -37,7 +37,6 @@ from zgraph.passes.memory.host_updates import (
 )
 from zgraph.passes.memory.updates_at_rest import Outcome, choose_updates, may_run_beside, predicted, update_beside
 from zgraph.runtime.chunks import MIB
-from zgraph.tiers.devices import kind_of_backend
 from zgraph.tiers.tier import DEVICE, HOST, is_offloaded
 from zgraph.torch_compat.operators import written_arguments
 
@@ -195,7 +194,7 @@ class StreamStates(GraphPass):
 
 def computes_elsewhere(order: Sequence[fx.Node], ctx: PassContext) -> bool:
     """Whether the graph is for a GPU; it may be planned with CPU tensors in place of the GPU's."""
-    return kind_of_backend(ctx.planned_backend).is_gpu or on_gpu(order)
+    return ctx.planned_device is not None or on_gpu(order)
 
 
 def _able(order: Sequence[fx.Node], is_elsewhere: bool) -> list[fx.Node]:

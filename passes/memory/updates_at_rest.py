@@ -18,7 +18,6 @@ from zgraph.passes.common.visits import is_fused
 from zgraph.passes.memory.schedule_copies import plan_copies
 from zgraph.scheduling.problem import SAME
 from zgraph.scheduling.simulate import simulate
-from zgraph.tiers.devices import kind_of_backend
 from zgraph.tiers.lanes import COMPUTE
 from zgraph.tiers.tier import HOST
 from zgraph.torch_compat.operators import written_arguments
@@ -123,9 +122,7 @@ def predicted(graph: fx.Graph, ctx: PassContext, on_host: int, *, by_costs: bool
     timeline = simulate(order, costs, ctx.sharing, storages_of(order, agreed=True))
     excess = 0 if ctx.plan_bytes is None else max(0, timeline.memory.peak_bytes - ctx.plan_bytes)
     if ctx.host_budget_bytes is not None:
-        planned = kind_of_backend(ctx.planned_backend)
-        device_type = planned.type if planned.is_gpu else None
-        curve = memory_curve(graph, device_type=device_type, agreed=True)
+        curve = memory_curve(graph, device_type=ctx.planned_device, agreed=True)
         excess += max(0, curve.peak_in(HOST.name) - ctx.host_budget_bytes)
     compute_us = sum(cost.us for cost in costs.values() if cost.lane == COMPUTE)
     return Outcome(on_host=on_host, excess_bytes=excess, step_us=timeline.step_us, compute_us=compute_us)

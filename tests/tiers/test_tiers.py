@@ -10,11 +10,13 @@ import torch
 from torch import nn, optim
 
 import zgraph
+from tests.support.lazy_streams import LazyLanes
 from tests.support.ranks import Ranks, worlds
 from tests.support.resting import HOST
 from tests.support.shared_memory import LANE, SharedFiles, SharedMemory
 from tests.support.step_scripts import LR, Script, Setting, compare
 from tests.support.tiers import slow
+from tests.support.whole_tensors import whole
 from zgraph.sharding.scope import state_of
 from zgraph.tiers.copy_lanes import lanes_of
 from zgraph.tiers.devices import is_gpu
@@ -113,3 +115,36 @@ def test_another_gpu_is_one_row() -> None:
     assert [one.lane for one in xpu.compiled.graphs[-1].copies] == [one.lane for one in cuda.compiled.graphs[-1].copies]
     assert [is_gpu(kind) for kind in ("xpu", "cuda", "cpu", "meta")] == [True, True, False, False]
     assert isinstance(lanes_of(torch.device("cpu")), ThreadLanes)
+
+
+def two_models() -> None:
+    """The second one is made while the first trains, and dies before it ends."""
+    first = Script(Setting(Script, fused, at_rest=ALL))
+    step: Any = zgraph.training_step(first.model, first.opt, options={"lowering": "fx"})(first.step)
+    plain = Script(Setting(Script, fused))
+    for number in range(4):
+        if number == 1:
+            second = Script(Setting(Script, fused, at_rest=ALL))
+            other: Any = zgraph.training_step(second.model, second.opt, options={"lowering": "fx"})(second.step)
+            other(*second.arguments(0))
+            del second, other
+        step(*first.arguments(number))
+        plain.step(*plain.arguments(number))
+    found, expected = first.left(), plain.left()
+    assert all(
+        torch.equal(whole(found[name]), whole(expected[name])) for name in expected if expected[name] is not None
+    )
+
+
+@worlds(2)
+def test_models_with_equal_tiers_share_the_memory(ranks: Ranks) -> None:
+    ranks.run(two_models)
+
+
+def test_a_gpu_waits_for_stores_of_the_user() -> None:
+    lanes, store = LazyLanes(), SharedFiles()
+    lanes.stores.by_key["shared memory"] = store
+    source, kept = torch.ones(9), store.empty(torch.ones(9), "weight")
+    lanes.store(source, kept)
+    lanes.drain()
+    assert kept.eq(1.0).all() and store.copies == 1

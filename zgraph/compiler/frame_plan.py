@@ -63,10 +63,16 @@ class FramePlan:
     def _curve_of(self, variant: Variant) -> MemoryCurve:
         if "forward" not in variant.graphs:
             (whole,) = variant.graphs.values()
-            return memory_curve(whole.graph, agreed=True)
+            return memory_curve(whole.graph, agreed=True, device_type=self.ctx.planned_device)
         forward, backward = (variant.graphs[direction].graph for direction in ("forward", "backward"))
         assert self.ctx.user_outputs is not None
-        return step_curve(forward, backward, user_outputs=self.ctx.user_outputs, agreed=True)
+        return step_curve(
+            forward,
+            backward,
+            user_outputs=self.ctx.user_outputs,
+            agreed=True,
+            device_type=self.ctx.planned_device,
+        )
 
 
 def plan_frame(captured: fx.GraphModule, pipeline: PassList, ctx: PassContext, observe: Observer) -> FramePlan:

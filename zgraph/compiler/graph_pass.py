@@ -18,6 +18,7 @@ from zgraph.runtime.groups import group_stride, make_host_groups
 from zgraph.scheduling.plan_schedule import Search
 from zgraph.scheduling.problem import Limits
 from zgraph.scheduling.timeline import Sharing
+from zgraph.tiers.devices import kind_of_backend
 from zgraph.torch_compat.groups import backend_of, resolve_group
 
 Phase = Literal["joint", "graph"]
@@ -95,6 +96,12 @@ class PassContext:
         self.notes.append((graph_pass.name, self.direction, text))
         if is_decision:
             self.decisions.append((self.direction, text))
+
+    @property
+    def planned_device(self) -> str | None:
+        """Type of the GPU for whose tensors those of the CPU stand in a plan; None: tensors are where they will be."""
+        kind = kind_of_backend(self.planned_backend)
+        return kind.type if kind.is_gpu else None
 
     def group_size(self, group_name: str) -> int:
         """Number of ranks in a group; the group "" has only this rank."""

@@ -55,19 +55,23 @@ class FrameCompiler:
             frame.warn_if_replicas_drift()
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """The frame of a forward as a callable; its backward is lowered at the first call."""
+        """The frame of a forward as a callable.
+
+        torch calls back in this order: `plan_joint`, `lower` of the forward, and at the first backward `lower` of the
+        backward; or, without gradients, `compile_inference` alone. `decided` carries the plan from one to the next.
+        """
         backend = aot_autograd(
             compile_forward=partial(self.lower, "forward"),
             compile_backward=partial(self.lower, "backward"),
             compile_inference=self.compile_inference,
-            partition=self.partition,
+            partition=self.plan_joint,
             decompose=self.ctx.decomposed,
         )
         with self.observation.report.phase("tracing"):
             return compile_on_local_shards(gm, example_inputs, backend)
 
-    def partition(self, joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """The final forward and backward graph of a joint graph."""
+    def plan_joint(self, joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Plan a joint graph: its partition, and all passes; return the final forward and backward graph."""
         outputs: int = kwargs["num_fwd_outputs"]
         late = weight_gradients(joint.graph, outputs) if self.is_staged else None
         split = JointSplit(inputs, kwargs, partial(self.observation.report.phase, "tracing"))

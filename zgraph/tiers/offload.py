@@ -112,7 +112,7 @@ class Offload:
         if self.update not in ("host", "device"):
             raise ValueError(f'zgraph.Offload: update={self.update!r} is unknown; write "host", "device" or None.')
         tier = self.optimizer_tier
-        if tier is None or not tier.updates:
+        if tier != HOST:
             where = "the device" if tier is None else f"{tier}, and comes to the device for each update"
             raise ValueError(
                 f"zgraph.Offload: update={self.update!r}, but the optimizer's state is stored on {where}; write "

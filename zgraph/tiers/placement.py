@@ -71,10 +71,7 @@ class Resting:
         if on_gpu:
             device = torch.device(mesh.device_type, torch.accelerator.current_device_index())
         lanes = lanes_of(device)
-        stores = {tier: tier.open(lanes, mesh.get_rank()) for tier in options.tiers}
-        for tier, store in stores.items():
-            if store is not lanes.host:
-                lanes.stores.by_key[tier.key] = store
+        stores = {tier: lanes.stores.open(tier, lanes, mesh.get_rank()) for tier in options.tiers}
         found = cls(options, stores, device=device)
         if options.optimizer is not None or on_gpu:
             found._follow_steps()

@@ -9,7 +9,7 @@ from weakref import WeakValueDictionary
 from torch import Tensor
 
 from zgraph.tiers.disk.folder import DiskFolder
-from zgraph.tiers.tier import Copy, Store
+from zgraph.tiers.tier import HOST, Copy, Store, Tier
 
 
 @dataclass
@@ -25,6 +25,15 @@ class Stores:
     def of(self, tensor: Tensor) -> Store | None:
         """The memory that a tensor is in; None: the host's."""
         return next((store for store in [*self.by_key.values()] if store.holds(tensor)), None)
+
+    def open(self, tier: Tier, lanes: Any, rank: int) -> Store:
+        """The memory of a tier on this rank; models with equal tiers share it."""
+        found = self.by_key.get(tier.key)
+        if found is None:
+            found = tier.open(lanes, rank)
+            if tier != HOST:
+                self.by_key[tier.key] = found
+        return found
 
     def folder(self, path: str, rank: int = 0) -> Store:
         """The files of this rank in a folder, made on first use.

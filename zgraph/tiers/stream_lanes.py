@@ -193,6 +193,8 @@ class StreamLanes:
     def drain(self) -> None:
         self.updates.submit(int).result()
         self.finish()
+        for store in [*self.stores.by_key.values()]:
+            store.finish()
 
     def staging(self, disk: DiskFolder) -> tuple[Staging, Staging]:
         """The pinned memory through which tensors pass from a folder, and to it."""

@@ -1,7 +1,7 @@
 """Tiers: the places of memory in which tensors of a model are kept, one row each.
 
-Graphs, the cost model, ledgers and reports know a place by its row and ask the row; none of them compares names. A
-place of one's own is a subclass of `Tier`, given to `zgraph.Offload(params=..., optimizer=...)`.
+Graphs, the cost model, ledgers and reports ask the row of a place for its lanes, costs and name. A place of one's own is
+a subclass of `Tier`, given to `zgraph.Offload(params=..., optimizer=...)`.
 """
 
 from __future__ import annotations
@@ -74,8 +74,7 @@ class Tier:
     Attributes:
         name: as options, dumps and reports write it.
         to_device, from_device: lanes of copies to the device and from it; None: the device itself.
-        updates: a CPU can update tensors in place here, while the device computes.
-        in_host_memory: its bytes count for `zgraph.Offload(host_budget_bytes=...)`.
+        updates: whether a CPU updates tensors in place here while it computes; from a GPU only the host does.
         is_staged: between it and a GPU, copies pass through pinned buffers of the host.
     """
 
@@ -83,7 +82,6 @@ class Tier:
     to_device: Lane | None = None
     from_device: Lane | None = None
     updates: bool = False
-    in_host_memory: bool = False
     is_staged: bool = False
 
     def __str__(self) -> str:
@@ -111,7 +109,6 @@ class Host(Tier):
     to_device: Lane | None = HOST_TO_DEVICE
     from_device: Lane | None = DEVICE_TO_HOST
     updates: bool = True
-    in_host_memory: bool = True
 
     def open(self, lanes: CopyLanes, rank: int) -> Store:
         return lanes.host

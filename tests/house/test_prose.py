@@ -15,7 +15,7 @@ PATTERNS = {
     r"^(Those|That|Of)\b": "a noun or a verb",
     r"\b(nobody|somebody|whoever|anybody)\b": "None, unused, the caller or the user",
     r"\b(so|as) many\.": "the number",
-    r"(?<!there )\bis no (?!longer|more|public)\w": "is not a",
+    r"(?<!there )\bis no (?!more|\w+er\b)\w": "is not a",
     r"\b(is|are) to (be|have|run|do|fit|hold|keep|take)\b": "must, will or should",
     r"\bin front of\b": "before",
 }

@@ -143,7 +143,9 @@ def test_reduction_waits_for_a_gradient_only_if_faster(
 
 
 def test_the_link_needs_hardware() -> None:
-    with pytest.raises(PreconditionError, match="bucket_collectives plans by costs, and the pipeline has no target"):
+    with pytest.raises(
+        PreconditionError, match="bucket_collectives plans by costs, and the list of passes has no target"
+    ):
         PassList(presets.planned())
 
 

@@ -236,7 +236,9 @@ def test_nothing_is_chosen_where_there_is_no_choice() -> None:
     ):
         passes = presets.with_streams(pipeline).passes
         assert [one.updates for one in passes if isinstance(one, StreamStates)] == [updates]
-    with pytest.raises(zgraph.PreconditionError, match="stream_states plans by costs, and the pipeline has no target"):
+    with pytest.raises(
+        zgraph.PreconditionError, match="stream_states plans by costs, and the list of passes has no target"
+    ):
         zgraph.PassList([*presets.default()[:-1], StreamStates(updates="planned")])
 
 

@@ -338,7 +338,9 @@ def test_bad_limit_is_refused_when_the_pass_is_built() -> None:
 
 
 def test_it_is_refused_without_a_target() -> None:
-    message = r"schedule_overlap plans by costs, and the pipeline has no target; write .*Target\(hardware=zgraph.calibr"
+    message = (
+        r"schedule_overlap plans by costs, and the list of passes has no target; write .*Target\(hardware=zgraph.calibr"
+    )
     with pytest.raises(PreconditionError, match=message):
         PassList(zgraph.passes.presets.planned(bucket_bytes=77))
 

@@ -1,6 +1,6 @@
 """Tiers: the places of memory in which tensors of a model are kept, one row each.
 
-Graphs, the cost model, ledgers and reports ask the row of a place for its lanes, costs and name. A place of one's own is
+Graphs, the cost model, ledgers and reports ask the row of a place for its lanes, costs and name. A place of your own is
 a subclass of `Tier`, given to `zgraph.Offload(params=..., optimizer=...)`.
 """
 

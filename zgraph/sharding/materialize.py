@@ -145,7 +145,7 @@ def _reset(part: nn.Module) -> None:
 
 
 class _Watch(DispatchMode):
-    """Page in an operator's tensors, note the parameters it writes, and give it the shared random numbers."""
+    """Before each operator page in its tensors; note the parameters it writes, and let it draw rank 0's numbers."""
 
     def __init__(self, pager: ParameterPager, rng: SharedRng) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ def _check_values(
     """Check that every parameter and buffer has values; all ranks reach the same result.
 
     Raises:
-        ZgraphError: a parameter or buffer has no value, or only in part; the message names the first.
+        ZgraphError: a parameter or buffer has no value, or only some elements have one; the message names the first.
     """
     source = "reset_parameters" if init is None else "init"
     fresh = [page for page in pages if page.sharded.is_meta]
@@ -213,7 +213,7 @@ def _described(page: PagedParameter) -> str:
 
 
 def _has_nan(page: PagedParameter) -> bool:
-    """Return whether this rank's part has a NaN; check the sum first, which needs no memory but may be inf - inf."""
+    """Return whether this rank's part has a NaN. The sum is checked first: it needs no memory, but inf - inf is NaN."""
     values = page.unsharded if page.shard is None else page.shard
     if not page.is_parameter or values.dtype not in WITH_NAN:
         return False

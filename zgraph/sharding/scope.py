@@ -53,7 +53,7 @@ class Scope:
         is_staged: whether a pipeline stage runs these modules; it may request backwards in two halves.
         splitting_forwards: number of compiled forwards so far whose backwards can run in two halves.
         repeats: whether a backward is running through the result of an uncompiled forward. Compiled parts that
-            activation checkpointing repeats cannot ask autograd; they are compiled a second time for this case.
+            activation checkpointing repeats cannot ask autograd for this; they are compiled a second time for it.
         models: one entry per call of `zgraph.shard`: its parameters, which all ranks of its groups step together.
         report: `zgraph.Report` of the graphs compiled for these modules, only stored here; None: there are none.
         machine: hardware of all ranks, as far as GPU names tell; None: unknown.
@@ -184,10 +184,10 @@ class Scope:
     @torch.compiler.assume_constant_result
     @no_frames_inside
     def check_optimizers(self) -> None:
-        """Refuse training that an offload option forbids, or whose optimizer holds parameters `shard` replaced.
+        """Refuse training if an offload option forbids it, or if an optimizer holds parameters that `shard` replaced.
 
         Raises:
-            ZgraphError: training is not possible; names the first such parameter, or the option of `zgraph.Offload`.
+            ZgraphError: training is not possible; the message names the first such parameter, or the offload option.
         """
         refusal = self.resting.forbids_gradients() if self.resting is not None and torch.is_grad_enabled() else None
         if refusal is not None:
@@ -387,8 +387,8 @@ def scope_behind(handle: object) -> Scope | None:
 def closes_window(handle: Tensor, window: str) -> bool:
     """Return whether an optimizer step follows the backward of a marker with this position in its window.
 
-    At stage 3 forwards do not tell their backward that they ran under `no_sync`; the answer then depends on whether the
-    backward itself runs under it.
+    At stage 3 a forward does not tell its backward that it ran under `no_sync`; the answer then depends on whether the
+    backward runs under `no_sync`.
     """
     scope = scope_behind(handle)
     return window != OPEN and not (window == ALONE and scope is not None and scope.accumulating)

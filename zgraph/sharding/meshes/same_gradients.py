@@ -27,7 +27,7 @@ _NOISE = 1e-4  # fraction of the largest norm: smaller gradients may be pure rou
 
 
 class SameGradients:
-    """Compares gradients over a tensor-parallel axis before the first optimizer step, which all its ranks must make.
+    """Compares gradients over a tensor-parallel axis before the first optimizer step; all ranks of it must step.
 
     Args:
         mesh: [T] ranks of the axis.
@@ -55,7 +55,7 @@ class SameGradients:
         return made
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Compare the gradients, if the optimizer steps any of their parameters.
+        """Compare the watched parameters' gradients, if the optimizer steps any of these parameters.
 
         Raises:
             ZgraphError: some gradients differ; raised on all ranks of the group.

@@ -25,8 +25,9 @@ class ParamSpec:
         mean_dtype: dtype in which the gradient's mean is gathered, see `zgraph.dialect.wire_dtypes.mean_dtype_of`.
         reduction: "mean", "sum", or the divisor of the sum.
         split: placement on a tensor-parallel axis, before zgraph shards this rank's part; None: there is no such axis.
-        ignored: whether it is read as is and not reduced; nominally replicated, but each rank keeps its own values.
-        codes: codes stored in place of the weight; `layout` and `dtype` are theirs. None: the weight itself is stored.
+        ignored: whether the parameter is read as is and its gradient not reduced. Its layout is replicated, but each
+            rank keeps its own values.
+        codes: codes stored in place of the weight, described by `layout` and `dtype`. None: the weight is stored.
     """
 
     layout: ShardLayout

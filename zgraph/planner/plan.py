@@ -62,7 +62,7 @@ def plan(
         hardware: hardware of each rank, or the name of a preset.
         passes: passes as for torch.compile; None: `presets.default()`. The target of a `zgraph.PassList` replaces
             `hardware`.
-        allocator: how sizes are rounded.
+        allocator: how the allocator of the planned device rounds sizes.
         offload: where parameters and the optimizer's state are stored between uses, as for `zgraph.shard`, if shard_fn
             does not set it. No file is made. None: on the device, or as set by shard_fn.
         optimizer_fn: returns the optimizer of the sharded model, such as

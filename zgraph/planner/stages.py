@@ -37,7 +37,7 @@ from zgraph.torch_compat.groups import stages_hold_messages
 
 @dataclass(frozen=True, kw_only=True)
 class _Compiled:
-    """A stage compiled for its micro-batches: frames of all but the last one, and of the last one."""
+    """A stage compiled for its micro-batches: `closing` has the frames of the last one, `frames` those of all others."""
 
     module: nn.Module
     frames: Sequence[PlannedFrame]
@@ -139,7 +139,7 @@ def plan_stages(
 
 
 class _Stage:
-    """A stage that is compiled for each requested number of kept bytes; first for 0, which needs no window."""
+    """A stage, compiled anew for each requested number of kept bytes."""
 
     def __init__(
         self,
@@ -321,7 +321,7 @@ def _split_cost(
 
     Args:
         compiled: the stage.
-        whole: cost with backwards in one piece.
+        whole: cost of the stage with backwards in one piece.
         micro_batches: number of micro-batches in a step.
         placeholders: bytes of gradients that the first backward creates.
         sent_by_first: bytes that the first stage sends to the next one. It has no gradients of inputs, so its whole
@@ -395,7 +395,7 @@ def _waiting_bytes(stage: nn.Module, zero_stage: int) -> int:
 
 
 def _placeholder_bytes(stage: nn.Module) -> int:
-    """Bytes of `.grad` at stage 1 while sums wait elsewhere: made before autograd gets zeros of its shape to add."""
+    """Bytes of `.grad` at stage 1 while the sums wait elsewhere: placeholders, allocated before the first backward."""
     params = sharded_parameters(stage).values()
     waiting = [param.sharded for param in params if param.spec.layout.zero_stage == 1 and param.spec.layout.is_reduced]
     return sum(local_of(one).nbytes for one in waiting if one.requires_grad)

@@ -42,8 +42,8 @@ def follow_compiled_modules() -> None:
 
     A wrapper sees a state dict before the module inside, finds none of the keys it expects, and has none of zgraph's
     hooks. torch's registration hook, which sees every module of the process, is the only public way to learn that a
-    wrapper is being built. One hook serves all models and is never removed: if a forward builds a module, as slicing a ModuleList
-    does, Dynamo guards on each such hook, so adding and removing hooks per model would recompile the others.
+    wrapper is being built. One hook serves all models and is never removed. If a forward builds a module, as slicing a
+    ModuleList does, Dynamo guards on each such hook: a hook per model, added and removed, would recompile other models.
     """
     register_module_module_registration_hook(_follow_if_compiled)
 

@@ -32,7 +32,7 @@ def schedules_for(ranks: int, stages: int, micro_batches: int) -> tuple[str, ...
 
 
 def why_not(schedule: str, ranks: int, stages: int, micro_batches: int) -> str:
-    """Why torch cannot run a schedule with these numbers; "" if it can."""
+    """Return why torch cannot run a schedule with these numbers; "" if torch can."""
     if schedule not in SCHEDULES:
         near = difflib.get_close_matches(schedule.removeprefix("Schedule"), SCHEDULES, 1)
         guess = f"; did you mean {near[0]!r}?" if near else ""
@@ -50,7 +50,7 @@ def why_not(schedule: str, ranks: int, stages: int, micro_batches: int) -> str:
 
 
 def ranks_of(schedule: str, ranks: int, stages: int) -> tuple[int, ...]:
-    """The rank of each stage: rank r has stages r, r + ranks, ...; in a V, the r-th from the start and from the end."""
+    """Return the rank of each stage: rank r has stages r, r + ranks, ...; in a V, the r-th from both ends."""
     if schedule == V_SHAPED:
         return tuple(min(stage, stages - 1 - stage) for stage in range(stages))
     return tuple(stage % ranks for stage in range(stages))

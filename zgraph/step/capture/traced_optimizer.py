@@ -86,7 +86,7 @@ class TracedOptimizer:
 
     @property
     def stepped_on(self) -> Sequence[Tensor]:
-        """Tensors that the optimizer steps on, by position: shards if it is known to be element-wise, else parameters."""
+        """Tensors that the optimizer steps on, by position: shards if it is element-wise, else parameters."""
         return self.shards if self.is_element_wise else self.parameters
 
     @contextlib.contextmanager
@@ -146,14 +146,14 @@ class TracedOptimizer:
         """Run the optimizer's step, and undo it if an inf was found.
 
         The optimizer works on copies, which are copied back to parameters and state unless the step is skipped. An inf
-        or NaN in the copies is thus discarded, and the host need not wait for the flag.
+        or NaN in the copies is thus discarded, and the host need not wait for `found_inf`.
         """
         if self.stepped:
             raise refusal("calls scaler.step() a second time for an optimizer", "write one step per call")
         self._step_or_skip(self._gradients(), found_inf)
 
     def _step(self, *args: Any, **kwargs: Any) -> None:
-        """Run the optimizer's original step on `stepped_on`, and keep the tensors it adds to its state."""
+        """Run the optimizer's original step on `stepped_on`; replaces `optimizer.step` during the trace."""
         if any(one is not None for one in (*args, *kwargs.values())):
             given = ", ".join(kwargs) or "a closure"
             raise refusal(

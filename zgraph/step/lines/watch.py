@@ -202,7 +202,7 @@ def _draws_nothing(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, A
 
 @dataclass(frozen=True)
 class _Known:
-    """A number in a tensor: the value of the input at `place` before the step plus `added`; without a place, `added`."""
+    """A number in a tensor: what the input at `place` holds before the step, plus `added`; without a place, `added`."""
 
     tensor: Tensor  # kept alive, so that its id is not reused
     place: int | None
@@ -273,7 +273,7 @@ class KnownValues:
             return bool(compare(self._number(known), other))
 
     def number(self, tensor: Tensor, number: Any) -> Any:
-        """Return the number read from a tensor; if the number is known, as a symbolic one on which Python may branch."""
+        """Return the number read from a tensor; if it is a known number, a symbolic one on which Python may branch."""
         known = self._known.get(id(tensor))
         if not self._asks or known is None or not isinstance(number, torch.SymFloat):
             return number

@@ -1,4 +1,4 @@
-"""Record the functions that a step calls while it is traced: the step can only have read values that their code names."""
+"""Record the functions called while a step is traced: the step can only have read values that their code names."""
 
 from __future__ import annotations
 

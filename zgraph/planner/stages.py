@@ -37,7 +37,7 @@ from zgraph.torch_compat.groups import stages_hold_messages
 
 @dataclass(frozen=True, kw_only=True)
 class _Compiled:
-    """A stage compiled for its micro-batches: `closing` has the frames of the last one, `frames` those of all others."""
+    """A stage compiled for its micro-batches: `closing` has the frames of the last one, `frames` of all others."""
 
     module: nn.Module
     frames: Sequence[PlannedFrame]
@@ -385,7 +385,7 @@ def _gradient_bytes(stage: nn.Module) -> int:
 
 
 def _waiting_bytes(stage: nn.Module, zero_stage: int) -> int:
-    """Bytes of unsharded gradient sums that wait for the last backward: in `.grad` at stage 0, elsewhere at stage 1."""
+    """Bytes of unsharded gradient sums of a ZeRO stage until the last backward: in `.grad` at 0, elsewhere at 1."""
     layouts = [(param.spec.layout, param.spec.dtype) for param in sharded_parameters(stage).values()]
     return sum(
         math.prod(layout.shape) * dtype.itemsize
@@ -395,7 +395,7 @@ def _waiting_bytes(stage: nn.Module, zero_stage: int) -> int:
 
 
 def _placeholder_bytes(stage: nn.Module) -> int:
-    """Bytes of `.grad` at stage 1 while the sums wait elsewhere: placeholders, allocated before the first backward."""
+    """Bytes of `.grad` at ZeRO stage 1 while sums wait elsewhere: each is a placeholder of the size of its shard."""
     params = sharded_parameters(stage).values()
     waiting = [param.sharded for param in params if param.spec.layout.zero_stage == 1 and param.spec.layout.is_reduced]
     return sum(local_of(one).nbytes for one in waiting if one.requires_grad)

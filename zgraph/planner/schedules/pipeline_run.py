@@ -211,7 +211,7 @@ def _arrival(
 
 
 def _beside(cost: StageCost, number: int, places: Sequence[int]) -> StageCost:
-    """Return a stage's cost on its rank: a neighbour stage on that rank takes results without send, receive buffers."""
+    """Return a stage's cost; its results serve as the receive buffers of neighbour stages that are on the same rank."""
     has_next = number + 1 < len(places) and places[number + 1] == places[number]
     has_previous = number > 0 and places[number - 1] == places[number]
     activation = cost.left_activation_bytes if has_next else 0

@@ -106,7 +106,7 @@ class Place:
         return f"{self.path}[{place}]" if isinstance(self.holder, list | tuple | deque) else self.path
 
     def take_made(self) -> list[Binding]:
-        """Restore and return the entries that now hold tensors of the trace, and were tensors, None or absent before."""
+        """Restore and return the entries that now hold tensors of the trace, and held a tensor, None or nothing."""
         if not isinstance(self.holder, dict) or self._is_too_long:
             return []
         half = len(self.held) // 2

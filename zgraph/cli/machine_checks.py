@@ -49,7 +49,7 @@ def check_machine() -> list[Check]:
 
 
 def _python_checks() -> list[Check]:
-    """Return the checks of versions; unlike all other checks, they run without torch or with one zgraph refuses."""
+    """Return the checks of versions. Only these checks run without torch, or with a version that zgraph refuses."""
     found = [
         Check(group="versions", name="python", found=platform.python_version()),
         Check(group="versions", name="zgraph", found=_version("zgraph") or "not installed: run from its folder"),

@@ -104,7 +104,7 @@ class Lowering:
         return self._in_halves(whole, place, f"{title} of warm-up", decided)
 
     def _in_halves(self, whole: Program, place: int, title: str, decided: Decided) -> Program:
-        """Return a variant's lowered backward, able to run in halves if wanted; they are lowered when first called."""
+        """Return a variant's lowered backward. If wanted, it can run in halves, which are lowered when first called."""
         if decided.weights is None:
             return whole
 

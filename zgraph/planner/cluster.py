@@ -138,7 +138,7 @@ class Cluster:
 
 
 def check_functions(name: str, model_fn: object, batch: object) -> None:
-    """Refuse a model or a batch in place of a function, because its tensors would be real."""
+    """Refuse a model or a batch that is given in place of the function that makes it: its tensors are real."""
     if isinstance(model_fn, nn.Module) or not callable(model_fn):
         raise ValueError(
             f"{name}: model_fn is a {type(model_fn).__name__}; pass a function that makes the model, such as "

@@ -178,7 +178,7 @@ class GraphReport:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predictions for a graph; each is None if it failed, or if costs are unknown.
+    """Predictions for a graph; a prediction is None if it failed, or if it needs costs and these are unknown.
 
     Attributes:
         owned: inputs that the graph frees.

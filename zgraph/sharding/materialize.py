@@ -41,10 +41,10 @@ def materialize(
     draws from torch's default generators. In addition to the shards, memory holds at most the parameters of the largest
     module, or the tensors that a single operator of `init` reads and writes.
 
-    Every rank draws rank 0's random numbers, whatever its own random state, which advances as if the rank had drawn
-    from it. Operators whose number of draws depends on values, such as rrelu_, count by rank 0's values. Collectives
-    run when `init` touches a parameter a second time (a tied one, or one of another module), so `init` must do the same
-    on all ranks. If nothing is on the meta device, the call changes nothing.
+    Every rank draws rank 0's random numbers, whatever its own random state. That state advances as if the rank had
+    drawn from it. Operators whose number of draws depends on values, such as rrelu_, count by rank 0's values. `init`
+    must do the same on all ranks: collectives run when it touches a parameter a second time (a tied one, or one of
+    another module). If nothing is on the meta device, the call changes nothing.
 
     Parameters remain the same objects, so the optimizer may have been created before this call. Where that is
     impossible (something holds a weak reference, such as a compiler that has seen the model) the parameter is
@@ -145,7 +145,7 @@ def _reset(part: nn.Module) -> None:
 
 
 class _Watch(DispatchMode):
-    """Before each operator page in its tensors; note the parameters it writes, and let it draw rank 0's numbers."""
+    """Pages in the tensors of each operator, notes which parameters are written, and makes random numbers rank 0's."""
 
     def __init__(self, pager: ParameterPager, rng: SharedRng) -> None:
         super().__init__()

@@ -61,7 +61,7 @@ class PagedParameter:
 
     @property
     def is_paged(self) -> bool:
-        """Whether the tensor can be paged out: to a shard, or to values it already had and will keep."""
+        """Whether the tensor can be paged out: some rank keeps a shard of it, or `sharded` already has values."""
         return self.is_split or not self.sharded.is_meta
 
     @property

@@ -50,11 +50,11 @@ class Scope:
         given: position of the next forward in its window, as set by a pipeline stage; None: it is counted.
         window: position of the running forward in its window.
         last: position of the last forward that recorded gradients.
-        is_staged: whether a pipeline stage runs these modules; it may request backwards in two halves.
+        is_staged: whether a pipeline stage runs these modules; the stage may request backwards in two halves.
         splitting_forwards: number of compiled forwards so far whose backwards can run in two halves.
         repeats: whether a backward is running through the result of an uncompiled forward. Compiled parts that
             activation checkpointing repeats cannot ask autograd for this; they are compiled a second time for it.
-        models: one entry per call of `zgraph.shard`: its parameters, which all ranks of its groups step together.
+        models: one entry per call of `zgraph.shard`: the parameters that all ranks of the call's groups step together.
         report: `zgraph.Report` of the graphs compiled for these modules, only stored here; None: there are none.
         machine: hardware of all ranks, as far as GPU names tell; None: unknown.
         resting: memory of the tensors these modules offload; None: everything is kept on the device.
@@ -292,7 +292,7 @@ class ModuleState:
         by_attribute: the module's own parameters by attribute, to gather one that is read outside its unit.
         unsharded: currently gathered parameters, by attribute.
         reduces_all_params: whether this is a named unit, whose parameters all receive a gradient.
-        input_dtype: dtype to which floating-point inputs are cast (roots with a param_dtype).
+        input_dtype: dtype to which the module's floating-point inputs are cast; only roots with a param_dtype have one.
         module: module that has this state; in a copied state, the copied module.
     """
 

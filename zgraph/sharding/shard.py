@@ -309,7 +309,7 @@ def _assign_to_unit(
 
 
 def _is_tensor_parallel(part: nn.Module) -> bool:
-    """Return whether a module's own parameters are split, so that a forward set on it computes on parts of them."""
+    """Return whether parameters held by a module itself are split: a forward set on it then computes on parts."""
     state = state_of(part)
     return state is not None and any(one.spec.split is not None for one in state.by_attribute.values())
 

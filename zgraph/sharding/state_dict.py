@@ -109,7 +109,7 @@ def _accept(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
-    """Turn unsharded tensors into DTensors sharded like the parameters, which torch can copy."""
+    """Replace unsharded tensors in a state dict by DTensors sharded like the parameters, which torch can copy."""
     if f"{COMPILED[:-1]}" not in dict(module.named_children()):
         compiled = f"{prefix}{COMPILED}"
         for key in [key for key in state_dict if key.startswith(compiled)]:

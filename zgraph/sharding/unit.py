@@ -87,7 +87,7 @@ def gather_as_stored(param: ShardedParam, scope: Scope) -> Tensor:
 
 @torch.compiler.assume_constant_result
 def _refuse_in_branch(name: str) -> None:
-    """Refuse a gather in a branch: it hangs if ranks take different branches, and no sharded gradient leaves a branch.
+    """Refuse a gather in a branch: ranks that take different branches hang, and no sharded gradient leaves a branch.
 
     Raises:
         ZgraphError: always.
@@ -149,7 +149,7 @@ def _cast_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dty
 
 @never_a_frame
 def _run_unit(forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Gather, run the module's own forward, and release, even if it raises."""
+    """Gather a unit's parameters, run the module's original forward, and release them, even if forward raises."""
     state = state_of(module)
     if state is None:  # built after sharding, such as a slice of an nn.Sequential whose parts are units
         return forward(module, *args, **kwargs)
@@ -209,7 +209,7 @@ def _forward(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Run the module's own forward; a named unit's output depends on all its parameters, which are all reduced."""
+    """Run the module's original forward; make a named unit's outputs depend on all parameters, so all are reduced."""
     if not state.reduces_all_params:
         return forward(module, *args, **kwargs)
     gathered = after_gathers(state.params, unsharded, state.scope)
@@ -229,7 +229,7 @@ def _gathered_alone(param: ShardedParam, scope: Scope) -> Tensor:
 def _run_in_region(
     forward: Callable[..., Any], module: nn.Module, state: ModuleState, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run a unit in a checkpointed region that is being traced, where it must not write to any state.
+    """Run a unit in a checkpointed region that is being traced, in which the unit must not write to any state.
 
     Each read gathers through its own marker, see `_read_property`; the pass dedupe_gathers lets reads share a gather.
     """

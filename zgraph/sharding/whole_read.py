@@ -83,7 +83,7 @@ def attach_read(parameter: DTensor, owner: nn.Module, attribute: str) -> None:
 
 
 def carry_read(parameter: Tensor, other: Tensor) -> None:
-    """Give `other`, which replaces the parameter in its module, the `WholeRead` of the parameter."""
+    """Copy the `WholeRead` of a parameter to `other`, the tensor that replaces the parameter in its module."""
     read = vars(parameter).get(READ)
     if read is not None:
         vars(other)[READ] = read

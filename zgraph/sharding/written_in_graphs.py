@@ -21,7 +21,7 @@ from zgraph.torch_compat.operators import assigns_data
 
 
 def refuse_written_weights(gm: fx.GraphModule, handles: Mapping[int, str]) -> None:
-    """Refuse a graph that writes to a parameter gathered by one of its markers, or by code before the graph.
+    """Refuse a graph that writes to a parameter gathered by one of its markers, or gathered before the graph begins.
 
     Dynamo has run each node on fake tensors, whose versions count writes to them and to their views.
 

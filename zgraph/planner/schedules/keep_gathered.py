@@ -41,7 +41,7 @@ def most_kept(sizes: Sequence[int], left_with: Callable[[int], float], kept: int
         kept: kept bytes to begin with.
 
     Returns:
-        The most bytes that fit; if none were found, those that exceed the budget by least.
+        The most bytes that fit; if no choice fits, the bytes that exceed the budget by the least amount.
     """
     left = left_with(kept)
     while left < 0:
@@ -95,7 +95,7 @@ def keep_within(
 
     Args:
         budget_bytes: budget of a rank.
-        schedule: one of `schedules_for` these numbers.
+        schedule: a schedule that `schedules_for` returns for these numbers.
         ranks: number of ranks in the pipeline.
         sizes: for each stage, gathered bytes of the parameters that may be kept, in order.
         cost_of: returns the cost of a stage that keeps the given bytes; None: its graphs alone exceed the budget.

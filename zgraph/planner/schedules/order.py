@@ -60,7 +60,7 @@ def order_of(schedule: str, ranks: int, stages: int, micro_batches: int) -> list
     """The actions of each rank in order; `ranks_of` assigns stages to ranks.
 
     Args:
-        schedule: one of `schedules_for` these numbers.
+        schedule: a schedule that `schedules_for` returns for these numbers.
         ranks: number of ranks in the pipeline.
         stages: number of stages, a multiple of `ranks`.
         micro_batches: number of micro-batches in a step.

@@ -156,7 +156,7 @@ class PipelinePlan:
         return found
 
     def traffic(self) -> dict[str, AxisTraffic]:
-        """Traffic by axis, of the rank that sends most along it."""
+        """Traffic by axis; for each axis, the traffic of the rank that sends most along the axis."""
         of_ranks = [self.traffic_of(rank) for rank in range(self.ranks)]
         axes = dict.fromkeys(axis for found in of_ranks for axis in found)
         return {
@@ -207,7 +207,7 @@ def check_schedule(schedule: str | None, ranks: int, stages: int, micro_batches:
         ranks, stages, micro_batches: numbers of the pipeline.
 
     Raises:
-        ValueError: torch cannot run it with these numbers.
+        ValueError: torch cannot run the schedule with these numbers.
     """
     usual = ["Interleaved1F1B"] if stages > ranks else ["1F1B", "GPipe"]
     possible = [name for name in usual if not why_not(name, ranks, stages, micro_batches)]

@@ -132,7 +132,7 @@ def simulate_pipeline(schedule: str, ranks: int, costs: Sequence[StageCost]) -> 
     the other in each direction.
 
     Args:
-        schedule: one of `schedules_for` these numbers.
+        schedule: a schedule that `schedules_for` returns for these numbers.
         ranks: number of ranks in the pipeline.
         costs: cost of each stage.
     """
@@ -175,7 +175,7 @@ def rank_memory(schedule: str, rank: int, ranks: int, costs: Sequence[StageCost]
     """Return the most bytes that a rank holds, including parameters and state, and its most micro-batches in flight.
 
     Args:
-        schedule: one of `schedules_for` these numbers.
+        schedule: a schedule that `schedules_for` returns for these numbers.
         rank: rank in the pipeline.
         ranks: number of ranks in the pipeline.
         costs: cost of each stage.

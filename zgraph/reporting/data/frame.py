@@ -177,7 +177,7 @@ class MemoryData:
 
 @dataclass(kw_only=True)
 class Totals:
-    """A graph before or after a pass.
+    """Totals of a graph before or after a pass.
 
     Attributes:
         sent_bytes: bytes that this rank sends.

@@ -1,4 +1,4 @@
-"""The folder of a report: for each rank and frame `report.json`, and files for other tools made only from it."""
+"""The folder of a report: for each rank and frame `report.json`, and files that are made only from `report.json`."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class KnownParameter:
     """A parameter as described by the markers of a captured graph.
 
     Attributes:
-        shape: unsharded shape; None: no marker has it.
+        shape: unsharded shape; None: no marker of the graph tells the shape.
         zero_stage: 0 to 3; -1: unknown.
         dtype, local_bytes, rests: dtype, size and memory space of the part that this rank keeps between steps.
     """

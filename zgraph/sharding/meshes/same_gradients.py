@@ -1,4 +1,4 @@
-"""A check that parameters which tensor parallelism does not split get the same gradient on all its ranks.
+"""A check that parameters which tensor parallelism does not split get the same gradient on all ranks of its axis.
 
 They do if all ranks compute with the same activations. A layer that reads a part of the sequence, or dropout with
 different random states, gives each rank its own gradient, which is never summed: replicas would drift apart silently.
@@ -27,7 +27,7 @@ _NOISE = 1e-4  # fraction of the largest norm: smaller gradients may be pure rou
 
 
 class SameGradients:
-    """Compares gradients over a tensor-parallel axis before the first optimizer step; all ranks of it must step.
+    """Compares gradients over a tensor-parallel axis before the first optimizer step, which all its ranks must make.
 
     Args:
         mesh: [T] ranks of the axis.

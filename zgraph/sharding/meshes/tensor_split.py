@@ -81,7 +81,7 @@ class TensorSplit:
         return DTensor.from_local(part, self.mesh, [self.placement], run_check=False)
 
     def lies_on(self, mesh: DeviceMesh) -> bool:
-        """Return whether `mesh` contains the axis. It does for experts that were sharded over other axes before."""
+        """Return whether `mesh` contains the axis, as it does for experts that an earlier call sharded."""
         return set(self.mesh.mesh_dim_names or ()) <= set(mesh.mesh_dim_names or ())
 
     def check_divisor(self, name: str, reduction: str, mesh: DeviceMesh) -> None:
@@ -93,7 +93,7 @@ class TensorSplit:
             mesh: mesh over which all other parameters are now sharded.
 
         Raises:
-            ValueError: it states none: its mean would be over fewer ranks than the mean of other parameters.
+            ValueError: the parameter states no divisor: its mean is over fewer ranks than that of other parameters.
         """
         if self.size > 1 and self.lies_on(mesh) and reduction == "mean":
             raise ValueError(

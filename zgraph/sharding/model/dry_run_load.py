@@ -15,7 +15,7 @@ COMPILED = "_orig_mod."  # prefix that torch.compile adds to the keys of the mod
 def load_all_or_nothing(
     module: nn.Module, load: Callable[..., Any], state_dict: Mapping[str, Any], strict: bool, assign: bool
 ) -> Any:
-    """Call `load(module, state_dict, strict, assign)` such that the module is unchanged if it raises.
+    """Call `load(module, state_dict, strict, assign)` such that the module is unchanged if `load` raises.
 
     torch copies one parameter after another and raises at the end, when some values have already been replaced.
 

@@ -18,7 +18,7 @@ class ParamSpec:
     Attributes:
         layout: layout of the parameter, or of this rank's tensor-parallel part, on the mesh.
         dtype: dtype of the sharded parameter.
-        device_type: device type of the mesh that it was sharded on.
+        device_type: device type of the mesh over which the parameter was sharded.
         rests_on: device type of the parameter between forwards.
         compute_dtype: dtype in which forward reads the parameter.
         wire_dtype: dtype in which its gradient is sent; None: the gradient's own.

@@ -5,11 +5,11 @@ and refuses in-place operators that need other placements or plain tensors. Here
 `embedding.weight.grad[:old] = 0`, is made to the whole tensor, of which each rank keeps its part.
 
 A number read from a DTensor describes this rank's part only: `p.grad.norm().item()`, `if torch.isnan(p.grad).any()`.
-Here it describes the whole tensor, on every rank. All ranks must make such writes and reads: if one makes it and the
-others do not, all get an error.
+Here the number describes the whole tensor, on every rank. All ranks must make such writes and reads: if only some ranks
+make one, all get an error.
 
 Random numbers are also drawn for the whole tensor. On CPUs DTensor does not manage generators and draws each shard from
-the rank's own: equal seeds repeat rows on every rank, and different seeds let replicas drift apart.
+the rank's generator: equal seeds repeat rows on every rank, and different seeds let replicas drift apart.
 """
 
 from __future__ import annotations
@@ -492,7 +492,7 @@ def _with_local_parts(args: Sequence[Any]) -> list[Any]:
 
 @torch.no_grad()
 def _write_to_whole(target: Sharded, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sharded:
-    """Run a write to `target` on the whole tensor behind it, as on one rank; then each rank keeps its part.
+    """Run a write to `target` on the whole tensor that it is or views, as on one rank; each rank then keeps its part.
 
     Raises:
         AgreementError: ranks pass different plain tensors.

@@ -37,7 +37,7 @@ def first_fit(sizes: Sequence[int], room_bytes: float) -> list[int]:
 
 
 def keep_gathered(params: Iterable[ShardedParam], most_bytes: float) -> None:
-    """Choose the parameters that stay gathered during a step, before compilation; equal on all ranks that share them.
+    """Choose the parameters that stay gathered during a step; to be called before compilation, alike on all ranks.
 
     Args:
         params: parameters of one stage, in the module's order.

@@ -123,7 +123,7 @@ def way_through(outputs: Iterable[Any], inputs: Iterable[Any]) -> Way | None:
     """Find the part of autograd's graph on which gradients of inputs depend.
 
     Returns:
-        That part. None if it has no compiled function, or if gradients of parameters come from anything but its
+        The part; None if it has no compiled function, or if gradients of parameters come from anything but the part's
         compiled functions.
     """
     ends = {get_gradient_edge(value).node for value in inputs if isinstance(value, Tensor) and value.requires_grad}

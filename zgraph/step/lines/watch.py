@@ -212,7 +212,7 @@ class _Known:
 class KnownValues:
     """Numbers on which Python may branch: the inputs of the next call tell whether that call takes the same branch.
 
-    They are in 0-d inputs on the host, such as step counts, to which a step at most adds a number.
+    The numbers are in 0-d inputs on the host, such as step counts, to which a step at most adds a number.
 
     Args:
         mode: result of `step_mode`.

@@ -1,4 +1,4 @@
-"""Python values that a step may read, as they were when it was captured: numbers, containers, configurations.
+"""Python values that a step may read, as they were at the step's capture: numbers, containers, configurations.
 
 They are found by names: names in the code of the step and of its model's forwards, in the functions that these name,
 and everything that modules hold.

@@ -58,7 +58,7 @@ class _Reader:
 
     Attributes:
         names: attributes that the code names.
-        keys: constants of the code, by which it may read entries.
+        keys: constants of the code, which may be keys of entries that the code reads.
         but: a module whose attributes are left out.
     """
 

@@ -1,4 +1,4 @@
-"""The network interface over which gloo would connect ranks."""
+"""Find the network interface through which gloo connects ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 @dataclass(frozen=True, kw_only=True)
 class Interface:
-    """The interface that gloo would use.
+    """The network interface that gloo uses if ranks connect now.
 
     Attributes:
         text: description of the interface.

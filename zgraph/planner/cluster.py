@@ -32,11 +32,11 @@ SHARD_ON_AXES = (
 
 @dataclass
 class Cluster:
-    """A cluster that does not exist.
+    """A planned cluster, which does not exist.
 
     Attributes:
-        name: function that plans, for errors.
-        axes: axes of the cluster; None if only its ranks are counted.
+        name: name of the planning function, for errors.
+        axes: axes of the cluster; None if only the number of ranks was given.
         ranks: number of ranks.
         machine: hardware of each rank.
         passes: list of passes, with a target.

@@ -171,7 +171,7 @@ class Plan:
         """Write the plan to a folder, as `zgraph.report` does for a compiled model; return the folder of rank 0.
 
         The folder of a pipeline has a page of its own, `index.html`: the timeline of micro-batches on each rank, the
-        costs of ranks, stages and schedules, and below them the graphs of each stage.
+        costs of ranks, stages and schedules, and after these the graphs of each stage.
 
         Args:
             directory: parent of the folder of rank 0.

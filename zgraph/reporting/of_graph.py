@@ -101,7 +101,7 @@ class Peak:
 
 @dataclass(frozen=True, kw_only=True)
 class LaneCopies:
-    """The copies of a graph between memory spaces that share a lane, or its updates on the host.
+    """All copies of a graph between memory spaces that run on one lane, or the graph's updates on the host.
 
     Attributes:
         lane: name of the lane, such as "device_to_host" or "host_updates".

@@ -146,7 +146,7 @@ class Scope:
     @property
     @never_a_frame
     def runs_outside_graphs(self) -> bool:
-        """Whether a compiled forward, or one that should be, is running; only read by code outside graphs."""
+        """Whether the running forward is compiled, or meant to be; only read by code outside graphs."""
         return self.active and (self.gathered is None or self.uncompiled.is_skipped)
 
     @property
@@ -226,7 +226,7 @@ class ShardedParam:
 
     @property
     def lifetime_stage(self) -> int:
-        """ZeRO stage by which the parameter's markers are lowered; stages 1 to 3 store it alike."""
+        """ZeRO stage by which the parameter's markers are lowered; stages 1 to 3 store the parameter alike."""
         return 2 if self.stays_gathered else self.spec.layout.zero_stage
 
     @property

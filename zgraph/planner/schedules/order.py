@@ -106,7 +106,7 @@ def _of_rank(schedule: str, rank: int, ranks: int, chunks: int, micro_batches: i
 
 
 def _of_v(rank: int, ranks: int, micro_batches: int) -> list[Action]:
-    """The actions of a rank that has one stage on the way down the V, and one on the way up."""
+    """Return the actions of a rank in a V schedule: it has one stage on the way down the V, and one on the way up."""
     down, up = rank, 2 * ranks - 1 - rank
     order: list[Action] = []
     done: dict[tuple[str, int], int] = {}

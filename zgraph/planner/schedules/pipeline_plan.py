@@ -118,7 +118,7 @@ class PipelinePlan:
         """Refuse a step that exceeds the budget.
 
         Raises:
-            BudgetError: the budget is exceeded; names a budget, or another schedule, that fits.
+            BudgetError: the budget is exceeded; the message names a budget, or another schedule, that fits.
         """
         if self.fits(self.run):
             return
@@ -204,7 +204,7 @@ def check_schedule(schedule: str | None, ranks: int, stages: int, micro_batches:
     Args:
         schedule: name of the schedule; None: Interleaved1F1B with several stages on a rank, else 1F1B, or GPipe if
             there are too few micro-batches for 1F1B.
-        ranks, stages, micro_batches: numbers of the pipeline.
+        ranks, stages, micro_batches: numbers of ranks, of stages, and of micro-batches in a step.
 
     Raises:
         ValueError: torch cannot run the schedule with these numbers.

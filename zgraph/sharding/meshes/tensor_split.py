@@ -154,7 +154,7 @@ def mesh_at_rest(mesh: DeviceMesh, axis: DeviceMesh | None) -> DeviceMesh:
     """Return the mesh of zgraph's and the tensor-parallel axes, on which parameters are stored between forwards.
 
     Raises:
-        ValueError: the two overlap, or are not slices of one mesh.
+        ValueError: the meshes of the two overlap, or are not slices of one mesh.
     """
     if axis is None:
         return mesh

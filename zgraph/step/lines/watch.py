@@ -129,7 +129,7 @@ class Watch(DispatchMode):
             )
 
     def _instead(self, given: Any) -> Any:
-        """Replace real tensors in an argument by traced ones."""
+        """Return an argument with traced tensors in place of real ones."""
         if isinstance(given, Tensor):
             return self.stand_ins.get(id(given), given)
         if type(given) in (list, tuple):

@@ -168,7 +168,7 @@ class _Stage:
 def _stages(
     model: nn.Module | Sequence[nn.Module], ranks: int, chunks: int | None, inputs: Sequence[Any], machine: Hardware
 ) -> list[nn.Module]:
-    """The stages of a model."""
+    """Return the stages of a model: cut from an `nn.Sequential`, or the modules of a list."""
     if isinstance(model, nn.Sequential):
         return list(split_stages(model, ranks * (chunks or 1), batch=lambda: tuple(inputs), hardware=machine))
     if isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList):

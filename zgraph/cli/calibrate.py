@@ -38,7 +38,7 @@ def calibrate(refresh: bool, cache: Path | None, as_json: bool) -> None:
 
 
 def measured(*, refresh: bool = False, cache: Path | None = None) -> Hardware:
-    """The figures of this machine, shared by all ranks that torchrun has started."""
+    """Return the measured figures of this machine; all ranks that torchrun has started get the same."""
     from zgraph.analysis.calibration import calibrate as calibrate_ranks
 
     with launched_ranks():
@@ -46,7 +46,7 @@ def measured(*, refresh: bool = False, cache: Path | None = None) -> Hardware:
 
 
 def table_of(hardware: Hardware) -> Table:
-    """The table of the measured hardware. A single process has no links; plans then assume typical ones."""
+    """Return a table of the measured hardware. A single process measures no links; plans then assume typical ones."""
     rows = [
         ("backend", hardware.backend),
         ("memory of a rank", size(hardware.memory_bytes)),

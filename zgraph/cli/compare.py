@@ -65,7 +65,7 @@ class Change:
 
 
 def compare(first: Document, second: Document) -> list[Change]:
-    """The differences between two reports; `_pairs` chooses the frames to compare."""
+    """Return the differences between two reports; `_pairs` chooses the frames to compare."""
     measured = [_measured(document) for document in (first, second)]
     found: list[Change] = []
     for pair in _pairs(first, second):
@@ -78,7 +78,7 @@ def compare(first: Document, second: Document) -> list[Change]:
 
 
 def _pairs(first: Document, second: Document) -> list[tuple[Document | None, Document | None]]:
-    """Pairs of frames to compare: in the order of compilation if both reports have the same number, else by name.
+    """Return pairs of frames to compare: in order of compilation if the reports have equally many, else by name.
 
     Names are not enough, because Dynamo numbers the compiles of a process: a second plan in the same notebook calls the
     frame "0/1" that the first called "0/0".
@@ -91,10 +91,10 @@ def _pairs(first: Document, second: Document) -> list[tuple[Document | None, Doc
 
 
 def compare_passes(document: Document, first: str, second: str) -> list[Change]:
-    """The differences between one compile's graphs after two of its passes; CAPTURED is the graph before any.
+    """Return how the graphs of one compile differ after two passes; CAPTURED stands for the graph before any pass.
 
     Raises:
-        ValueError: no graph had such a pass, or no graph had both.
+        ValueError: a pass ran on no graph, or no graph had both passes.
     """
     known = dict.fromkeys([CAPTURED, *(entry["name"] for frame in document["frames"] for entry in frame["passes"])])
     for name in (first, second):
@@ -114,7 +114,7 @@ def compare_passes(document: Document, first: str, second: str) -> list[Change]:
 
 
 def lines_between(document: Document, first: str, second: str) -> list[str]:
-    """A unified diff of each graph between its texts after two passes."""
+    """Return the lines of a unified diff of each graph's text after one pass and after another."""
     found: list[str] = []
     for frame in document["frames"]:
         for direction in frame["captured"]:
@@ -170,7 +170,7 @@ def _operators(frame: Document) -> Facts:
 
 
 def _passes(frame: Document) -> Facts:
-    """Graphs after each pass. A pass that runs twice on a graph has a number from its second run on."""
+    """Return the totals of graphs after each pass; from its second run on a graph, a pass has a number in its name."""
     found: dict[str, dict[str, Any]] = {}
     for entry in frame["passes"]:
         name = f"{entry['direction']}: {entry['name']}"
@@ -184,7 +184,7 @@ def _passes(frame: Document) -> Facts:
 
 
 def _after_pass(frame: Document, name: str) -> Facts:
-    """The graphs of a frame after a pass; for CAPTURED, before their first pass."""
+    """Return the totals of a frame's graphs after the pass `name`; for CAPTURED, before the first pass."""
     found: dict[str, Mapping[str, Any]] = {}
     for entry in frame["passes"]:
         if name == CAPTURED and entry["direction"] not in found:
@@ -195,7 +195,7 @@ def _after_pass(frame: Document, name: str) -> Facts:
 
 
 def _totals(found: Document | None) -> dict[str, Any]:
-    """Totals of a graph before or after a pass; all None if passes were not recorded."""
+    """Return the totals of a graph before or after a pass as facts; each is None if passes were not recorded."""
     return {fact: (found or {}).get(fact) for fact in _TOTALS}
 
 
@@ -246,7 +246,7 @@ def _changes(section: str, frame: str, first: Facts, second: Facts) -> Iterator[
 
 
 def _with_unit(fact: str) -> tuple[str, Callable[[float], str]]:
-    """A fact's name without its unit, and the function that formats numbers of that unit."""
+    """Return a fact's name without its unit, and the function that formats numbers of this unit."""
     for unit, text in (("_bytes", size), ("_us", duration)):
         if fact.endswith(unit):
             return fact.removesuffix(unit).replace("_", " "), text

@@ -69,7 +69,7 @@ def _loaded(path: Path) -> Document:
 
 
 def _names(first: Path, second: Path) -> tuple[str, str]:
-    """The shortest ends of two paths that tell them apart."""
+    """Return the shortest last parts of two paths that differ; "A" and "B" if the paths are equal."""
     parts = first.resolve().parts, second.resolve().parts
     for count in range(1, max(map(len, parts)) + 1):
         ends = [str(Path(*each[-count:])) for each in parts]

@@ -25,7 +25,7 @@ class Check:
     Attributes:
         group, name: group and name of the fact.
         found: description of what was found.
-        status: "missing": a training run needs it; "note": it works, but see the advice.
+        status: "missing": a training run needs what was not found; "note": it works, but see the advice.
         advice: what to do; "" if all is well.
     """
 
@@ -40,7 +40,7 @@ class Check:
 
 
 def check_machine() -> list[Check]:
-    """All checks of this process's machine; only versions if one of them is missing."""
+    """Return all checks of this process's machine; only the checks of versions if one of these is missing."""
     found = _python_checks()
     if any(check.status == "missing" for check in found):
         return found
@@ -49,7 +49,7 @@ def check_machine() -> list[Check]:
 
 
 def _python_checks() -> list[Check]:
-    """Checks of versions. Only here may torch be absent, or a version that zgraph refuses."""
+    """Return the checks of versions. Only these checks run without torch, or with a version that zgraph refuses."""
     found = [
         Check(group="versions", name="python", found=platform.python_version()),
         Check(group="versions", name="zgraph", found=_version("zgraph") or "not installed: run from its folder"),
@@ -166,7 +166,7 @@ def _cache(name: str, folder: Path, unwritable: Any, advice: str) -> Check:
 
 
 def is_writable(folder: Path) -> bool:
-    """Whether files can be created in a folder, or in its nearest existing parent; leaves nothing behind."""
+    """Return whether files can be created in a folder, or in its nearest existing parent; no file is left there."""
     existing = next(each for each in (folder, *folder.parents) if each.exists())
     try:
         with tempfile.TemporaryFile(dir=existing):

@@ -1,4 +1,4 @@
-"""The network interface over which gloo would connect ranks."""
+"""Find the network interface through which gloo connects ranks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 @dataclass(frozen=True, kw_only=True)
 class Interface:
-    """The interface that gloo would use.
+    """The network interface that gloo uses if ranks connect now.
 
     Attributes:
         text: description of the interface.
-        status: "missing": gloo cannot connect; "note": only ranks of this host can.
+        status: "missing": gloo cannot connect ranks; "note": gloo can connect only ranks of this host.
         advice: what to set.
     """
 
@@ -28,7 +28,7 @@ class Interface:
 
 
 def gloo_interface() -> Interface:
-    """The interface in GLOO_SOCKET_IFNAME, or that of the host name's address; torch falls back to loopback."""
+    """Return the interface that GLOO_SOCKET_IFNAME names, or that has the host name's address; else loopback."""
     addresses = _addresses()
     others = [name for name, address in addresses.items() if not _is_loopback(address)]
     choose = f"set GLOO_SOCKET_IFNAME to {' or '.join(others) or 'an interface that other hosts can reach'}"
@@ -63,7 +63,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _addresses() -> dict[str, str]:
-    """IPv4 addresses by interface; empty if the system cannot list them."""
+    """Return the IPv4 address of each interface; empty if the system cannot list them."""
     try:
         import fcntl
     except ImportError:

@@ -216,7 +216,7 @@ def call(step: Callable[[], Any]) -> Step:
 
 
 def function_named(text: str) -> Callable[[], Any]:
-    """The function that MODULE:FN names; modules in the current folder are found as well.
+    """Return the function that MODULE:FN names; modules in the current folder are found as well.
 
     Raises:
         UserError: there is no such module or function, or the module cannot be imported.
@@ -246,10 +246,10 @@ def function_named(text: str) -> Callable[[], Any]:
 
 
 def hardware_named(text: str) -> Hardware:
-    """A preset, or the hardware in a file written by `zgraph calibrate --json`.
+    """Return a hardware preset by its name, or the hardware in a file written by `zgraph calibrate --json`.
 
     Raises:
-        UserError: neither exists.
+        UserError: there is neither such a preset nor such a file.
     """
     from zgraph.analysis.hardware import Hardware
 
@@ -261,7 +261,7 @@ def hardware_named(text: str) -> Hardware:
 
 
 def _in_one_line(error: BaseException) -> str:
-    """The first cause of an error, and its place in the user's files."""
+    """Return the first cause of an error, and the innermost line of the user's files that led to it."""
     while error.__cause__ is not None:
         error = error.__cause__
     inner = _INNER.search(str(error))  # the original error in Dynamo's long text
@@ -273,5 +273,5 @@ def _in_one_line(error: BaseException) -> str:
 
 
 def _is_installed(path: Path) -> bool:
-    """Whether a file is zgraph's, an installed package's, or Python's own."""
+    """Return whether a file belongs to zgraph, to an installed package, or to Python."""
     return Path(__file__).parent in path.parents or "site-packages" in path.parts or not path.is_file()

@@ -11,7 +11,7 @@ LIMIT = timedelta(minutes=2)  # for all ranks to connect
 
 
 def rank_of_launch() -> int:
-    """The rank that torchrun gave this process; 0 without torchrun."""
+    """Return the rank that torchrun gave this process; 0 without torchrun."""
     return int(os.environ.get("RANK", "0"))
 
 

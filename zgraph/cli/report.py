@@ -34,10 +34,10 @@ def report(directory: Path, opens: bool, as_json: bool) -> None:
 
 
 def rebuild(directory: Path) -> list[Path]:
-    """Write the page of all reports below a directory, and rewrite the files made from each report.json.
+    """Write the page of all reports in a directory, and rewrite the files made from each report.json.
 
     Args:
-        directory: directory with reports, or one report.json, whose page is written next to it.
+        directory: directory with reports; or one report.json, whose page is written to the same folder.
 
     Returns:
         The page, and then the other files.

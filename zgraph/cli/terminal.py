@@ -57,7 +57,7 @@ def print_json(document: object) -> None:
 
 @contextlib.contextmanager
 def working(what: str) -> Generator[None]:
-    """Show a status on a terminal; code inside prints to standard error, so standard output has only results."""
+    """Show a status on a terminal; what code inside the `with` prints goes to standard error, not among the results."""
     from rich.console import Console
 
     with contextlib.redirect_stdout(sys.stderr), Console(file=sys.stderr).status(what):

@@ -21,11 +21,11 @@ def zgraph(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
 ) -> Callable[..., Any]:
-    """The Dynamo backend; torch finds it through the entry point `torch_dynamo_backends`.
+    """Compile one frame for Dynamo; torch finds this backend through the entry point `torch_dynamo_backends`.
 
     Args:
-        gm: one frame's graph.
-        example_inputs: its inputs in the call that is being compiled.
+        gm: graph of the frame.
+        example_inputs: inputs of the graph in the call that is being compiled.
         options: see `zgraph.driver.options.CompileOptions`.
         mode: torch.compile's `mode`, a preset of Inductor; must be None.
 

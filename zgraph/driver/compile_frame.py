@@ -25,13 +25,13 @@ from zgraph.torch_compat.aot import aot_autograd
 
 
 class FrameCompiler:
-    """Compiles one frame; all state of that compile is kept here.
+    """Compiles one frame, and keeps all state of that compile.
 
     Args:
         frame: frame to compile.
         options: options of the backend.
-        known: facts about a planned cluster, whose groups move nothing. None: those of this process.
-        on_plan: called with the plan and the places of its late outputs, see `Decided`.
+        known: facts about a planned cluster, whose groups move nothing. None: the facts of this process.
+        on_plan: called with the plan and the positions of the weight gradients among the outputs of its backward.
     """
 
     def __init__(
@@ -55,11 +55,7 @@ class FrameCompiler:
             frame.warn_if_replicas_drift()
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """The frame of a forward as a callable.
-
-        torch calls back in this order: `plan_joint`, `lower` of the forward, and at the first backward `lower` of the
-        backward; or, without gradients, `compile_inference` alone. `decided` carries the plan from one to the next.
-        """
+        """Return the forward of the frame as a callable; the backward is lowered when it is first called."""
         backend = aot_autograd(
             compile_forward=partial(self.lower, "forward"),
             compile_backward=partial(self.lower, "backward"),
@@ -79,11 +75,11 @@ class FrameCompiler:
         return graphs["forward"], graphs["backward"]
 
     def compile_inference(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Program:
-        """The frame of a forward without gradients as a callable."""
+        """Return a frame whose forward runs without gradients as a callable."""
         return self.lower("inference", self._decide(gm, self.ctx).graphs["inference"], inputs)
 
     def compile_step(self, gm: fx.GraphModule, recorded: RecordedSteps | None = None) -> Program:
-        """A whole training step as a callable, recorded and replayed as a CUDA graph if `recorded` is given."""
+        """Return a whole training step as a callable, recorded and replayed as a CUDA graph if `recorded` is given."""
         changes = changes_of(gm.graph)
         planned = self._decide(gm, replace(self.ctx, direction="step"), changes=changes).graphs["step"]
         if recorded is not None:
@@ -98,7 +94,7 @@ class FrameCompiler:
         *,
         recorded: RecordedSteps | None = None,
     ) -> Program:
-        """A final graph of the plan as a callable."""
+        """Return a final graph of the plan as a callable."""
         assert self.decided is not None, "torch lowers after it has partitioned"
         return self.lowering.lower(direction, gm, self.decided, recorded)
 
@@ -114,9 +110,9 @@ class FrameCompiler:
 
         Args:
             captured: joint graph, inference graph or graph of a whole step.
-            ctx: context for its passes.
-            late: places of weight gradients, as `weight_gradients` returns them, for a stage of a pipeline.
-            changes: lines for what a step does to its parameters and gradients, on which ranks must agree.
+            ctx: context for the passes.
+            late: positions of weight gradients, as `weight_gradients` returns them, for a stage of a pipeline.
+            changes: lines of text that describe what a step does to parameters and gradients; equal on all ranks.
         """
         observation, planner = self.observation, self.planner
         known = planner.name_inputs(captured.graph)

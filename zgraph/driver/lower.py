@@ -1,4 +1,4 @@
-"""Lowering: the final graphs of a plan as programs."""
+"""Lowering: make the final graphs of a plan callable."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ Program = Callable[[list[Any]], Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Decided:
-    """A plan, and what its lowering needs besides the graphs that torch passes back.
+    """Facts about a plan that its lowering needs in addition to the graphs, which torch passes back one by one.
 
     Attributes:
         variants: variants of the plan.
-        called: what clocks and profilers need of each graph.
+        called: facts about each graph for clocks and profilers, by direction.
         handles: names of placeholders that are handles of parameters.
-        weights: outputs that are gradients of weights, of a backward that may run in halves; None: it runs whole.
-        halves: the backward of each variant in halves, where there is such a backward.
+        weights: outputs of backward that are gradients of weights, if backward may run in halves; None: it runs whole.
+        halves: the backward of each variant, split in halves; empty if backward cannot run in halves.
     """
 
     variants: tuple[Variant, ...]
@@ -50,7 +50,7 @@ class Decided:
         handles: tuple[str, ...],
         late: tuple[tuple[int, ...], tuple[int | None, ...]] | None,
     ) -> Decided:
-        """Split the backward of each variant, if the frame is a stage's; `late` as `weight_gradients` returns it."""
+        """Describe a plan; if the frame is a pipeline stage's, split each backward. `late`: see `weight_gradients`."""
         halves: tuple[Halves, ...] = ()
         weights: WeightGradients | None = None
         if late is not None:
@@ -65,7 +65,7 @@ class Lowering:
     """Lowers the graphs of one frame.
 
     Attributes:
-        inductor: compiles islands of compute; None: graphs run node by node.
+        inductor: compiles islands (runs of compute between collectives); None: graphs run node by node.
     """
 
     def __init__(self, observation: Observation, lowering: str, ranks_per_host: int) -> None:
@@ -75,12 +75,12 @@ class Lowering:
     def lower(
         self, direction: Direction, gm: fx.GraphModule, decided: Decided, recorded: RecordedSteps | None = None
     ) -> Program:
-        """A final graph as a callable.
+        """Return a final graph as a callable.
 
         Args:
             direction: direction of the graph.
             gm: the graph; it may be changed.
-            decided: plan that it is part of.
+            decided: plan that the graph is part of.
             recorded: records and replays a whole step as a CUDA graph; None: each call runs node by node.
         """
         with self.observation.report.phase("lowering"):
@@ -104,7 +104,7 @@ class Lowering:
         return self._in_halves(whole, place, f"{title} of warm-up", decided)
 
     def _in_halves(self, whole: Program, place: int, title: str, decided: Decided) -> Program:
-        """The lowered backward of a variant, in halves where they are wanted; these are lowered at their first call."""
+        """Return a variant's lowered backward. If wanted, it can run in halves, which are lowered when first called."""
         if decided.weights is None:
             return whole
 
@@ -133,6 +133,6 @@ class Lowering:
 
 
 def _handle_in(graph: fx.Graph, handles: Sequence[str]) -> int:
-    """Place of some parameter's handle among the inputs of a graph that reads or reduces parameters."""
+    """Return the index of a handle (any parameter's) among the inputs of a graph that reads or reduces parameters."""
     places = {node.name: place for place, node in enumerate(graph.find_nodes(op="placeholder"))}
     return next(places[name] for name in handles if name in places)

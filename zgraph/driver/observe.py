@@ -30,12 +30,12 @@ from zgraph.torch_compat.fake_values import without_fake_mode
 
 @dataclass(frozen=True, kw_only=True)
 class Described:
-    """A plan as reports have it.
+    """Descriptions of a plan for reports, clocks and profilers.
 
     Attributes:
         graphs: one report for each graph.
         data: everything about the frame, for report.json; None unless passes were recorded.
-        called: for each graph, what clocks and profilers need.
+        called: facts about each graph for clocks and profilers, by direction.
     """
 
     graphs: Sequence[GraphReport]
@@ -60,7 +60,7 @@ class Observation:
         self.recorder: PassRecorder | None = None
 
     def observer(self) -> Observer:
-        """A new observer of passes, which writes the dump if there is one, over that of an earlier try."""
+        """Return a new observer of passes. If a dump was requested, it writes the dump, over that of an earlier try."""
         if self.dumper is not None and self.dumper.failed:
             self.report.dump_failed = True
         self.recorder = None
@@ -93,8 +93,8 @@ class Observation:
 
         Args:
             plan: plan of the frame.
-            names: names of its parameters.
-            known: facts about them by name.
+            names: names of the frame's parameters, by the positions of their handles among the inputs.
+            known: facts about these parameters, by name.
             budget_bytes: budget of the step; None: no limit.
         """
         with self.report.phase("predicting"):
@@ -134,11 +134,11 @@ class Observation:
                     self.dumper.kernels(sources_of(gm.graph))
 
     def watch(self, direction: Direction, called: CalledGraph) -> GraphWatch:
-        """The clock and profiler of a graph's calls."""
+        """Return the watch that chooses a clock or profiler for each call of a graph."""
         return GraphWatch(called, self.clocks, partial(self.report.profiler_of, self.frame, direction))
 
     def count_islands(self, islands: int, distinct: int) -> None:
-        """Note how many islands Inductor was given, and how many of them it has compiled."""
+        """Note how many islands (runs of compute) Inductor was given, and how many different ones it has compiled."""
         self.report.islands += islands
         self.report.distinct_islands += distinct
 

@@ -70,16 +70,16 @@ class CompileOptions:
             )
 
     def is_checked(self, call: int, first: int) -> bool:
-        """Return whether to compare this call of a step, counted from 0; the `first` calls always are."""
+        """Return whether to compare a call of a step with the plain lines: the `first` calls, and then every k-th."""
         every = 0 if isinstance(self.check, bool) else self.check
         return bool(self.check) and (call < first or (every > 0 and call % every == 0))
 
     @classmethod
     def parse(cls, options: Mapping[str, Any] | None) -> CompileOptions:
-        """Build from the dict given to torch.compile.
+        """Return the options in the dict that was given to torch.compile.
 
         Raises:
-            ValueError: an unknown or unusable option; says what to write instead.
+            ValueError: an option is unknown or unusable; the message says what to write instead.
         """
         if not isinstance(options, Mapping | None):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(f'zgraph: options is {options!r}; write a dict, such as options={{"lowering": "fx"}}.')

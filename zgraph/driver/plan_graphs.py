@@ -29,7 +29,7 @@ class GraphPlanner:
 
     Attributes:
         names: names of the frame's parameters, by the positions of their handles among the inputs.
-        handles: names of the placeholders of these handles, once `name_inputs` has run.
+        handles: names of the placeholders that are handles, once `name_inputs` has run.
     """
 
     def __init__(self, frame: Frame, options: CompileOptions) -> None:
@@ -47,7 +47,7 @@ class GraphPlanner:
         return 1 if self.passes.target is None else self.passes.target.hardware.ranks_per_host
 
     def name_inputs(self, graph: fx.Graph) -> dict[str, KnownParameter]:
-        """Record names, tiers and devices of a captured graph's inputs; return the parameters, by name.
+        """Record names, tiers (memory spaces) and devices of a captured graph's inputs; return its parameters by name.
 
         Names are for dumps, reports and errors; no pass decides by them.
         """
@@ -75,8 +75,9 @@ class GraphPlanner:
             captured: graph with named inputs; not changed.
             ctx: context for the passes.
             observation: sees each graph after each pass.
-            keeps_windows: the frame is a stage's, of which several micro-batches are in flight: it saves no more than
-                without a budget unless it would not fit alone, since what is left of the budget is for keep_bytes.
+            keeps_windows: whether the frame is a pipeline stage's, which has several micro-batches in flight. If so, it
+                saves no more than without a budget, unless one micro-batch alone does not fit: the rest of the budget
+                is for `keep_bytes`.
 
         Returns:
             The plan, and the budget in bytes; None without one.

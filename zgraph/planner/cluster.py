@@ -32,11 +32,11 @@ SHARD_ON_AXES = (
 
 @dataclass
 class Cluster:
-    """A cluster that does not exist.
+    """A planned cluster, which does not exist.
 
     Attributes:
-        name: function that plans, for errors.
-        axes: axes of the cluster; None if only its ranks are counted.
+        name: name of the planning function, for errors.
+        axes: axes of the cluster; None if only the number of ranks was given.
         ranks: number of ranks.
         machine: hardware of each rank.
         passes: list of passes, with a target.
@@ -57,7 +57,7 @@ class Cluster:
         hardware: Hardware | str,
         passes: PassList | Sequence[Any] | None,
     ) -> Cluster:
-        """Take the options of a plan.
+        """Check the options of a plan, and return the cluster that they describe.
 
         Raises:
             ValueError: there is no such hardware, or passes are not a list of passes.
@@ -76,7 +76,7 @@ class Cluster:
 
     @contextmanager
     def joined(self) -> Generator[tuple[DeviceMesh | None, Any]]:
-        """Be rank 0; yields the mesh of the axes, and the fake mode in which tensors have no values."""
+        """Make this process rank 0 of the cluster; yield the mesh of the axes, and a fake mode for tensors."""
         with fake_world(self.ranks):
             yield None if self.axes is None else self.axes.mesh(), fake_mode()
 
@@ -103,7 +103,7 @@ class Cluster:
         """Call the user's function to shard a model over all axes but that of the pipeline.
 
         Raises:
-            ValueError: it does not use the axes as they are.
+            ValueError: the function does not use the axes as they are.
         """
         axes = self.axes
         if axes is None or mesh is None:
@@ -138,7 +138,7 @@ class Cluster:
 
 
 def check_functions(name: str, model_fn: object, batch: object) -> None:
-    """Refuse a model or a batch in place of a function, because its tensors would be real."""
+    """Refuse a model or a batch that is given in place of the function that makes it: its tensors are real."""
     if isinstance(model_fn, nn.Module) or not callable(model_fn):
         raise ValueError(
             f"{name}: model_fn is a {type(model_fn).__name__}; pass a function that makes the model, such as "

@@ -38,7 +38,8 @@ class PlannedHalves:
 
     Attributes:
         inputs_us, weights_us: time of each half.
-        left_bytes: bytes alive between the halves, without returned values and gathered parameters kept by the window.
+        left_bytes: bytes alive between the halves, without the values that the first half returns and without gathered
+            parameters that the window keeps.
         kept_bytes: bytes of gathered parameters that the window keeps and the second half reads.
         inputs_peak_bytes: most bytes alive while the first half runs, without parameters kept by the window.
         first_peak_bytes, later_peak_bytes, closing_peak_bytes: peaks of the second half, defined as in `PlannedFrame`,
@@ -71,7 +72,7 @@ class PlannedFrame:
         later_peak_bytes: the same for a later backward, which adds to these sums; without the sums themselves.
         closing_peak_bytes: peak of the backward that closes the window, including the parameters and sums that it
             finds and frees.
-        halves: halves of its backward; None: it is not split.
+        halves: halves of the frame's backward; None: backward is not split.
     """
 
     graphs: Graphs
@@ -97,9 +98,9 @@ class FramePlanner:
         allocator: how sizes are rounded.
         axes: axes of the cluster; None: only data parallelism.
         host_budget_bytes: most bytes that a rank may keep on the host; None: no limit.
-        update: where state on the host is updated; None: the passes decide.
+        update: where state that is stored on the host is updated; None: the passes decide.
         prefix: prefix of the frames' names.
-        report: report of everything compiled.
+        report: report of everything that is compiled.
         frames: planned frames, in the order of compilation.
     """
 
@@ -117,7 +118,7 @@ class FramePlanner:
         self._costs = CostModel(self.machine)
 
     def compiler_of(self, frame: Frame) -> FrameCompiler:
-        """The compiler of a frame; keeps the frame's plan. Lowering to fx costs nothing without values."""
+        """Return the compiler of a frame, which adds the frame's plan to `frames`. It lowers to fx, which is fast."""
         options = CompileOptions(lowering="fx", report=self.report, passes=self.passes)
         known = PassContext(
             machine=self.machine,
@@ -152,7 +153,7 @@ class FramePlanner:
         return [frame.curve for frame in self.frames]
 
     def _keep(self, plan: FramePlan, late: Sequence[int]) -> None:
-        """Evaluate the final graphs of a frame before lowering changes them.
+        """Add the facts about a frame's final graphs to `frames`, before lowering changes the graphs.
 
         Args:
             plan: plan of the frame.
@@ -263,7 +264,7 @@ def _sums_that_wait(order: Sequence[fx.Node]) -> tuple[list[int], list[int]]:
     """Bytes of the waiting unsharded gradient sums, at each position of a frame.
 
     Returns:
-        Bytes of sums that the graph has created so far; bytes of sums that it has found and not read yet.
+        Two lists: bytes of sums that the graph has created so far; bytes of earlier sums that it has not read yet.
     """
     made, found = [0] * len(order), [0] * len(order)
     for place, node in enumerate(order):

@@ -67,7 +67,7 @@ def plan_ledger(
     *,
     pinned: bool = False,
 ) -> tuple[SpaceUse, ...]:
-    """Bytes of this rank in each memory space.
+    """Return the bytes that this rank holds in each memory space.
 
     Args:
         model: sharded model.
@@ -98,7 +98,7 @@ def plan_ledger(
 
 
 def what_would_fit(ledger: Sequence[SpaceUse], libraries_bytes: int, machine: Hardware) -> str:
-    """Advice if a rank's memory is too small; "" if it is large enough.
+    """Return advice if a rank's memory is too small; "" if it is large enough.
 
     Args:
         ledger: ledger of the rank.

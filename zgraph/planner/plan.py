@@ -62,13 +62,13 @@ def plan(
         hardware: hardware of each rank, or the name of a preset.
         passes: passes as for torch.compile; None: `presets.default()`. The target of a `zgraph.PassList` replaces
             `hardware`.
-        allocator: how sizes are rounded.
+        allocator: how the allocator of the planned device rounds sizes.
         offload: where parameters and the optimizer's state are stored between uses, as for `zgraph.shard`, if shard_fn
             does not set it. No file is made. None: on the device, or as set by shard_fn.
         optimizer_fn: returns the optimizer of the sharded model, such as
             `lambda model: torch.optim.AdamW(model.parameters())`. None: only forward and backward are planned.
-        step_fn: returns the function that `zgraph.training_step` would decorate, given model and optimizer; the
-            function's arguments come from batch. None: forward, backward, `optimizer.step()`, `optimizer.zero_grad()`.
+        step_fn: called with model and optimizer; returns the function that `zgraph.training_step` decorates, whose
+            arguments come from batch. None: forward, backward, `optimizer.step()`, `optimizer.zero_grad()`.
 
     Raises:
         ValueError: an argument is invalid: world_size or world, the preset, model_fn or batch, the result of batch, the

@@ -39,7 +39,7 @@ def plan_pipeline(
     The step is the forwards and backwards of all micro-batches through stages that are `zgraph.PipelineStage`, in the
     order of torch's schedules. Stages that are made alike are planned once. Neither an optimizer's update nor a loss
     computed outside of the stages is included; two moments of AdamW are counted. If passes have a target with
-    budget_bytes, `plan.pipeline.stages[i].keep_bytes` is the most for which no rank exceeds it.
+    budget_bytes, `plan.pipeline.stages[i].keep_bytes` is the most for which no rank exceeds the budget.
 
     Args:
         model_fn: makes the model: an `nn.Sequential`, which `zgraph.split_stages` cuts into stages, or a list of the

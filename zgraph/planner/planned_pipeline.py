@@ -10,7 +10,7 @@ from zgraph.reporting.tables import Table, duration, size
 
 
 def pipeline_lines(plan: PipelinePlan) -> list[str]:
-    """One line for the step, for each other schedule and for each rank; with a budget, also for each stage."""
+    """Return lines of text on the step, on each other schedule and on each rank; with a budget, also on each stage."""
     run = plan.run
     return [
         f"{len(plan.stages)} stages, {plan.micro_batches} micro-batches, {plan.schedule}: bubble {run.bubble:.1%}",
@@ -26,7 +26,7 @@ def pipeline_lines(plan: PipelinePlan) -> list[str]:
 
 
 def _kept(plan: PipelinePlan) -> list[str]:
-    """Lines about the gathered parameters that the budget lets stages keep."""
+    """Return lines of text about the gathered parameters that stages may keep within the budget."""
     if plan.unkept is None:
         return []
     if not any(stage.stage_3_bytes for stage in plan.stages):
@@ -116,11 +116,11 @@ def pipeline_tables(plan: PipelinePlan) -> list[Table]:
 
 
 def pipeline_document(plan: PipelinePlan) -> dict[str, Any]:
-    """The content of `pipeline.json` without its format: `PipelinePlan.as_json`, and the timed actions of each rank.
+    """Return the content of `pipeline.json` without its format key: `PipelinePlan.as_json`, and all timed actions.
 
     Returns:
-        The document. `unkept` is the step with nothing kept, described like the schedules. `actions` has columns, with
-        a row for each forward and backward that takes time.
+        The document. `unkept` is the step with nothing kept, described like the schedules. `actions` is a table of
+        columns, with a row for each forward and backward that takes time.
     """
     timed = [one for one in plan.run.actions if one.end_us > one.start_us]
     return {

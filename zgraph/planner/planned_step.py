@@ -53,7 +53,7 @@ class PlannedGraph:
 
     @property
     def busy(self) -> dict[str, float]:
-        """The part of the graph's time for which each lane is busy."""
+        """Fraction of the graph's time (0 to 1) in which each lane is busy, by the lane's name."""
         return {str(lane): self.timeline.utilisation(lane) for lane in self.timeline.busy_us}
 
 
@@ -63,7 +63,7 @@ class Plan:
 
     Attributes:
         world_size, hardware: number of ranks in the cluster, and the hardware of each.
-        ledger: memory of the rank that holds most: at rest on the device, on the host and on disk, and the step's
+        ledger: memory of the rank that holds most: bytes at rest on the device, on the host and on disk, and the step's
             additional peak: activations, gathered parameters, gradients, copies of offloaded tensors. Frames separated
             by a graph break are counted one by one. State is that of the planned optimizer, else AdamW's two moments.
         cublas_bytes, communicator_bytes: GPU memory besides tensors: workspaces in the allocator, NCCL buffers outside.
@@ -74,7 +74,7 @@ class Plan:
         host_budget_bytes: most bytes that a rank may keep on the host; None: no limit.
         axes: axes of the cluster; None: only the number of ranks was given.
         pipeline: stages and schedules of a pipeline; None: there is none. With a pipeline, memory and bytes are those
-            of the rank that has most, and times those of the schedule.
+            of the rank that has most, and times are those of the planned schedule.
     """
 
     world_size: int
@@ -171,7 +171,7 @@ class Plan:
         """Write the plan to a folder, as `zgraph.report` does for a compiled model; return the folder of rank 0.
 
         The folder of a pipeline has a page of its own, `index.html`: the timeline of micro-batches on each rank, the
-        costs of ranks, stages and schedules, and below them the graphs of each stage.
+        costs of ranks, stages and schedules, and after these the graphs of each stage.
 
         Args:
             directory: parent of the folder of rank 0.
@@ -214,7 +214,7 @@ class Plan:
         return "\n".join(lines)
 
     def tables(self) -> list[Table]:
-        """The same plan as tables for a terminal or a notebook."""
+        """The plan as tables for a terminal or a notebook."""
         memory = {
             "parameters": self._device.parameters,
             self._state: self._device.state,
@@ -298,7 +298,7 @@ class Plan:
         return f"step with {self.optimizer}" if self.optimizer else "step without optimizer"
 
     def as_json(self) -> dict[str, Any]:
-        """The same plan as plain values."""
+        """The plan as plain values, for JSON."""
         names = ("world_size", "parameter_bytes", "moment_bytes", "cublas_bytes", "communicator_bytes", "step_bytes")
         return {
             **{
@@ -334,7 +334,7 @@ class Plan:
 
 
 def _peak(curve: MemoryCurve) -> str:
-    """One line: the peak of a frame, the node that runs then, and the largest storages alive."""
+    """Return a line of text: the peak of a frame, the node that runs then, and the largest storages alive."""
     position = curve.peak_position
     largest = ", ".join(f"{entry.node.name} {size(entry.bytes)}" for entry in curve.alive_at(position)[:LARGEST])
     unknown = f"; without {', '.join(curve.unknown)}, whose size depends on data" if curve.unknown else ""

@@ -23,7 +23,7 @@ def split_stages(
     batch: Callable[[], tuple[Any, ...]],
     hardware: Hardware | str = "h100",
 ) -> list[nn.Sequential]:
-    """Cut a sequence of layers into stages, so that the slowest one takes as little time as possible.
+    """Cut a sequence of layers into stages, so that the slowest stage takes as little time as possible.
 
     Each layer's forward and backward is traced without values and costed; equal layers are traced once. Among equally
     fast cuts, the most even one is chosen, and then the one whose early stages are shortest, because these keep the
@@ -62,10 +62,10 @@ def split_stages(
 
 
 def even_cuts(times: Sequence[int], stages: int) -> list[int]:
-    """The cuts of a sequence: the first item of each stage, then the number of items.
+    """Return the cuts of a sequence: the first item of each stage, then the number of items.
 
-    No stage is empty. Minimizes the time of the slowest stage, then the sum of the squares of all times, then the
-    times of early stages.
+    No stage is empty. The cuts minimize the time of the slowest stage, then the sum of the squares of all times, then
+    the times of early stages.
 
     Args:
         times: time of each item.
@@ -75,7 +75,7 @@ def even_cuts(times: Sequence[int], stages: int) -> list[int]:
     count = len(times)
 
     def best(stages_left: int, cost: Callable[[int, int], Any], join: Callable[[Any, Any], Any]) -> list[list[Any]]:
-        """[number of stages][first item]: the least cost of the items from there on."""
+        """Return [number of stages][first item]: the least cost of the items from this first one to the last."""
         found: list[list[Any]] = [[None] * (count + 1) for _ in range(stages_left + 1)]
         found[0][count] = 0
         for number in range(1, stages_left + 1):

@@ -37,7 +37,7 @@ from zgraph.torch_compat.groups import stages_hold_messages
 
 @dataclass(frozen=True, kw_only=True)
 class _Compiled:
-    """A stage compiled for its micro-batches: frames of all but the last one, and of the last one."""
+    """A stage compiled for its micro-batches: `closing` has the frames of the last one, `frames` of all others."""
 
     module: nn.Module
     frames: Sequence[PlannedFrame]
@@ -139,7 +139,7 @@ def plan_stages(
 
 
 class _Stage:
-    """A stage that is compiled for each requested number of kept bytes; first for 0, which needs no window."""
+    """A stage, compiled anew for each requested number of kept bytes."""
 
     def __init__(
         self,
@@ -168,7 +168,7 @@ class _Stage:
 def _stages(
     model: nn.Module | Sequence[nn.Module], ranks: int, chunks: int | None, inputs: Sequence[Any], machine: Hardware
 ) -> list[nn.Module]:
-    """The stages of a model."""
+    """Return the stages of a model: cut from an `nn.Sequential`, or the modules of a list."""
     if isinstance(model, nn.Sequential):
         return list(split_stages(model, ranks * (chunks or 1), batch=lambda: tuple(inputs), hardware=machine))
     if isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList):
@@ -321,7 +321,7 @@ def _split_cost(
 
     Args:
         compiled: the stage.
-        whole: cost with backwards in one piece.
+        whole: cost of the stage with backwards in one piece.
         micro_batches: number of micro-batches in a step.
         placeholders: bytes of gradients that the first backward creates.
         sent_by_first: bytes that the first stage sends to the next one. It has no gradients of inputs, so its whole
@@ -385,7 +385,7 @@ def _gradient_bytes(stage: nn.Module) -> int:
 
 
 def _waiting_bytes(stage: nn.Module, zero_stage: int) -> int:
-    """Bytes of unsharded gradient sums that wait for the last backward: in `.grad` at stage 0, elsewhere at stage 1."""
+    """Bytes of unsharded gradient sums of a ZeRO stage until the last backward: in `.grad` at 0, elsewhere at 1."""
     layouts = [(param.spec.layout, param.spec.dtype) for param in sharded_parameters(stage).values()]
     return sum(
         math.prod(layout.shape) * dtype.itemsize
@@ -395,7 +395,7 @@ def _waiting_bytes(stage: nn.Module, zero_stage: int) -> int:
 
 
 def _placeholder_bytes(stage: nn.Module) -> int:
-    """Bytes of `.grad` at stage 1 while sums wait elsewhere: made before autograd gets zeros of its shape to add."""
+    """Bytes of `.grad` at ZeRO stage 1 while sums wait elsewhere: each is a placeholder of the size of its shard."""
     params = sharded_parameters(stage).values()
     waiting = [param.sharded for param in params if param.spec.layout.zero_stage == 1 and param.spec.layout.is_reduced]
     return sum(local_of(one).nbytes for one in waiting if one.requires_grad)

@@ -22,7 +22,7 @@ StepMaker = Callable[[nn.Module, optim.Optimizer], Callable[..., Any]]
 
 
 def loop_body(model: nn.Module, optimizer: optim.Optimizer) -> Callable[..., Any]:
-    """The step of a model whose forward returns its loss, or something with a `loss`."""
+    """Return a training step for a model whose forward returns its loss, or a result with a `loss`."""
 
     def step(*inputs: Any) -> Any:
         returned = model(*inputs)

@@ -1,9 +1,9 @@
-"""Lists of the parameters of NCCL collectives, by the numbers that torch's flight recorder gives them.
+"""Lists the parameters of NCCL collectives by the numbers that torch's flight recorder gives these collectives.
 
 On NCCL there is no `CollectiveError` by default: a wait is only queued, and if a collective fails or times out, torch's
 watchdog thread writes the flight recorder's dump and ends the process. The dump has numbers instead of names. Each
-compiled graph therefore writes a list of its collectives to the same directory, and at each call the number at which
-they begin:
+compiled graph therefore writes a list of its collectives to the directory of the dump, and at each call the number
+after which they begin:
 
     process 4711, graph 0/0 forward, on group 0 its last call began after collective 0000001234
       +1 all_gather_into_tensor: embed.weight
@@ -34,14 +34,17 @@ _DIGITS = 10  # rewritten in place at each call
 
 @dataclass(frozen=True)
 class Numbered:
-    """The collectives of one graph on one NCCL group, in order: kind and parameters."""
+    """The collectives of one graph on one NCCL group, in order; each text names a collective's kind and parameters."""
 
     group_name: str
     collectives: tuple[str, ...]
 
 
 def numbered(graph: fx.Graph) -> list[Numbered]:
-    """The collectives of a graph by the NCCL group that numbers them; gathers that a window keeps run once for it."""
+    """Return a graph's collectives for each NCCL group, since each group counts its own collectives.
+
+    A gather that a window keeps runs, and counts, only once in the window.
+    """
     found: dict[str, list[str]] = {}
     for start in nodes.call_functions(graph, nodes.is_collective):
         device = next((meta.tensor_value(sent).device for sent in nodes.sent_by(start)), torch.device("cpu"))
@@ -86,7 +89,7 @@ def with_numbers(
 
 
 def _write(groups: Sequence[Numbered], title: str, path: Path) -> tuple[int, list[int]] | None:
-    """Append the lists to the file; return its descriptor, which stays open, and the offset of each number."""
+    """Append the lists to a file; return the file's descriptor, which stays open, and the offset of each number."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_CREAT | os.O_RDWR)

@@ -1,4 +1,4 @@
-"""Dumps: per graph and pass the readable code and the peak memory after it, and a diff against the code before."""
+"""Dumps: for each graph and pass, the readable code and the peak memory after the pass, and a diff of the code."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Dumper:
         self._save(files)
 
     def _peak(self, direction: Direction, graph: fx.Graph) -> str:
-        """The predicted peak, without memory held outside, but with saved values, because backward frees them."""
+        """Return a graph's predicted peak as text; of inputs, only saved values count, because backward frees them."""
 
         def show() -> str:
             owned = mortal_inputs(graph.nodes) if direction == "backward" else ()

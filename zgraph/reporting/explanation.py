@@ -76,7 +76,7 @@ class Explanation:
         return "\n".join(lines)
 
     def tables(self) -> list[Table]:
-        """The same facts as tables for a notebook; names all parameters."""
+        """Return the printed facts as tables for a notebook, with the names of all parameters."""
         lifetimes: list[tuple[str, ...]] = []
         for frame in dict.fromkeys(graph.frame for graph in self.graphs):
             found = next(graph.lifetimes for graph in self.graphs if graph.frame == frame)

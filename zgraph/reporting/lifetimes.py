@@ -14,7 +14,7 @@ from zgraph.graph.traffic import transfers_of
 
 
 class Lifetime(StrEnum):
-    """How often a frame gathers a parameter, and how long it keeps the gathered one."""
+    """How often a frame gathers a parameter, and how long it keeps the gathered parameter."""
 
     REPLICATED = "never gathered"
     WINDOW = "gathered once per window"
@@ -63,7 +63,7 @@ def _lifetime(name: str, gathered: Mapping[str, Mapping[str, bool]], saved: Mapp
 
 
 def _gathered_in(graph: fx.Graph) -> Iterator[tuple[str, bool]]:
-    """Each parameter that the graph gathers, and whether the gather is kept for the window."""
+    """Yield the name of each parameter that the graph gathers, and whether the window keeps the gathered parameter."""
     for node in graph.nodes:
         if nodes.is_unshard(node):
             for transfer in transfers_of(node):

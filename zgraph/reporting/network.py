@@ -30,10 +30,10 @@ def graph_of(gm: fx.GraphModule, ctx: PassContext | None = None) -> networkx.DiG
         shape, dtype, bytes of the result (bytes of all its tensors together); symbolic sizes by their hints
         position            index in the program
         parameters          names of the parameters that the node works for
-        module, source      path of the user's module and line of code that it comes from
-        lane, us            lane that it occupies, and for how long, if ctx has costs
-        begin_us, end_us, exposed_us, critical   simulated begin and end, how long compute waits for it, and whether the
-                            predicted time of the graph depends on its own
+        module, source      path of the user's module and line of code that the node comes from
+        lane, us            lane that the node occupies, and for how long, if ctx has costs
+        begin_us, end_us, exposed_us, critical   simulated begin and end, how long compute waits for the node, and
+                            whether the predicted time of the graph depends on the node's time
 
     An edge has a `kind`: "data"; "wait", from a collective's start to its wait; or "order", between nodes without a
     data dependency whose order matters: reads and overwrites of a value, and consecutive collectives of a group.
@@ -52,7 +52,7 @@ def graph_of(gm: fx.GraphModule, ctx: PassContext | None = None) -> networkx.DiG
 def network_of(
     graph: fx.Graph, costs: Mapping[fx.Node, NodeCost] | None, timeline: Timeline | None
 ) -> networkx.DiGraph[str]:
-    """The same as `graph_of`, from costs and a timeline that are known already."""
+    """Convert a graph as `graph_of` does, from costs and a timeline that are known already."""
     import networkx  # costs 0.2 s, and is rarely needed
 
     network: Any = networkx.DiGraph()
@@ -94,7 +94,7 @@ def _cost(cost: NodeCost) -> dict[str, Any]:
 
 
 def _edges(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node, str]]:
-    """Data edges come first: of several edges between the same nodes, the first one is kept."""
+    """Yield (source, target, kind) of edges; data edges first, as only the first edge between two nodes is kept."""
     last_of_group: dict[str, fx.Node] = {}
     order = nodes.order_of(graph)
     for node in graph.nodes:
@@ -112,7 +112,7 @@ def _edges(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node, str]]:
 
 
 def _aliases(value: fx.Node) -> Iterator[fx.Node]:
-    """Every value that shares its storage with one, itself included."""
+    """Yield every node whose result shares the storage of `value`, including the value itself."""
     while traits.is_view(value) and value.all_input_nodes:
         value = value.all_input_nodes[0]
     pending = [value]
@@ -123,7 +123,7 @@ def _aliases(value: fx.Node) -> Iterator[fx.Node]:
 
 
 def plain_text(text: str) -> str:
-    """A text that XML can hold: unprintable characters, which users' names may contain, are escaped."""
+    """Escape unprintable characters, which users' names may contain and XML cannot hold."""
 
     def show() -> str:
         if text.isprintable():  # fast path for nearly every text

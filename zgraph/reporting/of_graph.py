@@ -40,10 +40,11 @@ class Collective:
 
     Attributes:
         name: name of the node.
-        transfers: its transfers: one for most, several for a marker or one of the model's own coalesced collectives.
-        us: predicted time from its start to its result; None without costs.
-        exposed_us: predicted time for which compute waits for it; None without costs.
-        reason: why it is exposed; "" if it is not.
+        transfers: transfers of the collective; usually one, but several for a marker or a coalesced collective of the
+            model's own.
+        us: predicted time from the start to the result; None without costs.
+        exposed_us: predicted time for which compute waits for the collective; None without costs.
+        reason: why the collective is exposed; "" if it is not.
     """
 
     name: str
@@ -70,11 +71,12 @@ class Peak:
     """The predicted peak of a graph, without memory that is held outside of it.
 
     Attributes:
-        bytes: bytes at the peak. Only inputs that the graph frees count: saved values and tangents in backward.
+        bytes: bytes at the peak. Only inputs that the graph frees count: in backward, saved values and the tangents
+            (gradients of the forward's outputs).
         node: node that runs at the peak.
-        largest: names and bytes of the largest storages alive there.
+        largest: names and bytes of the largest storages alive at the peak.
         unknown: nodes whose size depends on data, counted as 0.
-        elsewhere: most bytes in each other tier, by name, including tensors stored there between calls.
+        elsewhere: most bytes in each memory space other than the device, by name, with what it stores between calls.
     """
 
     bytes: int
@@ -99,14 +101,14 @@ class Peak:
 
 @dataclass(frozen=True, kw_only=True)
 class LaneCopies:
-    """The copies of a graph between memory spaces that share a lane, or its updates on the host.
+    """All copies of a graph between memory spaces that run on one lane, or the graph's updates on the host.
 
     Attributes:
         lane: name of the lane, such as "device_to_host" or "host_updates".
         count: number of copies, or updates.
-        bytes: bytes that they copy, or write.
+        bytes: bytes that the copies carry, or that the updates write.
         us: predicted time of the lane; None without costs.
-        exposed_us: predicted time for which compute waits for them; None without costs.
+        exposed_us: predicted time for which compute waits for the lane; None without costs.
     """
 
     lane: str
@@ -121,10 +123,10 @@ class GraphReport:
     """One compiled graph.
 
     Attributes:
-        frame: Dynamo's "frame/recompile".
+        frame: Dynamo's number of the frame and of its recompile, such as "0/1".
         direction: "forward", "backward", "inference" or "step".
         nodes: number of nodes of the final graph.
-        transfers: its collectives in program order.
+        transfers: transfers of the graph's collectives, in program order.
         reason: guard that failed, if the frame was compiled before; "" if Dynamo does not say.
         lifetimes: lifetime of every parameter that the frame reads; the same in its forward and backward.
         collectives: collectives by node, with predictions.
@@ -134,7 +136,7 @@ class GraphReport:
         peak: predicted peak; None if it could not be predicted.
         ledger: bytes of a rank in each memory space, for a whole step; () for other graphs, which have no optimizer.
         owned: positions of the inputs that the graph frees.
-        network: the graph as `zgraph.graph_of` converts it, if the report keeps graphs.
+        network: the graph, converted by `zgraph.graph_of`; None unless the report keeps graphs.
     """
 
     frame: str
@@ -176,7 +178,7 @@ class GraphReport:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predictions for a graph; each is None if it failed, or if costs are unknown.
+    """Predictions for a graph; a prediction is None if it failed, or if it needs costs and these are unknown.
 
     Attributes:
         owned: inputs that the graph frees.
@@ -192,10 +194,10 @@ class Prediction:
 
 
 def predict(graphs: Mapping[Direction, fx.Graph], ctx: PassContext, frame: str) -> dict[Direction, Prediction]:
-    """The predictions of a frame's final graphs.
+    """Predict memory and time of a frame's final graphs.
 
-    Curves, and the simulation if there are costs, are computed immediately, which costs 60 to 100 us per node, or 2 to
-    4 % of a compile without Inductor. Computing them on demand would require keeping the graphs.
+    Memory curves, and the simulation if there are costs, are computed immediately. This takes 60 to 100 us per node, or
+    2 to 4 % of a compile without Inductor; to compute them on demand, the graphs would have to be kept.
     """
     return {direction: _predict(direction, graphs, ctx, frame) for direction in graphs}
 
@@ -227,7 +229,7 @@ def describe(
     reason: str,
     keep_graphs: bool = False,
 ) -> list[GraphReport]:
-    """The reports of a frame's final graphs; `limits` are those of ordering by costs, None if ordered by rules."""
+    """Return the reports of a frame's final graphs; `limits` are those of scheduling by costs, None if by rules."""
     lifetimes = lifetimes_of(graphs, parameters, ctx.user_outputs)
     found: list[GraphReport] = []
     for direction, graph in graphs.items():
@@ -282,7 +284,7 @@ def _copies(graph: fx.Graph, timeline: Timeline | None) -> Iterator[LaneCopies]:
 
 
 def _carried_bytes(start: fx.Node) -> int:
-    """Bytes that a copy carries, or that an update concurrent with compute writes."""
+    """Return the bytes that a copy carries, or that an update on the host, concurrent with compute, writes."""
     if meta.beside(start) is None:
         return nodes.unsharded_bytes(start)
     return sum(tensor_bytes(meta.tensor_value(node)) for node in dict.fromkeys(written_arguments(start)))

@@ -59,16 +59,17 @@ def measure(model: nn.Module) -> Generator[None]:
             for batch in batches: train_step(batch)
         print(zgraph.explain(model))
 
-    Run at least two whole steps: on a CPU, torch.profiler slows the first one down to record allocations, so it only
-    counts for memory; `explain` shows medians of the others. On CUDA, memory is the allocator's peak, whose statistics
-    are reset. Graphs run as usual, and other ranks need not measure. Without `measure` there is no overhead.
+    Run at least two whole steps. On a CPU, torch.profiler slows the first step down to record allocations, so this step
+    counts only for memory; `explain` shows medians of the others. On CUDA, memory is the allocator's peak, and the
+    allocator's peak statistics are reset. Graphs run as usual, and other ranks need not measure. Without `measure`
+    there is no overhead.
 
     Args:
         model: sharded and compiled model that has run at least once.
 
     Raises:
-        ZgraphError: the model was not sharded, nothing has been compiled, it is being measured already, or none of its
-            graphs ran inside the `with`.
+        ZgraphError: the model was not sharded, nothing has been compiled, the model is being measured already, or none
+            of its graphs ran inside the `with`.
     """
     report = report_of(model, "measure")
     if report.profiler is not None:
@@ -100,7 +101,7 @@ def _feedback_bytes(model: nn.Module) -> int:
 
 
 def report_of(model: nn.Module, caller: str) -> Report:
-    """The report of a model; errors name `caller`, the function that the user has called."""
+    """Return the report of a model; errors name `caller`, the function that the user has called."""
     states = [state for part in without_compile(model).modules() if (state := state_of(part)) is not None]
     if not states:
         raise ZgraphError(

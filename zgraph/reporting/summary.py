@@ -19,15 +19,15 @@ from zgraph.runtime.profiler import GraphProfiler, Measured, StepProfiler
 
 @dataclass(eq=False)
 class Report:
-    """Filled while compiling; print it after the first step. `zgraph.summary(model)` has one for each sharded model.
+    """Report on a compile, filled while compiling; print it after the first step. `zgraph.summary` returns a model's.
 
     Attributes:
         graphs: every compiled graph, in order.
         passes: every pass that ran.
-        notes: notes of the passes, such as why one did nothing; not printed here, but shown in dumps.
+        notes: notes of the passes, such as why a pass did nothing; not printed with the report, but shown in dumps.
         seconds: time spent compiling, by phase: "tracing" is torch's, "passes" includes verification, "predicting" is
             for `zgraph.explain`, "agreement" is mostly waiting for other ranks, "lowering" is mostly Inductor's.
-        islands: number of runs of compute that Inductor compiles.
+        islands: number of islands, the runs of compute between collectives that Inductor compiles.
         distinct_islands: number of islands with different code; equal islands share it.
         measured: latest measurements of `zgraph.measure`, by frame and direction.
         profiler: profiler that currently measures the graphs; None: they are not measured.
@@ -80,7 +80,7 @@ class Report:
             self._running = outer
 
     def profiler_of(self, frame: str, direction: Direction) -> GraphProfiler | None:
-        """The profiler for the next call of a graph; None if it is not measured."""
+        """Return the profiler for the next call of a graph; None if the graph is not measured."""
         if self.profiler is None:
             return None
         same = [graph.owned for graph in self.graphs if (graph.frame, graph.direction) == (frame, direction)]
@@ -88,7 +88,7 @@ class Report:
 
     @property
     def recompiles(self) -> int:
-        """Number of recompiles: for another shape, for `no_sync`, for evaluation."""
+        """Number of recompiles, whatever their reason: another shape, `no_sync`, evaluation."""
         frames = {graph.frame for graph in self.graphs}
         return len(frames) - len({frame.split("/")[0] for frame in frames})
 
@@ -136,7 +136,7 @@ class Report:
         return "\n".join(lines)
 
     def tables(self) -> list[Table]:
-        """The same facts as tables for a notebook."""
+        """Return the printed facts as tables for a notebook."""
         sent = size(self.step_bytes) if self.step_bytes else "nothing"
         frames = {graph.frame.split("/")[0] for graph in self.graphs}
         facts = {
@@ -174,7 +174,7 @@ class Report:
         return as_html(self.tables())
 
     def _pass_facts(self) -> list[tuple[str, list[str], float]]:
-        """For each pass, its name, the directions of the graphs that it has changed, and its seconds."""
+        """Return for each pass its name, the directions of the graphs that the pass has changed, and its seconds."""
         found: list[tuple[str, list[str], float]] = []
         for name in dict.fromkeys(run.name for run in self.passes):
             runs = [run for run in self.passes if run.name == name]
@@ -192,7 +192,7 @@ def _transfer_lines(transfers: tuple[Transfer, ...]) -> list[str]:
 
 
 def _transfer_cells(transfers: tuple[Transfer, ...]) -> list[tuple[str, str, str, str, str]]:
-    """Kind, dtype, count, parameters and bytes of transfers, grouped by kind and dtype."""
+    """Return rows of a table: kind, dtype, count, parameters and bytes of transfers, grouped by kind and dtype."""
     found: list[tuple[str, str, str, str, str]] = []
     for kind, dtype in dict.fromkeys((transfer.kind, transfer.dtype) for transfer in transfers):
         same = [transfer for transfer in transfers if (transfer.kind, transfer.dtype) == (kind, dtype)]

@@ -1,4 +1,4 @@
-"""Find the parameters that `zgraph.shard` will shard, with every place that reads them."""
+"""Find the parameters that `zgraph.shard` will shard, and every module and attribute that holds them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Ignored = nn.Parameter | nn.Module
 
 @dataclass(frozen=True)
 class Found:
-    """A parameter and every place that reads it, such as ("h.0.mlp", module, "weight")."""
+    """A parameter, and every site that holds it: (module's name, module, attribute), as ("h.0.mlp", mlp, "weight")."""
 
     name: str
     parameter: nn.Parameter
@@ -25,7 +25,7 @@ class Found:
 
 
 def find_parameters(module: nn.Module, mesh: DeviceMesh) -> list[Found]:
-    """Find every parameter that is not sharded yet, with its places, in the order of `named_parameters`.
+    """Find every parameter that is not sharded yet, with its sites, in the order of `named_parameters`.
 
     Raises:
         ValueError: a parameter cannot be sharded; the message names it and says what to do.

@@ -1,7 +1,7 @@
 """Pass local shards instead of DTensors to compiled graphs, which saves DTensor's overhead per parameter and call.
 
-Dynamo's graph reads a parameter as `parameter.to_local()`. AOTAutograd would unwrap each DTensor before every forward,
-and wrap each gradient as a DTensor with a new specification after every backward.
+Dynamo's graph reads a parameter as `parameter.to_local()`. If the graph's inputs are DTensors, AOTAutograd unwraps each
+before every forward, and wraps each gradient as a DTensor with a new specification after every backward.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def compile_on_local_shards(gm: fx.GraphModule, inputs: Sequence[Any], compile: 
 
 
 def _take_local(gm: fx.GraphModule) -> dict[int, Tensor]:
-    """Make readers of `input.to_local()` read the input itself; return the fake local shard of each such input."""
+    """Make readers of `input.to_local()` read the input itself; return the fake shards of these inputs, by position."""
     settled: dict[int, Tensor] = {}
     changed: dict[fx.GraphModule, None] = {}
     for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):

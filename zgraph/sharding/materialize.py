@@ -41,10 +41,10 @@ def materialize(
     draws from torch's default generators. In addition to the shards, memory holds at most the parameters of the largest
     module, or the tensors that a single operator of `init` reads and writes.
 
-    Every rank draws rank 0's random numbers, whatever its own random state, which advances as if the rank had drawn
-    from it. Operators whose number of draws depends on values, such as rrelu_, count by rank 0's values. Collectives
-    run when `init` touches a parameter a second time (a tied one, or one of another module), so `init` must do the same
-    on all ranks. If nothing is on the meta device, the call changes nothing.
+    Every rank draws rank 0's random numbers, whatever its own random state. That state advances as if the rank had
+    drawn from it. Operators whose number of draws depends on values, such as rrelu_, count by rank 0's values. `init`
+    must do the same on all ranks: collectives run when it touches a parameter a second time (a tied one, or one of
+    another module). If nothing is on the meta device, the call changes nothing.
 
     Parameters remain the same objects, so the optimizer may have been created before this call. Where that is
     impossible (something holds a weak reference, such as a compiler that has seen the model) the parameter is
@@ -145,7 +145,7 @@ def _reset(part: nn.Module) -> None:
 
 
 class _Watch(DispatchMode):
-    """Page in an operator's tensors, note the parameters it writes, and give it the shared random numbers."""
+    """Pages in the tensors of each operator, notes which parameters are written, and makes random numbers rank 0's."""
 
     def __init__(self, pager: ParameterPager, rng: SharedRng) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ def _check_values(
     """Check that every parameter and buffer has values; all ranks reach the same result.
 
     Raises:
-        ZgraphError: a parameter or buffer has no value, or only in part; the message names the first.
+        ZgraphError: a parameter or buffer has no value, or only some elements have one; the message names the first.
     """
     source = "reset_parameters" if init is None else "init"
     fresh = [page for page in pages if page.sharded.is_meta]
@@ -213,7 +213,7 @@ def _described(page: PagedParameter) -> str:
 
 
 def _has_nan(page: PagedParameter) -> bool:
-    """Return whether this rank's part has a NaN; check the sum first, which needs no memory but may be inf - inf."""
+    """Return whether this rank's part has a NaN. The sum is checked first: it needs no memory, but inf - inf is NaN."""
     values = page.unsharded if page.shard is None else page.shard
     if not page.is_parameter or values.dtype not in WITH_NAN:
         return False

@@ -1,4 +1,4 @@
-"""Paged unsharded tensors: whole while an initialisation needs them, otherwise only this rank's shard."""
+"""Paged unsharded tensors: in memory while an initialisation needs them; otherwise only this rank's shard is."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class PagedParameter:
 
     Attributes:
         name: qualified name of its first site.
-        sites: every (module, attribute) that holds it.
+        sites: every (module, attribute) that holds the tensor.
         sharded: the tensor that the module held before: a DTensor, or a meta buffer.
         unsharded: [*shape] plain tensor; its storage is empty while the page is out.
         shown: the parameter or buffer that the module holds while `init` runs, over the storage of `unsharded`.
@@ -61,7 +61,7 @@ class PagedParameter:
 
     @property
     def is_paged(self) -> bool:
-        """Whether the tensor can be paged out: to a shard, or to values it already had and will keep."""
+        """Whether the tensor can be paged out: some rank keeps a shard of it, or `sharded` already has values."""
         return self.is_split or not self.sharded.is_meta
 
     @property
@@ -126,7 +126,7 @@ def _lay_out(page: PagedParameter, device_type: str) -> None:
 
 
 class ParameterPager:
-    """All pages of a model; in memory are at most the pages of the largest module or of a single operator."""
+    """All pages (tensors) of a model, of which memory holds at most those of the largest module or of one operator."""
 
     def __init__(self, pages: Sequence[PagedParameter]) -> None:
         self.pages = pages
@@ -182,7 +182,7 @@ class ParameterPager:
                 page.unsharded.zero_()
 
     def page_out(self, page: PagedParameter) -> None:
-        """Keep this rank's part and free the rest."""
+        """Free the unsharded tensor of a page, and keep only this rank's part."""
         self.in_memory.pop(page, None)
         if page.changed and page.sharded.is_meta:
             page.shard = None  # freed before the new one is made
@@ -198,7 +198,7 @@ class ParameterPager:
             self.page_out(page)
 
     def adopt(self, root: nn.Module) -> None:
-        """Take over tensors that `init` has assigned instead of writing in place, here or in a child.
+        """Take over tensors that `init` has assigned to `root` or its children instead of writing in place.
 
         Raises:
             ZgraphError: an assigned tensor does not fit its parameter.
@@ -249,7 +249,7 @@ class ParameterPager:
             local_buffers(part)[attribute] = found.to(page.unsharded.device)
 
     def settle(self) -> None:
-        """Turn the parameters back into DTensors, now with storage; buffers already are in place."""
+        """Turn the parameters back into DTensors, now with storage; buffers need no change."""
         for page in self.pages:
             if not isinstance(page.sharded, DTensor):
                 continue
@@ -291,7 +291,7 @@ def _codes(page: PagedParameter) -> Codes | None:
 
 
 def _at_rest(page: PagedParameter, part: Tensor) -> Tensor:
-    """Move this rank's part to where it is stored: all parts together may not fit on the device."""
+    """Move this rank's part to the memory that stores it between uses: the device may not have room for all parts."""
     resting = _resting(page)
     return part if resting is None else resting.place_shard(part, page.name)
 

@@ -50,11 +50,11 @@ class Scope:
         given: position of the next forward in its window, as set by a pipeline stage; None: it is counted.
         window: position of the running forward in its window.
         last: position of the last forward that recorded gradients.
-        is_staged: whether a pipeline stage runs these modules; it may request backwards in two halves.
+        is_staged: whether a pipeline stage runs these modules; the stage may request backwards in two halves.
         splitting_forwards: number of compiled forwards so far whose backwards can run in two halves.
         repeats: whether a backward is running through the result of an uncompiled forward. Compiled parts that
-            activation checkpointing repeats cannot ask autograd; they are compiled a second time for this case.
-        models: one entry per call of `zgraph.shard`: its parameters, which all ranks of its groups step together.
+            activation checkpointing repeats cannot ask autograd for this; they are compiled a second time for it.
+        models: one entry per call of `zgraph.shard`: the parameters that all ranks of the call's groups step together.
         report: `zgraph.Report` of the graphs compiled for these modules, only stored here; None: there are none.
         machine: hardware of all ranks, as far as GPU names tell; None: unknown.
         resting: memory of the tensors these modules offload; None: everything is kept on the device.
@@ -146,7 +146,7 @@ class Scope:
     @property
     @never_a_frame
     def runs_outside_graphs(self) -> bool:
-        """Whether a compiled forward, or one that should be, is running; only read by code outside graphs."""
+        """Whether the running forward is compiled, or meant to be; only read by code outside graphs."""
         return self.active and (self.gathered is None or self.uncompiled.is_skipped)
 
     @property
@@ -184,10 +184,10 @@ class Scope:
     @torch.compiler.assume_constant_result
     @no_frames_inside
     def check_optimizers(self) -> None:
-        """Refuse training that an offload option forbids, or whose optimizer holds parameters `shard` replaced.
+        """Refuse training if an offload option forbids it, or if an optimizer holds parameters that `shard` replaced.
 
         Raises:
-            ZgraphError: training is not possible; names the first such parameter, or the option of `zgraph.Offload`.
+            ZgraphError: training is not possible; the message names the first such parameter, or the offload option.
         """
         refusal = self.resting.forbids_gradients() if self.resting is not None and torch.is_grad_enabled() else None
         if refusal is not None:
@@ -226,7 +226,7 @@ class ShardedParam:
 
     @property
     def lifetime_stage(self) -> int:
-        """ZeRO stage by which the parameter's markers are lowered; stages 1 to 3 store it alike."""
+        """ZeRO stage by which the parameter's markers are lowered; stages 1 to 3 store the parameter alike."""
         return 2 if self.stays_gathered else self.spec.layout.zero_stage
 
     @property
@@ -292,7 +292,7 @@ class ModuleState:
         by_attribute: the module's own parameters by attribute, to gather one that is read outside its unit.
         unsharded: currently gathered parameters, by attribute.
         reduces_all_params: whether this is a named unit, whose parameters all receive a gradient.
-        input_dtype: dtype to which floating-point inputs are cast (roots with a param_dtype).
+        input_dtype: dtype to which the module's floating-point inputs are cast; only roots with a param_dtype have one.
         module: module that has this state; in a copied state, the copied module.
     """
 
@@ -387,8 +387,8 @@ def scope_behind(handle: object) -> Scope | None:
 def closes_window(handle: Tensor, window: str) -> bool:
     """Return whether an optimizer step follows the backward of a marker with this position in its window.
 
-    At stage 3 forwards do not tell their backward that they ran under `no_sync`; the answer then depends on whether the
-    backward itself runs under it.
+    At stage 3 a forward does not tell its backward that it ran under `no_sync`; the answer then depends on whether the
+    backward runs under `no_sync`.
     """
     scope = scope_behind(handle)
     return window != OPEN and not (window == ALONE and scope is not None and scope.accumulating)

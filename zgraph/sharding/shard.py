@@ -71,7 +71,7 @@ def shard(
     `mesh`, another axis of the same mesh. Between forwards all parameters of such a model are DTensors on both axes; in
     forward the tensor-parallel ones read as the DTensors that they were before.
 
-    To use other options for parts of a model, call `shard` on them first; a later call on the model leaves them as is.
+    To use other options for parts of a model, call `shard` on these parts first; a call on the model leaves them as is.
 
     Args:
         module: any module. Parameters on the meta device are sharded without storage; `zgraph.materialize` then
@@ -102,7 +102,8 @@ def shard(
         offload: where shards and optimizer state are stored between uses, see `zgraph.Offload`; the same for all parts
             of a model. None: on the device.
         check_batch: whether the first forward of a tensor-parallel model compares a checksum of the inputs over each
-            tensor-parallel group, whose ranks compute one batch together. False: each rank's input is a part of it.
+            tensor-parallel group, whose ranks compute one batch together. False: for ranks that each get a part of the
+            batch as input.
 
     Returns:
         `module`.
@@ -233,7 +234,7 @@ def _check_options(zero_stage: int, reduction: str | int, **dtypes: torch.dtype 
 
 
 def _resting(module: nn.Module, mesh: DeviceMesh, offload: Offload | None) -> Resting | None:
-    """Return the memory of offloaded tensors: that of parts sharded before, or a new one."""
+    """Return the memory for offloaded tensors, shared with parts that were sharded before; None without offload."""
     known = next(
         (state.scope.resting for part in module.modules() if (state := state_of(part)) and state.scope.resting), None
     )
@@ -308,7 +309,7 @@ def _assign_to_unit(
 
 
 def _is_tensor_parallel(part: nn.Module) -> bool:
-    """Return whether a module's own parameters are split, so that a forward set on it computes on parts of them."""
+    """Return whether parameters held by a module itself are split: a forward set on it then computes on parts."""
     state = state_of(part)
     return state is not None and any(one.spec.split is not None for one in state.by_attribute.values())
 
@@ -327,7 +328,7 @@ def _state(module: nn.Module) -> ModuleState:
 
 
 def _separate_reductions(mesh: DeviceMesh) -> str:
-    """Give gathers and reductions over the last axis a group each; return the name of the gather group."""
+    """Give gathers and reductions over the last axis a process group each; return the name of the gathers' group."""
     group = mesh.get_group(mesh.ndim - 1)
     device = torch.device(mesh.device_type)
     # NCCL may split the new group off the default one, which takes every rank of the world.

@@ -31,7 +31,7 @@ ASSIGN = "assign_to_params_buffers"  # torch's key that tells load hooks of assi
 
 
 def follow_state_dicts(module: nn.Module) -> None:
-    """Make one module of a sharded model, without its children, translate the state dicts it writes and reads."""
+    """Make a module of a sharded model (not its children) translate the state dicts that it saves and loads."""
     module.register_state_dict_post_hook(_strip_names)
     module.register_load_state_dict_pre_hook(_accept)
 
@@ -40,10 +40,10 @@ def follow_state_dicts(module: nn.Module) -> None:
 def follow_compiled_modules() -> None:
     """Let torch.compile's wrappers of sharded modules load keys without `_orig_mod.`; once per process.
 
-    The wrapper sees a state dict before the module inside, finds none of its keys, and has no hook of its own. torch's
-    registration hook, which sees every module of the process, is the only public way to learn that a wrapper is being
-    built. One hook serves all models and is never removed: if a forward builds a module, as slicing a ModuleList does,
-    Dynamo guards on each such hook, so adding and removing hooks per model would recompile the others.
+    A wrapper sees a state dict before the module inside, finds none of the keys it expects, and has none of zgraph's
+    hooks. torch's registration hook, which sees every module of the process, is the only public way to learn that a
+    wrapper is being built. One hook serves all models and is never removed. If a forward builds a module, as slicing a
+    ModuleList does, Dynamo guards on each such hook: a hook per model, added and removed, would recompile other models.
     """
     register_module_module_registration_hook(_follow_if_compiled)
 
@@ -68,7 +68,7 @@ def _strip_names(module: nn.Module, state_dict: dict[str, Any], prefix: str, loc
 
 
 def _strip_missing(wrapper: nn.Module, incompatible: Any) -> None:
-    """Remove `_orig_mod.` from the keys that `load_state_dict` reports; in place, as torch requires of hooks."""
+    """Remove `_orig_mod.` from the keys that `load_state_dict` reports, in `incompatible` itself, as torch requires."""
     for keys in (incompatible.missing_keys, incompatible.unexpected_keys):
         keys[:] = [key.replace(COMPILED, "") for key in keys]
 
@@ -109,7 +109,7 @@ def _accept(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
-    """Turn unsharded tensors into DTensors sharded like the parameters, which torch can copy."""
+    """Replace unsharded tensors in a state dict by DTensors sharded like the parameters, which torch can copy."""
     if f"{COMPILED[:-1]}" not in dict(module.named_children()):
         compiled = f"{prefix}{COMPILED}"
         for key in [key for key in state_dict if key.startswith(compiled)]:
@@ -160,7 +160,7 @@ def _is_weight(value: object, param: ShardedParam) -> bool:
 
 
 def full_state_dict(model: nn.Module) -> OrderedDict[str, Any]:
-    """Gather the model's state dict on rank 0, as plain CPU tensors, with the contents of the unsharded model's.
+    """Gather the model's state dict on rank 0, as plain CPU tensors: the state dict of the unsharded model.
 
     Every rank must call it. Parameters are gathered one by one, so that a device holds only one unsharded parameter at
     a time in addition to the shards. Tied parameters share storage, dtypes are those of the sharded parameters, and

@@ -1,8 +1,8 @@
 """Units: modules that gather their parameters once, when their forward starts, and keep them until it ends.
 
 A unit's class is replaced by a subclass whose `forward` gathers first, and whose parameters are properties: inside
-forward they return the unsharded tensor, outside the sharded DTensor. So does `parameters()` if gradients are enabled:
-a penalty that a forward computes in a loop over them then depends on the tensors that the forward reads.
+forward they return the unsharded tensor, outside the sharded DTensor. Inside forward, `parameters()` yields unsharded
+tensors, too, if gradients are enabled: a penalty computed in a loop over `parameters()` then gets gradients as usual.
 
 Every rank gathers the whole unit when its forward starts, so reads that depend on the data cannot make ranks issue
 different collectives.
@@ -87,7 +87,7 @@ def gather_as_stored(param: ShardedParam, scope: Scope) -> Tensor:
 
 @torch.compiler.assume_constant_result
 def _refuse_in_branch(name: str) -> None:
-    """Refuse a gather in a branch: it hangs if ranks take different branches, and gradients cannot leave it sharded.
+    """Refuse a gather in a branch: ranks that take different branches hang, and no sharded gradient leaves a branch.
 
     Raises:
         ZgraphError: always.
@@ -104,7 +104,7 @@ def _refuse_in_branch(name: str) -> None:
 def _on_device(parameter: DTensor, spec: ParamSpec) -> Tensor:
     """Return the local part on the computing device; a part offloaded to the host is copied, as is its gradient.
 
-    A compiled graph copies it in advance instead (`zgraph.compiler.inputs_at_rest`).
+    A compiled graph copies an offloaded part in advance instead (`zgraph.compiler.inputs_at_rest`).
     """
     # Dynamo's graph reads `to_local()`, whose own gradient would be a plain DTensor.
     part = parameter.to_local() if torch.compiler.is_compiling() else local_shards([parameter])[0]
@@ -149,7 +149,7 @@ def _cast_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dty
 
 @never_a_frame
 def _run_unit(forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Gather, run the module's own forward, and release, even if it raises."""
+    """Gather a unit's parameters, run the module's original forward, and release them, even if forward raises."""
     state = state_of(module)
     if state is None:  # built after sharding, such as a slice of an nn.Sequential whose parts are units
         return forward(module, *args, **kwargs)
@@ -209,7 +209,7 @@ def _forward(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Run the module's own forward; a named unit's output depends on all its parameters, which are all reduced."""
+    """Run the module's original forward; make a named unit's outputs depend on all parameters, so all are reduced."""
     if not state.reduces_all_params:
         return forward(module, *args, **kwargs)
     gathered = after_gathers(state.params, unsharded, state.scope)
@@ -229,7 +229,7 @@ def _gathered_alone(param: ShardedParam, scope: Scope) -> Tensor:
 def _run_in_region(
     forward: Callable[..., Any], module: nn.Module, state: ModuleState, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run a unit in a checkpointed region that is being traced, where it must not write to any state.
+    """Run a unit in a checkpointed region that is being traced, in which the unit must not write to any state.
 
     Each read gathers through its own marker, see `_read_property`; the pass dedupe_gathers lets reads share a gather.
     """
@@ -261,7 +261,7 @@ def _leave_graph(module: nn.Module) -> None:
 
 @torch.compiler.assume_constant_result
 def _is_unnoted() -> bool:
-    """Return whether the unit being traced could not record that it runs."""
+    """Return whether the unit being traced runs in a checkpointed region, where it cannot record that it runs."""
     return is_inlining(_run_in_region)
 
 

@@ -1,6 +1,6 @@
 """`full_tensor()` of a sharded parameter outside forward, with a gradient that is reduced like any other.
 
-DTensor's own is a function of the shard: its gradient is from this rank's batch only, averaged with no other rank's.
+The gradient of DTensor's own `full_tensor()` comes from this rank's batch only: it is not averaged over the ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from zgraph.torch_compat.modules import local_parameters
 
 
 class WholeRead:
-    """A parameter's attribute that shadows the method `full_tensor`: a read with gradients is a forward of its own.
+    """Replacement of a parameter's method `full_tensor`: a read that needs gradients runs as a separate forward.
 
     Args:
         owner: module that holds the parameter; None: the parameter is a copy outside any model.
@@ -78,12 +78,12 @@ def _read(param: ShardedParam, scope: Scope) -> Tensor:
 
 
 def attach_read(parameter: DTensor, owner: nn.Module, attribute: str) -> None:
-    """Make `parameter.full_tensor()` a read of `owner.attribute`."""
+    """Replace `parameter.full_tensor` by a `WholeRead` of `owner.attribute`."""
     vars(parameter)[READ] = WholeRead(owner, attribute)
 
 
 def carry_read(parameter: Tensor, other: Tensor) -> None:
-    """Give a tensor that replaces the parameter in its module the parameter's `full_tensor()`."""
+    """Copy the `WholeRead` of a parameter to `other`, the tensor that replaces the parameter in its module."""
     read = vars(parameter).get(READ)
     if read is not None:
         vars(other)[READ] = read

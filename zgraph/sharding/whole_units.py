@@ -30,8 +30,8 @@ class _ReduceAllParams(torch.autograd.Function):
     A parameter that this rank did not read (an expert without tokens) then joins the reduction with zeros, instead of
     leaving the other ranks waiting.
 
-    Arguments: the number of outputs among the tensors, which are followed by parameters; whether backward yields zeros
-    for the parameters; which of them it gathers again; the dependence on forward's gathers.
+    Arguments of forward: the number of outputs, which come before the parameters in `tensors`; whether backward yields
+    zeros for the parameters; for each parameter, whether backward gathers it again; result of `after_gathers`.
     """
 
     @staticmethod
@@ -65,7 +65,7 @@ class _ReduceAllParams(torch.autograd.Function):
 
 @no_frames_inside
 def after(gathered: Sequence[Tensor]) -> Tensor | None:
-    """Return an empty tensor that depends on all of these; None if there are none."""
+    """Return an empty tensor that depends on all given tensors; None if there are none."""
     if not gathered:
         return None
     return depend(torch.empty(0, dtype=torch.uint8, device=gathered[0].device), list(gathered))
@@ -80,7 +80,7 @@ def _dependent(tensor: Tensor, gathered: Tensor | None) -> Tensor:
 
 @no_frames_inside
 def after_gathers(params: Sequence[ShardedParam], unsharded: Sequence[Tensor], scope: Scope) -> Tensor | None:
-    """Return an empty tensor that depends on a unit's gathers in forward; None if untraced or without gathers."""
+    """Return an empty tensor that depends on a unit's gathers in forward; None without gathers, or if not traced."""
     if not _is_traced(scope):
         return None
     return after([part for param, part in zip(params, unsharded, strict=True) if _is_gathered(param)])
@@ -91,7 +91,7 @@ def _is_traced(scope: Scope) -> bool:
 
 
 def _is_gathered(param: ShardedParam) -> bool:
-    """Return whether reading needs a gather, even in a group of one rank: Dynamo cannot ask a group for its size."""
+    """Return whether reading a parameter runs a gather; true in a group of one rank, whose size Dynamo cannot ask."""
     return param.spec.layout.is_sharded and not param.spec.ignored
 
 

@@ -1,4 +1,4 @@
-"""Detect writes to gathered parameters in Dynamo's graphs; AOTAutograd would pass the new values to later reads."""
+"""Detect writes to gathered parameters in Dynamo's graphs: AOTAutograd passes the written values to later reads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from zgraph.torch_compat.operators import assigns_data
 
 
 def refuse_written_weights(gm: fx.GraphModule, handles: Mapping[int, str]) -> None:
-    """Refuse a graph that writes to a parameter gathered by one of its markers, or by code before the graph.
+    """Refuse a graph that writes to a parameter gathered by one of its markers, or gathered before the graph begins.
 
     Dynamo has run each node on fake tensors, whose versions count writes to them and to their views.
 
@@ -56,7 +56,7 @@ def refuse_written_weights(gm: fx.GraphModule, handles: Mapping[int, str]) -> No
 
 
 def _graphs(gm: fx.GraphModule) -> Iterable[fx.Graph]:
-    """Return the frame's graph and those of its regions, which operators call."""
+    """Return the frame's graph, and the graphs of the regions that its operators call, such as checkpointed ones."""
     return [part.graph for part in gm.modules() if isinstance(part, fx.GraphModule)]
 
 
@@ -72,7 +72,7 @@ def _gathered_name(node: object, names: Mapping[fx.Node, str]) -> str | None:
 
 
 def watch_outputs(gm: fx.GraphModule, handles: Mapping[int, str], compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Watch gathered parameters that a graph returns, with which forward continues outside the graph.
+    """Watch for writes to gathered parameters that a graph returns, since forward goes on with them outside the graph.
 
     Args:
         gm: graph of a frame.
@@ -80,7 +80,7 @@ def watch_outputs(gm: fx.GraphModule, handles: Mapping[int, str], compiled: Call
         compiled: compiled form of the graph.
 
     Returns:
-        `compiled`, or a wrapper that watches its outputs for writes if gathered parameters are among them.
+        A wrapper of `compiled` that watches its outputs for writes; `compiled` itself if none is a gathered parameter.
     """
     places = {node: place for place, node in enumerate(gm.graph.find_nodes(op="placeholder")) if place in handles}
     given = nodes.output_of(gm.graph).args[0]

@@ -21,11 +21,11 @@ from zgraph.torch_compat.dtensor import requires_grad_of
 
 
 class Current:
-    """Cached facts about a model and its optimizers, valid as long as they hold the same tensors.
+    """Cached facts about a model and its optimizers, valid as long as model and optimizers hold the same tensors.
 
     Attributes:
         lifted: tensors of the model and its optimizers.
-        own: ids of the model's tensors.
+        own: ids of the tensors that belong to the model.
         scopes: scopes of the model's sharded parts.
 
     Raises:

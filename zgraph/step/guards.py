@@ -51,13 +51,13 @@ class Conditions:
     ambient: tuple[Any, ...]
 
     def closest(self, others: Sequence[Conditions]) -> Conditions | None:
-        """Return the one of the others that differs in the fewest fields, the latest if several do; None if empty."""
+        """Return the conditions in `others` that differ in the fewest fields, the last if several do; None if empty."""
         names = [field.name for field in fields(self)]
         counts = [sum(getattr(self, name) != getattr(other, name) for name in names) for other in others]
         return min(zip(reversed(counts), reversed(others), strict=True), key=itemgetter(0))[1] if others else None
 
     def difference(self, other: Conditions) -> str:
-        """Describe the first condition in which the other one differs; "" if there is none."""
+        """Describe the first field in which `other` differs from these conditions; "" if there is none."""
         for field in fields(self):
             ours, theirs = getattr(self, field.name), getattr(other, field.name)
             if ours != theirs:
@@ -73,10 +73,10 @@ class Variant:
     """A compiled graph of a step, and the calls for which it is valid.
 
     Attributes:
-        conditions: conditions under which it was captured.
+        conditions: conditions under which the graph was captured.
         captured: the graph, with its assumptions about options.
         program: the compiled graph.
-        lowering: lowering that compiled it.
+        lowering: lowering that compiled the graph, "inductor" or "fx".
         values: Python values that are constants of the graph.
     """
 
@@ -149,7 +149,7 @@ class Modules:
 
 
 def of_variables(outside: Outside) -> tuple[Any, ...]:
-    """Return the numbers that a function reads from outside; for the model's own see `Modules`."""
+    """Return the numbers that a function reads from outside, without those of the model's modules (see `Modules`)."""
     numbers = [(name, type(value), value) for name, value in outside.variables if isinstance(value, _NUMBERS)]
     factors = [
         (one.get_growth_factor(), one.get_backoff_factor(), one.get_growth_interval()) for one in outside.scalers

@@ -52,7 +52,7 @@ class _Optimizer:
 
 
 class Before:
-    """Snapshot, before a step, of everything that it may change.
+    """Snapshot, taken before a step, of everything that the step may change.
 
     Args:
         lifted: model and optimizers.
@@ -76,7 +76,7 @@ class Before:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore everything."""
+        """Put back everything as it was when the snapshot was taken."""
         lifted = self._lifted
         for one in lifted.parameters:
             for part, attribute in one.sites:
@@ -143,7 +143,7 @@ _MISSING = "not there"
 
 
 def tell(found: str, lifted: Lifted, function: Callable[..., Any], call: int) -> None:
-    """Share the differences that ranks have found with all ranks of a model.
+    """Tell all ranks of a model what each has found, and raise if any has found a difference.
 
     Raises:
         ZgraphError: any rank has found a difference; raised on every rank.
@@ -185,7 +185,7 @@ def _copied(value: Any) -> Any:
 
 
 def _difference(found: Any, expected: Any) -> str:
-    """Describe how a value differs; "" if it does not."""
+    """Describe how `found` differs from `expected`; "" if they are equal."""
     if isinstance(found, tuple) and isinstance(expected, tuple) and isinstance(found[-1], Tensor):
         placements, part = cast("tuple[Any, Tensor]", found)
         wanted, other = cast("tuple[Any, Any]", expected)

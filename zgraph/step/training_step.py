@@ -72,7 +72,8 @@ def training_step(
 
     The function holds the lines of a plain loop, and does the same without the decorator. It is run once on fake values
     for each kind of call, and must compute the same result from equal arguments each time. Python side effects, such as
-    counting or printing, only happen then. Operations that a graph cannot hold are refused, naming the line.
+    counting or printing, only happen in these runs on fake values. Operations that a graph cannot hold are refused; the
+    message names the line.
 
     Args:
         model: a model sharded by `zgraph.shard`, compiled or not.
@@ -80,7 +81,7 @@ def training_step(
             step on shards, others on DTensors. Options that are floats or tensors are inputs of the graph.
         options: options of `torch.compile(model, backend="zgraph")`, `{"cuda_graph": True}`, and `{"check": True}`,
             which compares the first calls with the plain lines.
-        recompile_limit: limit of graphs that are compiled for different calls.
+        recompile_limit: most graphs that are compiled for different kinds of calls.
 
     Returns:
         A decorator; `TrainingStep.function` is the plain function.
@@ -141,7 +142,7 @@ def _drawn(model: nn.Module, optimizer: optim.Optimizer) -> dict[int, rounded_ad
 
 
 def _check_comparable(passes: PassList | None, *, offloads: bool) -> None:
-    """Refuse to compare a step with lines that compute something else.
+    """Refuse to compare a step with the plain lines if its passes or offload change the computed values.
 
     Raises:
         ValueError: a lossy pass or offload prevents the comparison.
@@ -271,7 +272,7 @@ class TrainingStep(Generic[P, R]):
         return result
 
     def _current(self) -> Current:
-        """Return the facts about model and optimizers; read again if tensors were replaced."""
+        """Return the facts about model and optimizers; they are read again if tensors were replaced."""
         if self._known is None or not self._known.lifted.is_current():
             self._known = Current(self._model, self._optimizers)
         return self._known

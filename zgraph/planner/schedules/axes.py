@@ -26,8 +26,8 @@ class AxisTraffic:
 
     Attributes:
         sent_bytes: bytes on the wire.
-        exposed_us: time for which compute waits for it.
-        hidden_us: time for which it runs while compute does not wait.
+        exposed_us: time for which compute waits for the traffic.
+        hidden_us: time for which the traffic runs while compute does not wait for it.
     """
 
     sent_bytes: int = 0
@@ -48,7 +48,7 @@ class AxisTraffic:
 
 @dataclass(frozen=True)
 class Axes:
-    """Sizes of a cluster's axes, outermost first, as in `init_device_mesh`: ranks on the last axis are consecutive.
+    """Sizes of a cluster's axes, outermost first as in `init_device_mesh`: neighbours on the last axis are consecutive.
 
     Attributes:
         sizes: size of each axis by name (one of `AXES`); a missing dp has size 1.
@@ -96,7 +96,7 @@ class Axes:
         return tuple(name for name in self.sizes if name != PIPELINE)
 
     def stride(self, axis: str) -> int:
-        """Distance of neighbours along an axis, in global ranks."""
+        """Return the difference between the global ranks of neighbours along an axis."""
         names = list(self.sizes)
         return math.prod(self.sizes[name] for name in names[names.index(axis) + 1 :])
 
@@ -105,7 +105,7 @@ class Axes:
         return init_device_mesh("cpu", tuple(self.sizes.values()), mesh_dim_names=tuple(self.sizes))
 
     def along(self, group_name: str) -> str:
-        """The axis along which a group's ranks differ; several are joined by " x "; "alone" if it has one rank."""
+        """Return the axes along which a group's ranks differ, joined by " x "; "alone" if the group has one rank."""
         members = dist.get_process_group_ranks(resolve_group(group_name))
         differ = [
             name for name, size in self.sizes.items() if len({rank // self.stride(name) % size for rank in members}) > 1

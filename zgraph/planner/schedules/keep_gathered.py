@@ -11,12 +11,12 @@ from zgraph.sharding.pipeline.kept_parameters import first_fit
 
 
 def kept_bytes(sizes: Sequence[int], room_bytes: float) -> int:
-    """Bytes that `first_fit` keeps; with exactly this many bytes of room it keeps the same."""
+    """Return the bytes that `first_fit` keeps in `room_bytes`; given only the returned bytes, it keeps the same."""
     return sum(sizes[place] for place in first_fit(sizes, room_bytes))
 
 
 def next_room(sizes: Sequence[int], room_bytes: int) -> int | None:
-    """The least room above this one in which more is kept; None: everything is kept."""
+    """Return the least room above `room_bytes` in which `first_fit` keeps more; None if it keeps everything."""
     missing: list[int] = []
     left = room_bytes
     for size in sizes:
@@ -28,19 +28,20 @@ def next_room(sizes: Sequence[int], room_bytes: int) -> int | None:
 
 
 def most_kept(sizes: Sequence[int], left_with: Callable[[int], float], kept: int = 0) -> int:
-    """The most bytes that can be kept of parameters in a given order.
+    """Return the most bytes of parameters, in a given order, that can be kept within a budget.
 
     Keeping a little may need less memory than keeping nothing, for example if the buffer of a bucket becomes smaller.
-    So larger choices are tried until one fits, as long as each exceeds the budget by less than the last. Above it,
-    memory is assumed to grow with the kept bytes. The result and the next larger choice have both been evaluated.
+    So larger choices are tried until one fits, as long as each exceeds the budget by less than the last. Above the
+    first choice that fits, memory is assumed to grow with the kept bytes. The result and the next larger choice have
+    both been evaluated.
 
     Args:
         sizes: bytes of each parameter.
-        left_with: returns the rest of the budget if `first_fit` keeps the given bytes; negative: it is exceeded.
+        left_with: returns what is left of the budget if `first_fit` keeps the given bytes; negative: it is exceeded.
         kept: kept bytes to begin with.
 
     Returns:
-        The most bytes that fit; if none were found, those that exceed the budget by least.
+        The most bytes that fit; if no choice fits, the bytes that exceed the budget by the least amount.
     """
     left = left_with(kept)
     while left < 0:
@@ -94,7 +95,7 @@ def keep_within(
 
     Args:
         budget_bytes: budget of a rank.
-        schedule: one of `schedules_for` these numbers.
+        schedule: a schedule that `schedules_for` returns for these numbers.
         ranks: number of ranks in the pipeline.
         sizes: for each stage, gathered bytes of the parameters that may be kept, in order.
         cost_of: returns the cost of a stage that keeps the given bytes; None: its graphs alone exceed the budget.

@@ -15,7 +15,7 @@ from zgraph.torch_compat.fake_values import fake_on_cpu
 
 
 def layer_time(layer: nn.Module, inputs: Sequence[Any], mode: Any, costs: CostModel) -> tuple[float, Tensor | None]:
-    """Microseconds of a module's forward and backward on one rank, and the result of its forward.
+    """Return the microseconds of a module's forward and backward on one rank, and the result of its forward.
 
     Args:
         layer: module, with or without values.
@@ -24,7 +24,7 @@ def layer_time(layer: nn.Module, inputs: Sequence[Any], mode: Any, costs: CostMo
         costs: cost model of the machine.
 
     Returns:
-        The time, and the result as a tensor of the mode; None in place of anything but a single tensor.
+        The time, and the result as a tensor of the mode; None in its place if the result is not a single tensor.
     """
     named = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
     fakes = [fake_on_cpu(mode, value) for value in named.values()]
@@ -54,7 +54,7 @@ def layer_time(layer: nn.Module, inputs: Sequence[Any], mode: Any, costs: CostMo
 
 
 def likeness(module: nn.Module, inputs: Iterable[Any]) -> tuple[Any, ...]:
-    """A key that two modules with their inputs share only if they compute alike, such as one layer made twice.
+    """Return a key that is equal for two modules with inputs only if they compute alike, such as a layer made twice.
 
     Sizes, numbers and names are compared by value, all other attributes by identity.
     """

@@ -32,7 +32,7 @@ def schedules_for(ranks: int, stages: int, micro_batches: int) -> tuple[str, ...
 
 
 def why_not(schedule: str, ranks: int, stages: int, micro_batches: int) -> str:
-    """Why torch cannot run a schedule with these numbers; "" if it can."""
+    """Return why torch cannot run a schedule with these numbers; "" if torch can."""
     if schedule not in SCHEDULES:
         near = difflib.get_close_matches(schedule.removeprefix("Schedule"), SCHEDULES, 1)
         guess = f"; did you mean {near[0]!r}?" if near else ""
@@ -50,7 +50,7 @@ def why_not(schedule: str, ranks: int, stages: int, micro_batches: int) -> str:
 
 
 def ranks_of(schedule: str, ranks: int, stages: int) -> tuple[int, ...]:
-    """The rank of each stage: rank r has stages r, r + ranks, ...; in a V, the r-th from the start and from the end."""
+    """Return the rank of each stage: rank r has stages r, r + ranks, ...; in a V, the r-th from both ends."""
     if schedule == V_SHAPED:
         return tuple(min(stage, stages - 1 - stage) for stage in range(stages))
     return tuple(stage % ranks for stage in range(stages))
@@ -60,7 +60,7 @@ def order_of(schedule: str, ranks: int, stages: int, micro_batches: int) -> list
     """The actions of each rank in order; `ranks_of` assigns stages to ranks.
 
     Args:
-        schedule: one of `schedules_for` these numbers.
+        schedule: a schedule that `schedules_for` returns for these numbers.
         ranks: number of ranks in the pipeline.
         stages: number of stages, a multiple of `ranks`.
         micro_batches: number of micro-batches in a step.
@@ -106,7 +106,7 @@ def _of_rank(schedule: str, rank: int, ranks: int, chunks: int, micro_batches: i
 
 
 def _of_v(rank: int, ranks: int, micro_batches: int) -> list[Action]:
-    """The actions of a rank that has one stage on the way down the V, and one on the way up."""
+    """Return the actions of a rank in a V schedule: it has one stage on the way down the V, and one on the way up."""
     down, up = rank, 2 * ranks - 1 - rank
     order: list[Action] = []
     done: dict[tuple[str, int], int] = {}

@@ -15,17 +15,18 @@ from zgraph.planner.schedules.pipeline_run import PipelineRun, StageCost, simula
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedStage:
-    """One stage in a step.
+    """One stage of a planned pipeline, in a step.
 
     Attributes:
-        cost: cost of its micro-batches.
+        cost: cost of the stage's micro-batches.
         parameter_bytes, state_bytes: bytes of one rank's parameters with buffers, and of the optimizer's state.
         traffic: traffic of one rank along the axes within the stage, in all micro-batches of a step.
         activation_bytes: bytes of one micro-batch's activation, sent to the next stage.
         input_gradient_bytes: bytes of one micro-batch's input gradient, sent to the previous stage; 0 for the first.
-        stage_3_bytes: gathered bytes of its ZeRO stage 3 parameters, which `zgraph.PipelineStage` may keep over a step.
-        keep_bytes: the part of `stage_3_bytes` to keep, as for `zgraph.PipelineStage`: the most that the budget has
-            room for. None: the plan has no budget, and nothing is kept.
+        stage_3_bytes: gathered bytes of its parameters at ZeRO stage 3, which `zgraph.PipelineStage` may keep over a
+            step.
+        keep_bytes: how many of the `stage_3_bytes` to keep, as for `zgraph.PipelineStage`: the most for which the
+            budget has room. None: the plan has no budget, and nothing is kept.
     """
 
     cost: StageCost
@@ -40,18 +41,18 @@ class PlannedStage:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelinePlan:
-    """A step of a pipeline.
+    """A planned step of a pipeline.
 
     Attributes:
-        stages: in the order in which a micro-batch passes them.
+        stages: the stages, in the order in which a micro-batch passes them.
         micro_batches: number of micro-batches in a step.
         runs: the step under each schedule that torch can run with these stages and micro-batches.
         schedule: the planned schedule.
-        unsent: the step under the planned schedule if sending took no time.
+        unsent: the step under the planned schedule, simulated as if sending took no time.
         budget_bytes: most bytes that each rank may hold in addition to parameters, buffers and the optimizer's state;
             None: no limit.
-        unkept: the step under the planned schedule if each micro-batch gathered all stage 3 parameters anew; None
-            without a budget.
+        unkept: the step under the planned schedule, simulated with nothing kept: each micro-batch gathers all stage 3
+            parameters. None without a budget.
     """
 
     stages: tuple[PlannedStage, ...]
@@ -66,7 +67,7 @@ class PipelinePlan:
     def of(
         cls, stages: Sequence[PlannedStage], ranks: int, micro_batches: int, chosen: str, **budget: Any
     ) -> PipelinePlan:
-        """Simulate every schedule.
+        """Return the plan of a step, simulated under every schedule that fits the numbers.
 
         Args:
             stages: stages, the same number on each rank.
@@ -117,7 +118,7 @@ class PipelinePlan:
         """Refuse a step that exceeds the budget.
 
         Raises:
-            BudgetError: the budget is exceeded; names a budget, or another schedule, that fits.
+            BudgetError: the budget is exceeded; the message names a budget, or another schedule, that fits.
         """
         if self.fits(self.run):
             return
@@ -155,7 +156,7 @@ class PipelinePlan:
         return found
 
     def traffic(self) -> dict[str, AxisTraffic]:
-        """Traffic by axis, of the rank that sends most along it."""
+        """Traffic by axis; for each axis, the traffic of the rank that sends most along the axis."""
         of_ranks = [self.traffic_of(rank) for rank in range(self.ranks)]
         axes = dict.fromkeys(axis for found in of_ranks for axis in found)
         return {
@@ -198,15 +199,15 @@ class PipelinePlan:
 
 
 def check_schedule(schedule: str | None, ranks: int, stages: int, micro_batches: int) -> str:
-    """The schedule to plan.
+    """Return the name of the schedule to plan.
 
     Args:
-        schedule: its name; None: Interleaved1F1B with several stages on a rank, else 1F1B, or GPipe if there are too
-            few micro-batches for that.
-        ranks, stages, micro_batches: numbers of the pipeline.
+        schedule: name of the schedule; None: Interleaved1F1B with several stages on a rank, else 1F1B, or GPipe if
+            there are too few micro-batches for 1F1B.
+        ranks, stages, micro_batches: numbers of ranks, of stages, and of micro-batches in a step.
 
     Raises:
-        ValueError: torch cannot run it with these numbers.
+        ValueError: torch cannot run the schedule with these numbers.
     """
     usual = ["Interleaved1F1B"] if stages > ranks else ["1F1B", "GPipe"]
     possible = [name for name in usual if not why_not(name, ranks, stages, micro_batches)]
@@ -218,6 +219,6 @@ def check_schedule(schedule: str | None, ranks: int, stages: int, micro_batches:
 
 
 def added(one: dict[str, AxisTraffic], other: dict[str, AxisTraffic], times: int = 1) -> dict[str, AxisTraffic]:
-    """Traffic by axis: one plus `times` times the other."""
+    """Return traffic by axis: `one`, plus `other` repeated `times` times."""
     axes: Iterable[str] = dict.fromkeys((*one, *other))
     return {axis: one.get(axis, AxisTraffic()) + other.get(axis, AxisTraffic()).times(times) for axis in axes}

@@ -16,7 +16,8 @@ class SplitCost:
     Attributes:
         inputs_us, weights_us: [micro_batches] time of each half.
         left_bytes: bytes that one micro-batch keeps from its first half to its second.
-        closing_kept_bytes: the part of `StageCost.closing_kept_bytes` that stays until the last second half.
+        closing_kept_bytes: the part of `StageCost.closing_kept_bytes` that stays until the second half of the last
+            backward.
         inputs_peak_bytes: most bytes of a micro-batch while its first half runs, including its saved values.
         first_peak_bytes, weights_peak_bytes, closing_peak_bytes: peaks of the second half, defined like those of the
             whole backward in `StageCost`, including `left_bytes`.
@@ -46,12 +47,14 @@ class StageCost:
         kept_bytes: bytes of gathered parameters that are kept from the first forward on.
         closing_kept_bytes: the part of `kept_bytes` that stays after the last forward, until the last backward.
         saved_bytes: bytes that one micro-batch keeps from its forward to its backward.
-        forward_peak_bytes, backward_peak_bytes: most bytes of a micro-batch while it runs, including saved values.
-        first_peak_bytes: the same for the first backward, including the sums that it leaves.
-        closing_peak_bytes: the same for the last backward, including the parameters and sums that it finds. A single
-            backward is the last one.
+        forward_peak_bytes, backward_peak_bytes: most bytes of a micro-batch while its forward or backward runs,
+            including its saved values.
+        first_peak_bytes: the same for the first backward, including the gradient sums that this backward leaves.
+        closing_peak_bytes: the same for the last backward, including the kept parameters and the sums that it finds. A
+            single backward is the last one.
         left_bytes: send buffers of one micro-batch, for activation and gradient. torch's schedules hold them until the
-            end of the step; 1F1B until its next sends, except the last activation sent before the first backward.
+            end of the step. 1F1B holds them until it sends again, except the last activation sent before the first
+            backward.
         left_activation_bytes: the activation's part of `left_bytes`.
         buffer_bytes: torch's receive buffers for activations and gradients, and the outputs that the stage returns.
         split: costs of backwards in two halves; None: the whole backward runs in place of the first half.
@@ -104,9 +107,9 @@ class PipelineRun:
         schedule: name of the schedule.
         actions: actions of all ranks; those of one rank are in order.
         step_us: time until the last rank is done.
-        busy_us: [ranks] time in which each runs forwards and backwards.
-        peak_bytes: [ranks] most bytes that each holds, including parameters and state.
-        in_flight: [ranks] most micro-batches whose forward has run and whose backward has not, over all its stages.
+        busy_us: [ranks] time in which each rank runs forwards and backwards.
+        peak_bytes: [ranks] most bytes that each rank holds, including parameters and state.
+        in_flight: [ranks] most micro-batches whose forward has run and whose backward has not, over the rank's stages.
     """
 
     schedule: str
@@ -118,7 +121,7 @@ class PipelineRun:
 
     @property
     def bubble(self) -> float:
-        """The part of all ranks' time in which they wait for other stages."""
+        """Fraction of all ranks' time (0 to 1) in which they wait for other stages."""
         return 1 - sum(self.busy_us) / (len(self.busy_us) * self.step_us) if self.step_us else 0.0
 
 
@@ -129,7 +132,7 @@ def simulate_pipeline(schedule: str, ranks: int, costs: Sequence[StageCost]) -> 
     the other in each direction.
 
     Args:
-        schedule: one of `schedules_for` these numbers.
+        schedule: a schedule that `schedules_for` returns for these numbers.
         ranks: number of ranks in the pipeline.
         costs: cost of each stage.
     """
@@ -169,10 +172,10 @@ def simulate_pipeline(schedule: str, ranks: int, costs: Sequence[StageCost]) -> 
 
 
 def rank_memory(schedule: str, rank: int, ranks: int, costs: Sequence[StageCost]) -> tuple[int, int]:
-    """Most bytes that a rank holds, including parameters and state, and most micro-batches in flight on it.
+    """Return the most bytes that a rank holds, including parameters and state, and its most micro-batches in flight.
 
     Args:
-        schedule: one of `schedules_for` these numbers.
+        schedule: a schedule that `schedules_for` returns for these numbers.
         rank: rank in the pipeline.
         ranks: number of ranks in the pipeline.
         costs: cost of each stage.
@@ -183,7 +186,7 @@ def rank_memory(schedule: str, rank: int, ranks: int, costs: Sequence[StageCost]
 
 
 def _needs(action: Action, stages: int) -> Action | None:
-    """The action of another stage whose result this one needs."""
+    """Return the action of another stage whose result `action` needs; None if it needs none."""
     if action.kind == "weights":
         return None
     if action.kind == "forward":
@@ -198,7 +201,7 @@ def _arrival(
     costs: Sequence[StageCost],
     links: dict[tuple[int, int], float],
 ) -> float:
-    """When the result of an action arrives where it is needed next."""
+    """Return the time at which an action's result arrives at the stage that needs it, and note the link's use."""
     other = action.stage + {"forward": 1, "backward": -1, "weights": len(costs)}[action.kind]
     if not 0 <= other < len(costs) or places[other] == places[action.stage]:
         return ended
@@ -208,7 +211,7 @@ def _arrival(
 
 
 def _beside(cost: StageCost, number: int, places: Sequence[int]) -> StageCost:
-    """Cost of a stage whose neighbours may be on the same rank, so that its results replace their receive buffers."""
+    """Return a stage's cost; its results serve as the receive buffers of neighbour stages that are on the same rank."""
     has_next = number + 1 < len(places) and places[number + 1] == places[number]
     has_previous = number > 0 and places[number - 1] == places[number]
     activation = cost.left_activation_bytes if has_next else 0
@@ -225,7 +228,7 @@ def _beside(cost: StageCost, number: int, places: Sequence[int]) -> StageCost:
 
 
 def _without_sent(cost: StageCost) -> StageCost:
-    """Cost of a stage that frees each output as soon as it is sent."""
+    """Return the cost of a stage that frees each output as soon as it is sent."""
     sent, split = cost.left_activation_bytes, cost.split
     return replace(
         cost,
@@ -242,7 +245,7 @@ def _without_sent(cost: StageCost) -> StageCost:
 def _memory(
     order: Sequence[Action], costs: Sequence[StageCost], places: Sequence[int], *, holds_sent: bool, splits: bool
 ) -> tuple[int, int]:
-    """Peak of a rank, and the most micro-batches in flight."""
+    """Return the peak bytes of a rank, and its most micro-batches in flight."""
     stages = {action.stage: _beside(costs[action.stage], action.stage, places) for action in order}
     held = sum(cost.resting_bytes + cost.buffer_bytes for cost in stages.values())
     done = {(kind, stage): 0 for kind in ("forward", "backward", "weights") for stage in stages}

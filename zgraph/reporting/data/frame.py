@@ -1,7 +1,7 @@
 """The part of `report.json` for one compiled frame: plain columns, without tensors, graphs or clocks.
 
-A row of a table is the same position in each of its columns. Repeated texts are stored once, in `FrameData.strings`,
-and columns hold their positions. docs/report-json.md explains every field.
+A row of a table is the same position in each of the table's columns. Repeated texts are stored once, in
+`FrameData.strings`, and columns hold the positions of texts there. docs/report-json.md explains every field.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class LineColumns:
     """Every line of code that any graph of the frame had after any pass; see `zgraph.graph.text.Line`.
 
     Attributes:
-        name, call: texts.
+        name, call: texts of the node's name and of its call.
         value, parameters: positions in the strings.
     """
 
@@ -43,14 +43,14 @@ class NodeColumns:
     """Nodes of a final graph in program order.
 
     Attributes:
-        line: position in the lines, which have the name.
+        line: position in the frame's lines, which have the node's name.
         op, target, shape, dtype, stride, module, source: positions in the strings; a contiguous stride is "".
-        parameters: position in the strings of the names, joined by ", ", of the parameters that the node works for.
+        parameters: position in the strings: names of the parameters that the node works for, joined by ", ".
         bytes: size of the node's result.
         storage: memory class of the result's storage.
         lane: position in the lanes; -1: the node takes no time.
         cost_us, start_us, end_us, exposed_us: predictions; None: the pipeline has no target.
-        inputs: positions of the nodes it reads; users are the inverse.
+        inputs: positions of the nodes that the node reads.
     """
 
     line: list[int]
@@ -77,7 +77,7 @@ class CollectiveColumns:
     """Collectives of a final graph, numbered in program order.
 
     Attributes:
-        node, wait: positions of the start, and of the first wait; -1: waited for in another graph, or not lowered.
+        node, wait: positions of the start, and of its first wait; -1: the wait is in another graph, or not lowered.
         kind, group, dtype, codec, reason: positions in the strings; the codec is "" if numbers are sent uncompressed.
         group_size: number of ranks in the group.
         payload_bytes, sent_bytes, received_bytes: bytes of this rank.
@@ -132,10 +132,10 @@ class StorageColumns:
     Attributes:
         node: position in the step of the node that creates the storage.
         bytes: allocated bytes.
-        first, last: first and last position at which it is alive.
+        first, last: first and last position at which the storage is alive.
         kind: position in the memory classes.
         space: position in the memory spaces.
-        held: 1 if it is held outside of the step before and afterwards, so that it does not count.
+        held: 1 if the storage is held outside of the step before and afterwards, so that it does not count; else 0.
     """
 
     node: list[int] = field(default_factory=list[int])
@@ -158,7 +158,7 @@ class MemoryData:
         workspace_bytes: workspace of each call, in addition to storages.
         held_bytes: size of the inputs, which are held outside of the step.
         budget_bytes: budget that the step was planned for; None: no limit.
-        peak_bytes, peak_position: most bytes held by the step, and the position where they are held.
+        peak_bytes, peak_position: most bytes held by the step, and the position at which it holds them.
         at_peak: positions of the largest storages alive at the peak, largest first.
         unknown: nodes whose size depends on data; they count as 0.
     """
@@ -177,7 +177,7 @@ class MemoryData:
 
 @dataclass(kw_only=True)
 class Totals:
-    """A graph before or after a pass.
+    """Totals of a graph before or after a pass.
 
     Attributes:
         sent_bytes: bytes that this rank sends.
@@ -225,9 +225,10 @@ class ParameterColumns:
             memory space between steps: "device", "host" or "disk".
         zero_stage: 0 to 3; -1: unknown.
         local_bytes: bytes that this rank keeps between steps.
-        collectives: collectives that carry it, as (position in `FrameData.graphs`, position of the collective).
-        feedback_bytes: bytes of its error feedback that this rank keeps between steps.
-        wire_bytes: its share of the bytes sent by these collectives; if one carries several, in proportion to elements.
+        collectives: collectives that carry the parameter: (position in `FrameData.graphs`, position of the collective).
+        feedback_bytes: bytes of the parameter's error feedback that this rank keeps between steps.
+        wire_bytes: the parameter's share of the bytes that these collectives send; if a collective carries several
+            parameters, in proportion to their elements.
     """
 
     name: list[str] = field(default_factory=list[str])
@@ -248,10 +249,10 @@ class FrameData:
     """One compiled frame.
 
     Attributes:
-        frame: Dynamo's "frame/recompile".
+        frame: Dynamo's number of the frame and of its recompile, such as "0/1".
         reason: the guard that failed, if the frame was compiled before.
         lowering: "inductor" or "fx".
-        from_step: first optimizer step that runs these graphs; earlier steps ran graphs without some passes.
+        from_step: first optimizer step that runs these graphs; earlier steps run graphs made without some passes.
         hardware: name, backend and memory of the machine that times are predicted for; None: no target.
         lanes: names of the lanes, numbered in the columns.
         captured: by direction, the lines of the graph before any pass, as runs of first and count.

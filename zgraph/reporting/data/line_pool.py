@@ -1,4 +1,4 @@
-"""Texts of graphs after each pass: every line is stored once, and each pass as its changes."""
+"""Texts of graphs after each pass: every line is stored once, and of each pass only the changes are stored."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Hunk = tuple[int, int, Runs]
 
 
 class LinePool:
-    """Lines by number. Two lines of one graph never share a number; equal lines of two graphs do."""
+    """Lines of code by number. Two lines of one graph never share a number; equal lines of two graphs do."""
 
     def __init__(self, strings: Strings) -> None:
         self.strings = strings
@@ -23,7 +23,7 @@ class LinePool:
         self._numbers: dict[tuple[Line, int], int] = {}
 
     def lines_of(self, graph: fx.Graph) -> list[int]:
-        """The numbers of a graph's lines, in program order."""
+        """Return the numbers of a graph's lines, in program order; new lines are added to the pool."""
         met: dict[Line, int] = {}
         found: list[int] = []
         for node in list(graph.nodes):
@@ -44,7 +44,7 @@ class LinePool:
 
 
 def runs_of(numbers: Sequence[int]) -> Runs:
-    """Consecutive numbers as runs of first and count: [4, 5, 6, 2] becomes [(4, 3), (2, 1)]."""
+    """Return numbers as runs (first, count) of consecutive ones: [4, 5, 6, 2] becomes [(4, 3), (2, 1)]."""
     runs: Runs = []
     for number in numbers:
         if runs and number == sum(runs[-1]):
@@ -55,7 +55,9 @@ def runs_of(numbers: Sequence[int]) -> Runs:
 
 
 def hunks_between(before: Sequence[int], after: Sequence[int]) -> list[Hunk]:
-    """Removals and insertions that turn `before` into `after`, keeping the most lines; neither may repeat a number.
+    """Return removals and insertions that turn `before` into `after`, and keep the most lines.
+
+    Neither argument may repeat a number.
 
     The kept lines are a longest increasing subsequence of positions, found in n log n, because most passes move nodes.
     """
@@ -69,7 +71,7 @@ def hunks_between(before: Sequence[int], after: Sequence[int]) -> list[Hunk]:
 
 
 def _kept(before: Sequence[int], after: Sequence[int]) -> list[tuple[int, int]]:
-    """Positions in `before` and `after` of the lines that stay in place, by patience sorting."""
+    """Return (position in `before`, position in `after`) of the lines that stay in place, by patience sorting."""
     place_of = {number: place for place, number in enumerate(before)}
     pairs = [(place_of[number], place) for place, number in enumerate(after) if number in place_of]
     ends: list[int] = []  # the least last position of a subsequence of each length

@@ -89,7 +89,7 @@ class StorageClasses:
         return PARAMETERS if used or any(nodes.is_low_rank(user) for user in node.users) else ACTIVATIONS
 
     def _class_of_copy(self, node: fx.Node) -> str:
-        """The class of a copy that carries parameters: gathered after a gather, a gradient after a reduction."""
+        """Return the class of a copy that carries parameters, by what it copies: gathered, gradients or a buffer."""
         classes = [self.found.get(source) for source in node.all_input_nodes]
         if any(nodes.is_start(user) for user in node.users):
             return BUFFERS
@@ -108,7 +108,7 @@ def _looks_at_argument(node: fx.Node) -> bool:
 
 
 def _start_behind(node: fx.Node) -> fx.Node | None:
-    """The start whose result a node views; None if it views something else."""
+    """Return the start of the collective whose result a node views; None if it views anything else."""
     while _looks_at_argument(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node if nodes.is_start(node) else None
@@ -121,7 +121,7 @@ def _behind_reduction(node: fx.Node) -> bool:
 
 
 def _class_of_arrival(start: fx.Node) -> str:
-    """The class of a collective's result: parameters or gradients themselves, or a buffer that they are copied from."""
+    """Return the class of a collective's result: gathered, gradients, or a buffer from which these are copied."""
     if not meta.parameters(start):
         return ACTIVATIONS  # a collective of the model's own
     if not nodes.is_gather(start):
@@ -137,7 +137,7 @@ def _class_of_arrival(start: fx.Node) -> str:
 
 
 def _before_reductions(graph: fx.Graph) -> dict[fx.Node, None]:
-    """Gradients of parameters: nodes read by the output or a reduction, directly or through views, casts and copies."""
+    """Return the gradients of parameters: nodes that the output or a reduction reads, also through views and casts."""
     found: dict[fx.Node, None] = {}
     pending = [
         source
@@ -206,7 +206,7 @@ def _class_of_range(entry: LiveRange, number: int, ranges: Sequence[LiveRange], 
 
 
 def _beside_storages(curve: MemoryCurve) -> list[int]:
-    """Workspace of each call: the memory curve minus the storages alive."""
+    """Return the workspace of each call: the memory curve minus the storages that are alive."""
     change = [0] * (len(curve.nodes) + 1)
     for entry in curve.ranges:
         if not entry.held and entry.space == DEVICE.name and entry.first >= 0:

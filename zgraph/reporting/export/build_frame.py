@@ -42,12 +42,12 @@ def build_frame(
     lowering: str,
     recorder: PassRecorder | None = None,
 ) -> FrameData | None:
-    """The data of a frame, before lowering changes its graphs; None, with a warning, if it cannot be built.
+    """Build the data of a frame, before lowering changes its graphs; warn and return None if that fails.
 
     Args:
         plan: plan of the frame.
-        predictions: predictions of its final graphs.
-        reports: reports of its final graphs, in order.
+        predictions: predictions of the frame's final graphs.
+        reports: reports of the frame's final graphs, in order.
         known: facts about the parameters that the frame reads, by name.
         lowering: "inductor" or "fx".
         recorder: record of each pass's changes; None if they were not recorded.
@@ -243,7 +243,7 @@ def _us(us: float) -> float:
 
 
 def number_of(count: Any) -> int:
-    """A size as a number; a symbolic size is replaced by its hint."""
+    """Return a size as a number: of a symbolic size, the hint."""
     return size_hint(count)
 
 

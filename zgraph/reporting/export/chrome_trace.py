@@ -1,7 +1,8 @@
 """A report as a Chrome trace, for ui.perfetto.dev and chrome://tracing.
 
-Each frame is a process, and a second one if it was measured; lanes are its threads. Backward comes after forward, as in
-a step. Arrows lead from each start to its wait or, if that does not block, to the next compute.
+Each frame is a process of the trace, and has a second process if it was measured; lanes are threads. Backward comes
+after forward, as in a step. An arrow leads from each start to its wait or, if the wait does not block, to the next
+compute.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ class _Predicted:
                 yield from self._flow(slices[start], slices[to], rows[start]["name"])
 
     def _thread(self, lane: str, begin: float, end: float) -> int:
-        """The thread of a lane's row; nodes that run concurrently get rows of their own."""
+        """Return the thread for an interval of a lane; a lane has several threads if its nodes run concurrently."""
         row = 0
         while self.until.get((lane, row), 0.0) > begin + 1e-3:  # times are rounded to the nanosecond
             row += 1
@@ -111,7 +112,7 @@ class _Predicted:
         yield common | {"ph": "f", "bp": "e", "tid": target[0], "ts": target[1]}
 
     def _memory(self, begins: Sequence[float]) -> Iterator[Event]:
-        """A counter of the bytes alive by class, whenever they change."""
+        """Yield counter events: the bytes alive of each memory class, whenever they change."""
         classes = bytes_by_class(self.document, self.frame)
         last: Event | None = None
         for position, begin in enumerate(begins):
@@ -122,7 +123,7 @@ class _Predicted:
 
 
 def _measured(found: Sequence[Mapping[str, Any]], process: int) -> Iterator[Event]:
-    """A slice for each graph's call, and inside it a slice for each blocked wait: medians over the calls."""
+    """Yield a slice for the call of each graph, and inside it one for each blocked wait: medians over all calls."""
     yield _named("thread_name", process, COMPUTE, 1)
     order = ("step", "forward", "inference", "backward")
     offset = 0.0

@@ -1,4 +1,4 @@
-"""The folder of a report: for each rank and frame `report.json`, and files for other tools made only from it."""
+"""The folder of a report: for each rank and frame `report.json`, and files that are made only from `report.json`."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def write_report(
 
 
 def write_pipeline(folder: Path, plan: Mapping[str, Any]) -> None:
-    """Add the plan of a pipeline to a rank's folder, and a page that shows it above all frames of its stages.
+    """Add a pipeline's plan to a rank's folder, and a page that shows the plan and then all frames of the stages.
 
     A folder that cannot be written causes only a warning.
 
@@ -126,12 +126,12 @@ def _write(folder: Path, files: Iterable[tuple[str, str]]) -> None:
 
 
 def folder_of(directory: Path, rank: int, frame: str) -> Path:
-    """Folder for the files of one compiled frame; no two ranks share one."""
+    """Return the folder for the files of one compiled frame; no two ranks share a folder."""
     return directory / f"rank{rank}" / f"frame_{frame.replace('/', '_')}"
 
 
 def files_of(document: Document) -> Iterator[tuple[str, str]]:
-    """Names and texts of the page and of the trace; one that cannot be made is left out, with a warning.
+    """Yield names and texts of the page and of the trace; a file that cannot be made is left out, with a warning.
 
     Args:
         document: document of one frame, with its times if there are any.

@@ -25,7 +25,7 @@ class KnownParameter:
     """A parameter as described by the markers of a captured graph.
 
     Attributes:
-        shape: unsharded shape; None: no marker has it.
+        shape: unsharded shape; None: no marker of the graph tells the shape.
         zero_stage: 0 to 3; -1: unknown.
         dtype, local_bytes, rests: dtype, size and memory space of the part that this rank keeps between steps.
     """
@@ -66,14 +66,14 @@ def known_parameters(captured: fx.Graph, names: Iterable[str]) -> dict[str, Know
 
 
 def _rests(at_rest: fx.Node) -> str:
-    """The memory space of a marker's input, before a module on a GPU may have copied or cast it."""
+    """Return the memory space of the graph input that a marker reads, directly or through a copy or cast."""
     while at_rest.op != "placeholder" and at_rest.all_input_nodes:
         at_rest = at_rest.all_input_nodes[0]
     return str(meta.space(at_rest) or DEVICE)
 
 
 def feedback_bytes(graphs: Iterable[fx.Graph]) -> dict[str, int]:
-    """Bytes of error feedback that this rank keeps from step to step for each parameter, once it has run."""
+    """Return the bytes of error feedback that this rank keeps between steps for each parameter, after the first."""
     found: dict[str, int] = {}
     for graph in graphs:
         for node in nodes.call_functions(graph, lambda node: nodes.is_quantize(node) or nodes.is_low_rank_left(node)):
@@ -83,7 +83,7 @@ def feedback_bytes(graphs: Iterable[fx.Graph]) -> dict[str, int]:
 
 
 def _kept_by(node: fx.Node) -> list[Mapping[str, tuple[tuple[int, ...], torch.dtype]]]:
-    """Shapes and dtypes of the tensors that the method keeps for each parameter of a compressed reduction."""
+    """Return shapes and dtypes of the tensors that the compression method keeps for each parameter of a reduction."""
     if nodes.is_low_rank_left(node):
         layout = LowRankArgs.of(node).layout
         return [
@@ -107,7 +107,7 @@ def parameter_columns(
     Args:
         known: the parameters, in order.
         reports: reports of the frame's graphs.
-        graphs: the same graphs' columns.
+        graphs: columns of the graphs that `reports` describe, in the same order.
         feedback: bytes that error feedback keeps, by name.
         strings: texts by number.
     """

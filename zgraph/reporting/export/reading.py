@@ -1,4 +1,4 @@
-"""Reads the files of `report_json`: the document of a folder, with its frames and ranks merged, and its texts."""
+"""Reads the files written by `report_json`: the document of a folder, with frames and ranks merged, and its texts."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ TIMED = ("cost_us", "start_us", "end_us", "exposed_us")
 
 
 def load(path: Path) -> Document:
-    """The document of a report: of one frame's folder, or of all frames and ranks below a directory.
+    """Return the document of a report: of one frame's folder, or of all frames and ranks in a directory.
 
     Frames, and the plan of a pipeline if there is one, are those of the lowest rank. Every entry of `ranks` has the
-    `times` of its rank if they exist, and the document has those of the lowest rank.
+    `times` of its rank if they exist; the `times` of the document are those of the lowest rank.
 
     Raises:
         ZgraphError: a report is missing, or its version is unknown.
@@ -42,7 +42,7 @@ def load(path: Path) -> Document:
 
 
 def _by_numbers(path: Path) -> list[Any]:
-    """Sort key that puts frame_2 before frame_10."""
+    """Return a sort key that puts frame_2 before frame_10."""
     return [[int(part) if part.isdigit() else part for part in re.split(r"(\d+)", piece)] for piece in path.parts]
 
 
@@ -84,7 +84,7 @@ def _merge(documents: Sequence[Document]) -> Document:
 
 
 def line_text(frame: Document, line: int) -> str:
-    """A line of code, as dumps print it."""
+    """Return a line of code with a number, as dumps print it."""
     lines, strings = frame["lines"], frame["strings"]
     name, value, call = lines["name"][line], strings[lines["value"][line]], lines["call"][line]
     parameters = strings[lines["parameters"][line]]
@@ -98,12 +98,12 @@ def names_of(frame: Document, graph: Document) -> list[str]:
 
 
 def unrolled(runs: Sequence[Sequence[int]]) -> list[int]:
-    """The lines of runs as a list."""
+    """Return the line numbers of runs (first, count) as a list: [(4, 3), (2, 1)] becomes [4, 5, 6, 2]."""
     return [number for first, count in runs for number in range(first, first + count)]
 
 
 def texts_of(frame: Document, direction: str) -> Iterator[tuple[Document | None, list[int]]]:
-    """The lines of a graph as captured (with None), then after each pass on it (with the pass)."""
+    """Yield (None, lines of a graph as captured), then (pass, lines after it) for each pass on the graph."""
     lines = unrolled(frame["captured"].get(direction, []))
     yield None, lines
     for entry in frame["passes"]:
@@ -115,9 +115,9 @@ def texts_of(frame: Document, direction: str) -> Iterator[tuple[Document | None,
 
 
 def bytes_by_class(document: Document, frame: Document) -> dict[str, list[int]]:
-    """The memory curve of a frame's step: for each class its bytes at each position; they add up to the curve.
+    """Return the memory curve of a frame's step by class: bytes at each position, which add up to the whole curve.
 
-    The workspace of calls, in addition to storages, has a class of its own, "workspace".
+    The workspace that calls use in addition to storages is the class "workspace".
     """
     memory, classes = frame["memory"], document["memory_classes"]
     storages = memory["storages"]
@@ -136,7 +136,7 @@ def bytes_by_class(document: Document, frame: Document) -> dict[str, list[int]]:
 
 
 def rows_of(document: Document, frame: Document, graph: Document) -> Iterator[dict[str, Any]]:
-    """A graph's nodes one by one, with texts in place of their numbers, and None for times that are not predicted."""
+    """Yield a graph's nodes as dicts, with texts in place of their numbers, and None for unpredicted times."""
     columns, strings, lanes = graph["nodes"], frame["strings"], frame["lanes"]
     for number, line in enumerate(columns["line"]):
         row: dict[str, Any] = {"position": number, "name": frame["lines"]["name"][line], "code": line_text(frame, line)}

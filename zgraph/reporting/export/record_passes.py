@@ -1,4 +1,4 @@
-"""Records what each pass did to each graph: the lines it changed, and nodes, bytes, peak and times before and after."""
+"""Records what each pass did to each graph: the lines it changed; nodes, bytes, peak and times before and after it."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class PassRecorder:
 
 
 def unrecorded(runs: Iterable[PassRun], notes: Iterable[tuple[str, Direction, str]]) -> list[PassData]:
-    """The known facts about the passes of a plan if they were not recorded."""
+    """Return what is known about the passes of a plan if no `PassRecorder` recorded them."""
     said = list(notes)
     return [
         PassData(
@@ -88,7 +88,7 @@ def _note(text: object) -> str:
 
 
 def options_text(graph_pass: GraphPass) -> str:
-    """The repr of a pass, without addresses, which would differ from run to run."""
+    """Return the repr of a pass without memory addresses, which differ from run to run."""
     return safely(lambda: re.sub(r" at 0x[0-9a-f]+", "", repr(graph_pass)), graph_pass.name)
 
 

@@ -1,6 +1,6 @@
-"""`report.json`: a versioned document of plain columns, the same bytes in every run; docs/report-json.md explains it.
+"""`report.json`: a versioned document of plain columns, the same bytes in every run; see docs/report-json.md.
 
-Measured times are in `times.json` next to it, so that two reports of one program are equal files.
+Measured times are in `times.json` in the same folder, so that two reports of one program are equal files.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def plain(value: Any, leave_out: Sequence[str] = ()) -> Any:
 
 
 def _rows(frame: FrameData) -> list[Document]:
-    """Predictions by which ranks are compared; graphs are left out."""
+    """Return the predictions for each graph by which ranks are compared, without the graphs."""
     return [
         {
             "frame": frame.frame,
@@ -134,5 +134,5 @@ def _zgraph_version() -> str:
 
 
 def schema() -> Document:
-    """The JSON Schema of `report.json`, which comes with the package."""
+    """Return the JSON Schema of `report.json`, read from the file in the package."""
     return json.loads((Path(__file__).parent / "report.schema.json").read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""The contribution of a compiled graph to the metrics of a step, each time it runs."""
+"""Facts about a compiled graph that metrics count each time the graph runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def called_graph(report: GraphReport, plan: FramePlan, budget_bytes: int | None)
     Args:
         report: report of the graph.
         plan: plan of the frame, before lowering changes its graphs.
-        budget_bytes: budget of its steps; None: no limit.
+        budget_bytes: budget of the frame's steps; None: no limit.
     """
     return CalledGraph(
         frame=report.frame,
@@ -32,7 +32,7 @@ def called_graph(report: GraphReport, plan: FramePlan, budget_bytes: int | None)
 
 
 def called_in_warm_up(backward: fx.Graph, final: CalledGraph) -> CalledGraph:
-    """Describe the backward of warm-up steps, whose own peak is not predicted."""
+    """Describe the backward that runs in warm-up steps, for metrics; its peak is not predicted."""
     return CalledGraph(
         frame=final.frame,
         direction=final.direction,

@@ -12,9 +12,9 @@ from zgraph.runtime.error_feedback import Feedback
 
 @torch.no_grad()
 def error_norm(feedbacks: Iterable[Feedback]) -> Tensor | None:
-    """The 2-norm of all errors of this rank as a 0-d tensor, without communication or waiting.
+    """Return the 2-norm of all errors of this rank as a 0-d tensor, without communication or waiting.
 
-    None if there are no errors, or if one kept on the host may still be in flight from a device.
+    The result is None if there are no errors, or if an error kept on the host may still be in flight from a device.
 
     Args:
         feedbacks: feedbacks of all parameters.

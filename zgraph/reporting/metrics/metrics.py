@@ -42,16 +42,16 @@ class Metrics:
             metrics.step(tokens=x.numel(), grad_norm=norm)
         metrics.close()
 
-    It never communicates or waits for a device: values are those of this rank, and on an accelerator a step is written
-    once it has ended there, usually when the next step ends. Bytes and waits are those of compiled graphs. On CUDA the
-    allocator's peak statistics are reset at each step.
+    Metrics never communicate or wait for a device: values are those of this rank, and on an accelerator a step is
+    written once it has ended there, usually when the next step ends. Bytes and waits are those of compiled graphs. On
+    CUDA the allocator's peak statistics are reset at each step.
 
-    Create it after `zgraph.shard`, just before the first step: that step's time starts at its creation.
+    Create the object after `zgraph.shard`, just before the first step: the first step's time starts at this moment.
 
     Args:
         model: module returned by `zgraph.shard` or `torch.compile`. If it was not sharded, only times and the values
             passed to `step` are known.
-        writers: writers such as `zgraph.metrics.JsonLines`. One that fails causes a warning, and is not used again.
+        writers: writers such as `zgraph.metrics.JsonLines`. A writer that fails causes a warning, and is dropped.
         error_norm_every: steps between two norms of the error-feedback state; each norm reads all of it. 0: never.
 
     Attributes:
@@ -104,7 +104,7 @@ class Metrics:
 
         Raises:
             ValueError: a value is not a single number, or is spread over ranks.
-            ZgraphError: the model was sharded after this was created, or `close` was called.
+            ZgraphError: the model was sharded after this object was created, or `close` was called.
         """
         self._check(tokens, own)
         given = {name: _local(name, value) for name, value in own.items()}
@@ -172,7 +172,7 @@ class Metrics:
         self.close()
 
     def state_dict(self) -> dict[str, int]:
-        """The number of steps so far, for a checkpoint."""
+        """Return the number of steps so far, for a checkpoint."""
         return {"step": self._steps}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -208,7 +208,7 @@ class Metrics:
         return error_norm(_feedbacks_of(self._parameters))
 
     def _take_peak(self, profiled: bool) -> int | None:
-        """The allocator's peak since the last call; None without CUDA, or if `zgraph.measure` resets it."""
+        """Return the allocator's peak since the last call; None without CUDA, or while `zgraph.measure` resets it."""
         if self._device is None or not is_gpu(self._device):
             return None
         peak_bytes = max(self._peak_bytes, module_of(self._device).max_memory_allocated(self._device))
@@ -239,7 +239,7 @@ class _Step:
     Attributes:
         values: values that are known already.
         host: numbers that the host has, by name.
-        names, coming: names of the numbers that come from the device, and the host tensor that they are copied to.
+        names, coming: names of the numbers that come from the device, and the host tensor to which they are copied.
     """
 
     values: StepValues
@@ -252,7 +252,7 @@ class _Step:
     coming: Tensor | None
 
     def found(self) -> StepValues:
-        """All values; the device must have reached the end of the step."""
+        """Return all values of the step, which the device must have ended."""
         step_us = elapsed_us(*self.span) - sum(elapsed_us(*pause) for pause in self.pauses)
         arrived = [] if self.coming is None else self.coming.tolist()
         numbers = self.host | dict(zip(self.names, arrived, strict=True))
@@ -295,7 +295,7 @@ def _feedbacks_of(parameters: Iterable[ShardedParam]) -> Iterator[Feedback]:
 
 
 def _graph_peak(calls: Sequence[CalledGraph], reports: Iterable[Report]) -> tuple[int | None, float | None]:
-    """The highest peak of the called graphs, and the largest share of a budget."""
+    """Return the highest peak of the called graphs, and the largest share of its budget that any of them takes."""
     measured = {key: found.peak_bytes for report in reports for key, found in report.measured.items()}
     peaks: list[int | None] = []
     shares: list[float] = []
@@ -310,7 +310,7 @@ def _graph_peak(calls: Sequence[CalledGraph], reports: Iterable[Report]) -> tupl
 
 
 def _local(name: str, value: object) -> Number:
-    """Check that a value is a number or a one-element tensor; return it, or its local tensor if it is replicated."""
+    """Check that a value is a number or a one-element tensor, and return it; of a replicated DTensor, the local one."""
     if isinstance(value, DTensor):
         if not all(placement.is_replicate() for placement in value.placements):
             raise ValueError(
@@ -330,7 +330,7 @@ def _local(name: str, value: object) -> Number:
 def _split(
     given: Mapping[str, Number], device: torch.device | None
 ) -> tuple[dict[str, float], list[str], Tensor | None]:
-    """Return the numbers on the host by name, the names of the others, and one host tensor that they are copied to."""
+    """Return the host's numbers by name, the names of the device's, and the host tensor to which those are copied."""
     there = {
         name: value.reshape(()).to(device, torch.float32)
         for name, value in given.items()

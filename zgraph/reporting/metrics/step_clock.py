@@ -19,7 +19,7 @@ class KeptGather(NamedTuple):
     Attributes:
         handle: position of the parameter's handle among the graph's inputs.
         dtype: dtype of the gathered parameter.
-        sent_bytes: bytes that this rank sends, if it sends.
+        sent_bytes: bytes that this rank sends if the gather sends.
     """
 
     handle: int
@@ -49,7 +49,7 @@ class CalledGraph:
     budget_bytes: int | None = None
 
     def sends(self, args: Sequence[Any]) -> int:
-        """Bytes that this rank is about to send in a call with these inputs."""
+        """Return the bytes that this rank is going to send in a call with the inputs `args`."""
         found = self.sent_bytes
         for gather in self.kept_gathers:
             if gather.dtype in state_behind(args[gather.handle]).kept:
@@ -65,7 +65,7 @@ class Counted:
         calls: called graphs, in call order.
         sent_bytes: bytes sent by this rank.
         waits: begin and end of each wait: microseconds of the host, or events of the device.
-        profiled: whether `zgraph.measure` ran one of them.
+        profiled: whether `zgraph.measure` ran one of the calls.
     """
 
     calls: list[CalledGraph] = field(default_factory=list[CalledGraph])
@@ -93,7 +93,7 @@ class StepClock:
 
 
 class GraphWatch:
-    """Chooses the runner for each call of one graph: a profiler, a counter, or None if neither is needed."""
+    """Chooses the runner of each call of one graph: a profiler, a `CountedGraph`, or None if neither is needed."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class GraphWatch:
 
 
 class CountedGraph:
-    """Runs a program with timed waits, and adds them to the clocks of the call."""
+    """Runs one call of a graph with timed waits, and adds the times to the clocks."""
 
     def __init__(self) -> None:
         self.clocks: Sequence[Clock] = ()

@@ -18,15 +18,15 @@ class StepValues:
         step_ms: time since the end of the previous step, without code inside `Metrics.pause`.
         exposed_ms: time for which compute was blocked in waits of compiled graphs; None: no compiled graph ran.
         compile_ms: time spent compiling, as counted by `zgraph.summary`; 0 if nothing was compiled.
-        sent_bytes: bytes sent by compiled graphs, for every call; None: none ran.
+        sent_bytes: bytes sent by compiled graphs in all their calls; None: no compiled graph ran.
         peak_bytes: most bytes held by PyTorch's allocator on a CUDA device; None elsewhere, and under `zgraph.measure`.
-        graph_peak_bytes: highest peak of a compiled graph that ran, without memory of the model and the optimizer;
-            measured if `zgraph.measure` has measured it, else predicted.
-        budget_share: peak divided by the pipeline's `budget_bytes`; above 1 it exceeds the budget. If the peak is
-            predicted, it is the one counted by the compile. None: no budget.
+        graph_peak_bytes: highest peak of a compiled graph that ran, without memory of the model and the optimizer. The
+            peak is measured if `zgraph.measure` has measured the graph, else predicted.
+        budget_share: peak divided by the pipeline's `budget_bytes`; above 1 the peak exceeds the budget. If the peak is
+            predicted, it is the one that the compile compared with the budget. None: no budget.
         grad_norm: value passed to `Metrics.step`.
-        error_norm: norm of this rank's error-feedback state, in every `error_norm_every`-th step; None in others, and
-            if nothing is compressed with error feedback.
+        error_norm: norm of this rank's error-feedback state, in every `error_norm_every`-th step; None in other steps,
+            and if nothing is compressed with error feedback.
         own: further values passed to `Metrics.step`, by name.
     """
 

@@ -22,7 +22,7 @@ class Writer(Protocol):
         ...
 
     def close(self) -> None:
-        """Write everything that is left; called once, at the end."""
+        """Write all values that are not written yet; called once, at the end."""
         ...
 
 
@@ -110,7 +110,7 @@ def _writes(path: object) -> bool:
 
 
 def _known(values: Mapping[str, float | None]) -> dict[str, float]:
-    """Known values to plot over steps; the step itself is left out, because it is the axis."""
+    """Return the known values to plot over steps; `step` itself is left out, because it is the axis."""
     return {name: value for name, value in values.items() if value is not None and name != "step"}
 
 

@@ -13,7 +13,7 @@ _PLACE = "{{report}}"
 
 
 def page_text(document: Mapping[str, Any]) -> str:
-    """The page of a report, the same bytes for equal documents.
+    """Return the text of a report's page (HTML); equal documents give the same bytes.
 
     Args:
         document: result of `zgraph.reporting.export.reading.load`, with any number of frames and ranks.

@@ -1,4 +1,4 @@
-"""A check that parameters which tensor parallelism does not split get the same gradient on all its ranks.
+"""A check that parameters which tensor parallelism does not split get the same gradient on all ranks of its axis.
 
 They do if all ranks compute with the same activations. A layer that reads a part of the sequence, or dropout with
 different random states, gives each rank its own gradient, which is never summed: replicas would drift apart silently.
@@ -55,7 +55,7 @@ class SameGradients:
         return made
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Compare the gradients, if the optimizer steps any of their parameters.
+        """Compare the watched parameters' gradients, if the optimizer steps any of these parameters.
 
         Raises:
             ZgraphError: some gradients differ; raised on all ranks of the group.

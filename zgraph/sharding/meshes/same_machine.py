@@ -43,7 +43,7 @@ def agreed_machine(mesh: DeviceMesh) -> Hardware | None:
 
 
 def gathered(own: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
-    """Gather [n] of every rank of a mesh -> [N, n] in the mesh's order, along its last axis first."""
+    """Gather a row [n] of each of a mesh's N ranks: [N, n], in the mesh's order; the last axis is gathered first."""
     found = own.unsqueeze(0)
     for group in reversed(groups):
         every = found.new_empty((dist.get_world_size(group) * found.shape[0], found.shape[1]))
@@ -53,7 +53,7 @@ def gathered(own: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
 
 
 def machine_of(ranks: Sequence[Sequence[int]]) -> Hardware | None:
-    """Return the hardware of ranks that report (preset, host); None if presets or ranks per host differ."""
+    """Return the hardware of ranks that report (number of preset, host); None if presets or ranks per host differ."""
     presets = {preset for preset, _ in ranks}
     if len(presets) > 1 or -1 in presets:
         return None

@@ -1,4 +1,4 @@
-"""Tensor parallelism: each rank's part of a parameter on its axis, and how zgraph's own axes divide that further.
+"""Tensor parallelism: a rank's part of a parameter on the tensor-parallel axis, which zgraph's axes divide further.
 
 `parallelize_module` makes DTensors on a `tp` axis. zgraph shards the part of each rank over its own axes, as FSDP2
 does, so that between forwards the parameter is a DTensor on all these axes. In forward the part is gathered, and is the
@@ -81,11 +81,11 @@ class TensorSplit:
         return DTensor.from_local(part, self.mesh, [self.placement], run_check=False)
 
     def lies_on(self, mesh: DeviceMesh) -> bool:
-        """Return whether the axis belongs to a mesh, like the axis of experts that were sharded before."""
+        """Return whether `mesh` contains the axis, as it does for experts that an earlier call sharded."""
         return set(self.mesh.mesh_dim_names or ()) <= set(mesh.mesh_dim_names or ())
 
     def check_divisor(self, name: str, reduction: str, mesh: DeviceMesh) -> None:
-        """Check that a part which was sharded before, such as experts, states the divisor of its gradients.
+        """Check that a parameter sharded by an earlier call, such as an expert's, states its gradient's divisor.
 
         Args:
             name: name of the parameter.
@@ -93,7 +93,7 @@ class TensorSplit:
             mesh: mesh over which all other parameters are now sharded.
 
         Raises:
-            ValueError: it does not, and its mean would be over different ranks than that of other parameters.
+            ValueError: the parameter states no divisor: its mean is over fewer ranks than that of other parameters.
         """
         if self.size > 1 and self.lies_on(mesh) and reduction == "mean":
             raise ValueError(
@@ -154,7 +154,7 @@ def mesh_at_rest(mesh: DeviceMesh, axis: DeviceMesh | None) -> DeviceMesh:
     """Return the mesh of zgraph's and the tensor-parallel axes, on which parameters are stored between forwards.
 
     Raises:
-        ValueError: the two overlap, or are not slices of one mesh.
+        ValueError: the meshes of the two overlap, or are not slices of one mesh.
     """
     if axis is None:
         return mesh

@@ -42,7 +42,7 @@ def _buffers(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def _broadcast(buffer: Tensor, group: ProcessGroup, device_type: str) -> None:
-    """Send the elements as bytes: backends handle neither strides nor overlaps, nor every dtype."""
+    """Send a buffer's elements as bytes: backends handle neither strides nor overlaps, nor every dtype."""
     own = distinct_elements(buffer).resolve_conj().resolve_neg()
     # Add a dimension for the view as bytes: the buffer's last one may be empty or not contiguous.
     elements = own.to(device_type, copy=True, memory_format=torch.contiguous_format).unsqueeze(-1)
@@ -51,7 +51,7 @@ def _broadcast(buffer: Tensor, group: ProcessGroup, device_type: str) -> None:
 
 
 def distinct_elements(buffer: Tensor) -> Tensor:
-    """Return a tensor without the elements that expanding has repeated, which must not be written to."""
+    """Return the view of a buffer in which each element occurs once, even if `expand` has repeated it."""
     for dim, stride in enumerate(buffer.stride()):
         if stride == 0 and buffer.shape[dim] > 1:
             buffer = buffer.narrow(dim, 0, 1)

@@ -1,4 +1,4 @@
-"""Find by name what `shard` cannot support in a model: values it cannot send, memory and lists that tie parameters."""
+"""Find and name what `shard` cannot support in a model: values it cannot send, memory or lists that tie parameters."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def check_model(module: nn.Module, found: Mapping[str, nn.Parameter], ignored: C
         ignored: ids of parameters that are only wrapped.
 
     Raises:
-        ValueError: it does not; the message names the tensor and says what to do.
+        ValueError: a tensor is not supported; the message names it and says what to do.
     """
     _check_kinds(found, ignored)
     _check_memory(found, module)
@@ -38,7 +38,7 @@ def check_model(module: nn.Module, found: Mapping[str, nn.Parameter], ignored: C
 
 
 def _check_kinds(found: Mapping[str, nn.Parameter], ignored: Container[int]) -> None:
-    """Check that parameters can be split into rows, and sent."""
+    """Check that every parameter is of a kind that can be split into rows and sent between ranks."""
     for name, parameter in found.items():
         if is_lazy(parameter):
             raise ValueError(

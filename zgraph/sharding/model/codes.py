@@ -27,7 +27,7 @@ class Codes:
     """Layout of one weight's codes on the mesh, and the weight that they encode.
 
     Each rank quantizes its own rows, in order, in groups that share a scale. Between forwards the parameter is a
-    DTensor of bytes, the same number on each rank.
+    DTensor of bytes, with the same number of bytes on each rank.
 
     Attributes:
         method: compression method, as `zgraph.compression.method_text.to_text` writes it.
@@ -67,7 +67,7 @@ class Codes:
 
     @property
     def layout(self) -> ShardLayout:
-        """Layout of the bytes."""
+        """Layout of the stored bytes on the mesh."""
         return replace(self.weight, shape=(self.world * shard_bytes(self.method, self.numel),))
 
     def encode(self, shard: Tensor) -> Tensor:

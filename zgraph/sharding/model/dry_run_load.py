@@ -15,7 +15,7 @@ COMPILED = "_orig_mod."  # prefix that torch.compile adds to the keys of the mod
 def load_all_or_nothing(
     module: nn.Module, load: Callable[..., Any], state_dict: Mapping[str, Any], strict: bool, assign: bool
 ) -> Any:
-    """Call `load(module, state_dict, strict, assign)` such that the module is unchanged if it raises.
+    """Call `load(module, state_dict, strict, assign)` such that the module is unchanged if `load` raises.
 
     torch copies one parameter after another and raises at the end, when some values have already been replaced.
 
@@ -28,7 +28,7 @@ def load_all_or_nothing(
 
 
 def dry_run_of(module: nn.Module, state_dict: Mapping[str, Any], assign: bool) -> OrderedDict[str, Any]:
-    """Copy a state dict with each value that fits replaced by the module's own, so that loading it changes nothing."""
+    """Copy a state dict, but take each value that fits from the module itself: loading the copy changes nothing."""
     own = module.state_dict()
     dry_run = OrderedDict(
         (

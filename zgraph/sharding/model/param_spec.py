@@ -18,15 +18,16 @@ class ParamSpec:
     Attributes:
         layout: layout of the parameter, or of this rank's tensor-parallel part, on the mesh.
         dtype: dtype of the sharded parameter.
-        device_type: device type of the mesh that it was sharded on.
+        device_type: device type of the mesh over which the parameter was sharded.
         rests_on: device type of the parameter between forwards.
         compute_dtype: dtype in which forward reads the parameter.
         wire_dtype: dtype in which its gradient is sent; None: the gradient's own.
         mean_dtype: dtype in which the gradient's mean is gathered, see `zgraph.dialect.wire_dtypes.mean_dtype_of`.
         reduction: "mean", "sum", or the divisor of the sum.
         split: placement on a tensor-parallel axis, before zgraph shards this rank's part; None: there is no such axis.
-        ignored: whether it is read as is and not reduced; nominally replicated, but each rank keeps its own values.
-        codes: codes stored in place of the weight; `layout` and `dtype` are theirs. None: the weight itself is stored.
+        ignored: whether the parameter is read as is and its gradient not reduced. Its layout is replicated, but each
+            rank keeps its own values.
+        codes: codes stored in place of the weight, described by `layout` and `dtype`. None: the weight is stored.
     """
 
     layout: ShardLayout

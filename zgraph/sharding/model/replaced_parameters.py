@@ -26,7 +26,7 @@ class ReplacedParameters:
         self._references.append((name, weakref.ref(parameter)))
 
     def take_over(self, others: ReplacedParameters) -> None:
-        """Move the references of another instance here."""
+        """Move all references of `others` to this instance."""
         self._references += others._references
         others._references = []
 
@@ -37,7 +37,7 @@ class ReplacedParameters:
                 yield name, parameter
 
     def held_by_optimizer(self) -> str | None:
-        """Return the name of one that an optimizer holds; if there is none, forget all and return None."""
+        """Return the name of a replaced parameter that an optimizer holds; else forget them all and return None."""
         found = next((name for name, parameter in self.alive() if _is_held_by_optimizer(parameter)), None)
         if found is None:
             self._references = []

@@ -5,11 +5,11 @@ and refuses in-place operators that need other placements or plain tensors. Here
 `embedding.weight.grad[:old] = 0`, is made to the whole tensor, of which each rank keeps its part.
 
 A number read from a DTensor describes this rank's part only: `p.grad.norm().item()`, `if torch.isnan(p.grad).any()`.
-Here it describes the whole tensor, on every rank. All ranks must make such writes and reads: if one makes it and the
-others do not, all get an error.
+Here the number describes the whole tensor, on every rank. All ranks must make such writes and reads: if only some ranks
+make one, all get an error.
 
 Random numbers are also drawn for the whole tensor. On CPUs DTensor does not manage generators and draws each shard from
-the rank's own: equal seeds repeat rows on every rank, and different seeds let replicas drift apart.
+the rank's generator: equal seeds repeat rows on every rank, and different seeds let replicas drift apart.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _DIMENSIONS = MappingProxyType(
 
 
 class View(NamedTuple):
-    """Origin of a view: the viewed tensor, and the operators that lead from the whole of it to the view."""
+    """Origin of a view: the viewed tensor, and the operators that make the view from the whole viewed tensor."""
 
     whole: Sharded
     steps: tuple[Callable[[Tensor], Any], ...]
@@ -70,16 +70,16 @@ class View(NamedTuple):
 
 
 class Sharded(DTensor):
-    """A DTensor that knows which tensor it is a view of. Operators on one return the same class.
+    """A DTensor that knows which tensor it is a view of. Operators on a `Sharded` return `Sharded` tensors.
 
     Attributes:
-        viewed: origin of the view; None if it is not a view.
-        of_model: model whose ranks write to it, or read a number from it, together; None: unknown.
-        of_parameter: name of the parameter that it is, is the gradient of, or (the first one) was computed from.
-        origin: number that identifies the parameter, or all inputs and operators it results from; equal on all ranks.
-        writes: number of writes since the first copy of its rows was gathered; None before that.
-        seen: for a gathered copy, the number of writes that it includes.
-        digest: digest of the numbers that it was computed from: see `zgraph.runtime.exchanges.changes`.
+        viewed: origin of the view; None if this tensor is not a view.
+        of_model: model whose ranks must make the same writes to this tensor and reads of its numbers; None: unknown.
+        of_parameter: name of the parameter that this is, or is the gradient of; else of the first it was computed from.
+        origin: number that identifies the parameter, or the inputs and operators of a result; equal on all ranks.
+        writes: number of writes since the first copy of the tensor's rows was gathered; None before that.
+        seen: for a gathered copy, the number of writes whose values the copy includes.
+        digest: digest of the numbers that the tensor was computed from: see `zgraph.runtime.exchanges.changes`.
     """
 
     viewed: View | None = None
@@ -116,7 +116,7 @@ class Sharded(DTensor):
         return result
 
     def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
-        """Call DTensor's `redistribute`, as `full_tensor()` does, once all ranks have arrived."""
+        """Call DTensor's `redistribute` once all ranks have arrived here; `full_tensor()` calls this method, too."""
         if not all(placement.is_replicate() for placement in self.placements):
             _meet(self, "full_tensor() or redistribute()")
         made = super().redistribute(*args, **kwargs)
@@ -157,7 +157,7 @@ class Sharded(DTensor):
 
     @staticmethod
     def __tensor_unflatten__(inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any) -> Any:
-        """Build the tensors that torch.compile traces with, or wraps results in, in the class of the graph's inputs."""
+        """Make a `Sharded` of its inner tensors, when torch.compile traces a graph or wraps a graph's results."""
         made = DTensor.__tensor_unflatten__(inner_tensors, flatten_spec, outer_size, outer_stride)
         as_sharded(made)
         return made
@@ -211,13 +211,13 @@ def as_sharded(tensor: DTensor, like: DTensor | None = None) -> None:
 
 
 def put_in_model(parameter: Sharded, model: Model, name: str) -> None:
-    """Register a parameter with the model whose ranks run the same lines of the loop on it."""
+    """Record a parameter's model and name; the model's ranks must all run the same lines of the training loop."""
     parameter.of_model, parameter.of_parameter = weakref.ref(model), name
     parameter.origin = zlib.crc32(name.encode())
 
 
 def sharded_like(local: Tensor, like: DTensor) -> DTensor:
-    """Call `dtensor_like` and keep the model of `like`."""
+    """Make a DTensor with this local part and the layout of `like`; it belongs to the same model and parameter."""
     made = dtensor_like(local, like)
     if type(made) is Sharded:
         as_sharded(made, like)
@@ -225,7 +225,7 @@ def sharded_like(local: Tensor, like: DTensor) -> DTensor:
 
 
 def note_change(tensors: Iterable[Tensor], name: str, numbers: Sequence[float]) -> None:
-    """Note a change of local parts of tensors by numbers, as operators on the whole tensors are noted."""
+    """Record that tensors' local parts were changed by `numbers`, as operators on the whole tensors are recorded."""
     for tensor in tensors:
         model = _model_of(tensor) if isinstance(tensor, Sharded) else None
         if model is not None and model.changes.are_noted:
@@ -314,7 +314,7 @@ def _run(
 
 
 def _refuse_plain_gradients(func: OpOverload, args: Sequence[Any]) -> None:
-    """Refuse a loss of plain and sharded tensors: forward would receive sharded gradients where it expects plain ones.
+    """Refuse a loss of plain and sharded tensors: its backward passes sharded gradients to the plain ones.
 
     Raises:
         ZgraphError: a plain tensor among the arguments requires a gradient.
@@ -461,14 +461,14 @@ def _write(
 
 @torch.no_grad()
 def _write_to_plain(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], like: Sharded) -> Any:
-    """Call an operator that writes to plain tensors with whole tensors, such as a teacher's `t.lerp_(p, 0.1)`."""
+    """Call an operator that writes to plain tensors, such as `teacher.lerp_(p, 0.1)`, with sharded ones made whole."""
     _meet(like, f"writing to a plain tensor ({func})")
     given, named = _all_gathered(args, kwargs)
     return func(*given, **named)
 
 
 def _lie_alike(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether an operator over lists is elementwise, on shards of equal layouts and without plain tensors."""
+    """Return whether an operator over lists may run on shards: elementwise, equal layouts, no plain tensors."""
     lists = [[one for one in arg if isinstance(one, DTensor)] for arg in args if type(arg) in (list, tuple)]
     lists = [one for one in lists if one]
     return (
@@ -492,7 +492,7 @@ def _with_local_parts(args: Sequence[Any]) -> list[Any]:
 
 @torch.no_grad()
 def _write_to_whole(target: Sharded, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sharded:
-    """Call an operator that writes to a tensor on the whole tensor that it views, as on one rank.
+    """Run a write to `target` on the whole tensor that it is or views, as on one rank; each rank then keeps its part.
 
     Raises:
         AgreementError: ranks pass different plain tensors.
@@ -526,7 +526,7 @@ def _shown(whole: Tensor, steps: Sequence[Callable[[Tensor], Any]]) -> Tensor:
 
 
 def _check_equal(tensors: Sequence[Tensor], mesh: DeviceMesh, func: OpOverload) -> None:
-    """Check that all ranks of a mesh have the same values in these plain tensors."""
+    """Check that the plain tensors, which `func` reads, have the same values on all ranks of a mesh."""
     what = f"{func} reads or writes a sharded tensor by the values of a plain tensor"
     if any(is_fake(tensor) and tensor.ndim for tensor in tensors):
         raise ZgraphError(
@@ -577,7 +577,7 @@ def _of_whole(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], 
 
 
 def _draws_here(tensor: DTensor) -> bool:
-    """Return whether DTensor does not manage random generators for this tensor."""
+    """Return whether zgraph has to draw a tensor's random numbers, because DTensor manages no generators on CPUs."""
     return tensor.device_mesh.device_type == "cpu"
 
 
@@ -604,7 +604,7 @@ def _of_first(whole: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def _laid_out(whole: Tensor, like: DTensor) -> Sharded:
-    """Lay out a tensor that all ranks hold like another one; replicated if shapes differ or that one is partial."""
+    """Lay out `whole`, which all ranks hold, like `like`; replicate it if shapes differ or `like` is partial."""
     everywhere = [Replicate()] * like.device_mesh.ndim
     laid_out = DTensor.from_local(whole, like.device_mesh, everywhere, run_check=False)
     if whole.shape == like.shape and not _is_partial(like):
@@ -661,7 +661,7 @@ class _Meeting(DispatchMode):
 def _all_gathered(
     args: Sequence[Any], kwargs: Mapping[str, Any], known: Mapping[int, Tensor] = MappingProxyType({})
 ) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """Return the arguments with whole tensors in place of DTensors; `known` has whole tensors by ids of DTensors."""
+    """Return the arguments with whole tensors in place of DTensors; `known` has some by the DTensors' ids."""
     leaves, tree = tree_flatten((args, dict(kwargs)))
     whole = [
         known[id(leaf)] if id(leaf) in known else _gathered(leaf) if isinstance(leaf, DTensor) else leaf

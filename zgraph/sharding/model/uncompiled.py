@@ -20,7 +20,7 @@ class Uncompiled:
     """Modules of a compiled model that gather outside its graphs.
 
     Attributes:
-        modules: names of the modules; each block once, without its parts.
+        modules: names of the modules; a block is named once, in place of the modules inside it.
         has_warned: whether the user has been warned.
         is_skipped: whether the running forward belongs to a compiled model and was skipped by Dynamo.
     """
@@ -50,11 +50,11 @@ class Uncompiled:
     def note(self, parameter: str, is_named: bool) -> None:
         """Note that a unit gathers outside graphs, and warn once the list of a forward is complete.
 
-        It is complete when backward begins, or when a unit gathers for the second time.
+        The list is complete when backward begins, or when a unit gathers for the second time.
 
         Args:
             parameter: name of the unit's first parameter.
-            is_named: whether the user named the unit because its reads depend on the data; then it need not be traced.
+            is_named: whether the user named the unit because its reads depend on the data; alone it causes no warning.
         """
         if parameter in self._gathered:
             self.warn()
@@ -70,7 +70,7 @@ class Uncompiled:
 
     @no_frames_inside
     def watch_backward(self, result: Any) -> None:
-        """Warn when a backward reaches the result of such a unit."""
+        """Arrange to warn when a backward reaches this result of a unit that gathers outside graphs."""
         outputs = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
         if outputs and not self._is_watching and not self.has_warned:
             self._is_watching = True
@@ -81,17 +81,17 @@ class Uncompiled:
 
     @property
     def reasons(self) -> dict[str, int]:
-        """Dynamo's graph breaks since the model's first frame, in whichever model they occurred."""
+        """Number of Dynamo's graph breaks since the model's first frame, in any model, by reason."""
         if self._before is None:
             return {}
         found = {text: count - self._before.get(text, 0) for text, count in graph_break_reasons().items()}
         return {text: count for text, count in found.items() if count > 0}
 
     def warn(self) -> None:
-        """Warn once of the noted modules.
+        """Warn of the noted modules; only the first call warns.
 
         Raises:
-            ZgraphWarning: modules gather outside graphs; names them and the reasons.
+            ZgraphWarning: modules gather outside graphs; the warning names them and the reasons.
         """
         if self.has_warned or not self._surprises:
             return
@@ -115,7 +115,7 @@ class Uncompiled:
 
 
 def _block_of(parameter: str) -> str:
-    """Return the name of the block (in a list of modules) that has the parameter, or else of its own module."""
+    """Return the name of the block (item of a module list) around a parameter; if none, of the parameter's module."""
     parts = parameter.split(".")[:-1]
     place = next((place for place, part in enumerate(parts) if part.isdecimal()), len(parts))
     return ".".join(parts[: place + 1]) or "the model itself"

@@ -1,7 +1,7 @@
-"""Refuse writes of a forward to gathered parameters: the copy is discarded, so the parameter would not change.
+"""Refuse writes of a forward to gathered parameters: gathered copies are discarded, and the parameter keeps its values.
 
-In eager mode they are detected by the tensors' version counters: at the end of a unit for its parameters, at the end of
-the outermost forward for individual reads. `zgraph.sharding.written_in_graphs` checks graphs.
+In eager mode the tensors' version counters tell of writes: they are checked at the end of a unit for its parameters,
+and at the end of the outermost forward for individual reads. `zgraph.sharding.written_in_graphs` checks graphs.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Gathered:
         """Check that no gathered parameter was written to.
 
         Raises:
-            ZgraphError: one was written to; the message names it.
+            ZgraphError: a gathered parameter was written to; the message names it.
         """
         for name, tensor, version in self.entries:
             if version_of(tensor) != version:

@@ -9,7 +9,7 @@ from zgraph.sharding.scope import ShardedParam, scope_behind
 
 
 def may_be_kept(params: Iterable[ShardedParam]) -> list[ShardedParam]:
-    """Return the parameters at stage 3, in order: stages 1 and 2 keep theirs anyway, and stage 0 gathers nothing."""
+    """Return the parameters at ZeRO stage 3, in order: stages 1 and 2 always keep theirs, and stage 0 gathers none."""
     return [param for param in params if param.spec.layout.zero_stage == 3 and not param.spec.ignored]
 
 
@@ -37,7 +37,7 @@ def first_fit(sizes: Sequence[int], room_bytes: float) -> list[int]:
 
 
 def keep_gathered(params: Iterable[ShardedParam], most_bytes: float) -> None:
-    """Choose the parameters that stay gathered during a step, before compilation; equal on all ranks that share them.
+    """Choose, before compilation, the parameters that stay gathered during a step; ranks that share them choose alike.
 
     Args:
         params: parameters of one stage, in the module's order.

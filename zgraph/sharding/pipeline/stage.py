@@ -160,7 +160,7 @@ class PipelineStage(NoMessageToItself, TorchStage):
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> tuple[tuple[Tensor | None, ...], Any]:
-        """Run a part of a backward; compiled modules use `WeightBackwards`."""
+        """Run a part of a backward, as `backward_type` says; compiled modules defer the rest to `WeightBackwards`."""
         if backward_type == "input" and self._left is not None:
             outputs, grads, inputs = (bwd_kwargs[key] for key in ("stage_output", "output_grads", "input_values"))
             return input_gradients(outputs, grads, inputs), self._left
@@ -189,7 +189,7 @@ class PipelineStage(NoMessageToItself, TorchStage):
                 scope.accumulation.adds_returned = False
 
     def _position(self, chunk: int) -> str | None:
-        """Return a micro-batch's position in its window; None: it is the only one, or no backward follows."""
+        """Return a micro-batch's position in its window; None: it is the step's only one, or no backward follows."""
         if not self.has_backward or self.chunks is None or self.chunks < 2:
             return None
         return CLOSING if chunk == (0 if self._closes_first else self.chunks - 1) else OPEN

@@ -1,7 +1,7 @@
 """Backwards in two parts: gradients of a stage's inputs first, those of its weights later, when there is time.
 
-A compiled backward is one node of autograd's graph. Here it runs the part that yields gradients of inputs, and returns
-the rest as a function to call later, whose results are passed to the parameters as autograd would have done.
+A compiled backward is one node of autograd's graph. In a stage, this node computes only the gradients of inputs, and
+hands over a function that computes the others later. Their values are then passed to the parameters through autograd.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class WeightBackwards:
         """Defer a part of the running compiled backward.
 
         Args:
-            early: gradients computed so far, in the order of the compiled function's tensors; None: later, or none.
+            early: gradients computed so far, in the order of the compiled function's tensors; None: not computed yet,
+                or not needed.
             later: computes the other gradients, in the same order.
         """
         node = current_node()
@@ -63,7 +64,7 @@ class WeightBackwards:
         return not self._unheard
 
     def run(self, device_type: str) -> None:
-        """Compute the deferred gradients, and add them to those of the parameters."""
+        """Compute the deferred gradients, and add them to the parameters' `.grad`."""
         waiting, self._waiting = self._waiting, []
         edges: list[GradientEdge] = []
         grads: list[Tensor] = []
@@ -122,7 +123,7 @@ def way_through(outputs: Iterable[Any], inputs: Iterable[Any]) -> Way | None:
     """Find the part of autograd's graph on which gradients of inputs depend.
 
     Returns:
-        That part. None if it has no compiled function, or if gradients of parameters come from anything but its
+        The part; None if it has no compiled function, or if gradients of parameters come from anything but the part's
         compiled functions.
     """
     ends = {get_gradient_edge(value).node for value in inputs if isinstance(value, Tensor) and value.requires_grad}

@@ -64,7 +64,7 @@ class Captured:
         gm: the graph. Inputs are the tensors of `Lifted.tensors`, tensors from outside, the options of `OptionInputs`,
             and the tensors of the arguments. It writes to shards, buffers, state and tensors from outside.
         outputs: what each of the graph's outputs is.
-        assumed: assumptions of the graph about these options.
+        assumed: assumptions of the graph about options and other numbers on which Python branched.
         leaves: leaves of the function's return value that the graph does not compute, by place.
         tree: pytree spec of the leaves.
         constants: (number of the optimizer, position, key, value) of new entries of state that are not tensors.
@@ -87,7 +87,7 @@ class Captured:
         return any(isinstance(output, NewState) for output in self.outputs)
 
     def put(self, values: Sequence[Any], lifted: Lifted) -> Any:
-        """Put the outputs of a call in their places, and return the function's return value."""
+        """Put the output values of a call where they belong, and return the function's return value."""
         left = put_all(self.outputs, values, lifted)
         for number, position, key, constant in self.constants:
             left.set_state(number, position, key, constant)
@@ -97,11 +97,11 @@ class Captured:
         return tree_unflatten([leaves[place] for place in range(len(leaves))], self.tree)
 
     def numbers_in(self, values: Sequence[Any]) -> list[float]:
-        """This rank's own numbers among the outputs of a call."""
+        """Return the `OwnNumber` values among the outputs of a call, which the ranks compare."""
         return [float(value) for _, value in values_of(OwnNumber, self.outputs, values)]
 
     def check_gradients(self, has_gradient: Sequence[bool]) -> None:
-        """Refuse gradients from before the step, unless the step clears them before adding to them."""
+        """Refuse gradients from before the step, unless the step clears them before it adds new ones."""
         if any(has and position not in self.cleared for position, has in enumerate(has_gradient)):
             raise ZgraphError(
                 "zgraph.training_step: parameters have gradients from before the step, to which it would add; call the "
@@ -130,7 +130,7 @@ def capture(
         decompose: whether to decompose operators for Inductor.
 
     Raises:
-        ZgraphError: a graph cannot represent something the function does; says where and what to write instead.
+        ZgraphError: a graph cannot represent something the function does; the message says where, and what to write.
     """
     outside = outside or Outside([], [], {})
     values = values or PythonValues([function], [lifted.model])
@@ -191,7 +191,7 @@ def _tag_kept(graph: fx.Graph, lifted: Lifted) -> None:
 
 
 def _tag_new_state(graph: fx.Graph, captured: Captured, lifted: Lifted) -> None:
-    """Mark nodes that allocate new optimizer state, which exists in all later steps, with where it is stored."""
+    """Mark nodes that allocate new optimizer state, which exists from then on, with the memory space that stores it."""
     found = placements(graph)
     resting = lifted.resting
     rests_in = resting.options.optimizer_tier if resting is not None else None
@@ -270,7 +270,7 @@ class _Tracer:
         return gm
 
     def _fakes_of(self, inputs: Sequence[Tensor], spaces: Sequence[Tier]) -> list[Any]:
-        """Return fake inputs; those on a GPU's host are faked on the GPU, since only copies to it read them."""
+        """Return fake inputs. Inputs on a GPU's host are faked on the GPU, since only copies to the GPU read them."""
         resting = self.lifted.resting
         if resting is None or not resting.computes_elsewhere:
             return [fake_of(self.mode, tensor) for tensor in inputs]
@@ -335,7 +335,7 @@ class _Tracer:
                 scaler.defer, scaler.found = None, pending
 
     def _outputs(self, result: Any, stand_ins: StandIns) -> list[Any]:
-        """What the graph returns, and what each of it is: results, new state, gradients, bindings, flags."""
+        """Return the graph's outputs, and record what each is: results, new state, gradients, bindings, flags."""
         found, self.found["tree"] = tree_flatten(result)
         leaves: list[Any] = [self.watch.stand_ins.get(id(leaf), leaf) for leaf in found]
         pairs: list[tuple[Output, Any]] = []
@@ -377,7 +377,7 @@ class _Tracer:
         return [value for _, value in pairs]
 
     def result(self, gm: fx.GraphModule) -> Captured:
-        """The captured step, once windows and parts of its graph have been resolved."""
+        """Return the captured step, after the graph's windows are resolved and its parts are numbered."""
         numbers = [OwnNumber()] * self._own_numbers(gm)
         captured = Captured(gm=gm, outputs=(*self.outputs, *numbers), **self.found)
         _tag_new_state(gm.graph, captured, self.lifted)
@@ -399,7 +399,7 @@ class _Tracer:
 
 
 def _part(value: Tensor) -> Tensor:
-    """This rank's part of a tensor, as the graph returns it."""
+    """Return this rank's part of a tensor, as the graph returns it."""
     return (local_of(value) if isinstance(value, DTensor) else value).detach()
 
 

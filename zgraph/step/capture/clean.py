@@ -1,4 +1,4 @@
-"""Cleanup of a traced step: name its inputs, remove nodes without effect, and number its parts."""
+"""Cleanup of a traced step: name its inputs, remove nodes without effect, and number its forwards and backwards."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def _has_effect(node: fx.Node) -> bool:
 
 
 def number_parts(graph: fx.Graph) -> None:
-    """Begin a new forward where written parameters are read again.
+    """Number the parts (forwards and backwards) of a step such that no parameter changes within a part.
 
-    Passes share the gathers of one part, and repeat them in the backward after it, so a parameter must not change
-    within a part.
+    A new forward begins where a written parameter is read again: passes share the gathers of one forward, and repeat
+    them in the backward that follows.
 
     Raises:
-        ZgraphError: a backward needs a parameter that has changed since its forward; names the shard.
+        ZgraphError: a backward needs a parameter that has changed since its forward; the message names the shard.
     """
     writes: Counter[fx.Node] = Counter()
     made_of: dict[fx.Node, tuple[fx.Node, int]] = {}  # gathered parameters, and views of them: shard, writes before

@@ -100,7 +100,7 @@ class Lifted:
     Attributes:
         optimizers: the step's optimizers, in the user's order.
         parameters: parameters of the model, each once, in the order of `named_parameters`.
-        handles: sharded parameters with their handles, by name.
+        handles: sharded parameters, which have a handle as an additional input, by name.
         buffers: buffers of the model, each once.
     """
 
@@ -141,7 +141,7 @@ class Lifted:
         return _places_of(self.parameters), _places_of(self.buffers)
 
     def is_current(self) -> bool:
-        """Return whether the model still holds the same tensors at the same sites and its optimizers step the same."""
+        """Return whether the model still has the same tensors at the same sites, and the optimizers still step them."""
         (owners, names, parameters), (buffer_owners, buffer_names, buffers) = self._places
         return (
             all(map(is_, map(dict.get, map(local_parameters, owners), names), parameters))
@@ -168,8 +168,9 @@ class Lifted:
 
         Args:
             tensors: this rank's parts of the inputs.
-            outside: originals of the last inputs, from outside. If the device is a GPU, only parts of DTensors count as
-                offloaded to the host; other tensors there, like handles, are read in place.
+            outside: tensors that the function reads from outside; their parts are the last inputs. If the device is a
+                GPU, only parts of DTensors count as offloaded to the host; other tensors on the host, like handles, are
+                read in place.
         """
         resting = self.resting
         if resting is None:
@@ -205,7 +206,7 @@ class Lifted:
         return (part[0].nbytes if rows else part.new_empty((1, *part.shape[1:])).nbytes) * known.spec.layout.chunk_rows
 
     def places(self) -> list[int | None]:
-        """Return for each of `tensors` the position of its parameter, for shards and state; None for others."""
+        """Return for each result of `tensors()` the position of its parameter; None if not a shard or its state."""
         others = [None] * (len(self.handles) + len(self.buffers))
         state = [position for position, _, value in self.state_entries() if isinstance(value, Tensor)]
         return [*range(len(self.parameters)), *others, *state]
@@ -223,7 +224,7 @@ class Lifted:
         return found
 
     def settle(self) -> None:
-        """Move the optimizers' state to where it is stored."""
+        """Move the optimizers' state to the memory that stores it between steps."""
         if self.resting is not None:
             names = {id(one.tensor): one.name for one in self.parameters}
             for one in self.optimizers:
@@ -238,7 +239,7 @@ class Lifted:
             late: unused; whole steps are not split.
 
         Raises:
-            ValueError: the step exceeds the budget; says what would make it fit.
+            ValueError: the step exceeds the budget; the message says what would make it fit.
         """
         if self.resting is None or self.resting.options.host_budget_bytes is None:
             return
@@ -257,7 +258,7 @@ class Lifted:
         return [*shards, *self._handles, *(local(one.tensor) for one in self.buffers), *state]
 
     def names(self) -> list[str]:
-        """Return readable names of these inputs."""
+        """Return readable names of the results of `tensors()`."""
         found = [f"shard_{name_part(one.name)}" for one in self.parameters]
         found += [f"handle_{name_part(name)}" for name in self.handles]
         found += [f"buffer_{name_part(one.name)}" for one in self.buffers]
@@ -297,7 +298,7 @@ class StateLayout:
 
     @classmethod
     def of(cls, lifted: LiftedOptimizer, number: int) -> StateLayout:
-        """Describe the state of an optimizer, which has this number in the step, entry by entry."""
+        """Describe the state of an optimizer, whose number in the step is `number`, entry by entry."""
         state: State = lifted.optimizer.state
         keys, values = list(chain.from_iterable(state.values())), _values(state)
         are_dtensors = [isinstance(value, DTensor) for value in values]
@@ -383,7 +384,7 @@ def name_part(name: str) -> str:
 
 
 def overlapping(tensors: Sequence[Tensor]) -> set[int]:
-    """Return positions of tensors that share, or may share, memory with an earlier one."""
+    """Return positions of tensors that share, or may share, memory with an earlier tensor of the sequence."""
     spans: list[tuple[int, int, int]] = []
     for place, tensor in enumerate(tensors):
         if tensor.numel() and tensor.layout == torch.strided:

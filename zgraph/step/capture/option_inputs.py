@@ -53,7 +53,7 @@ class OptionInputs:
 
 
 def names_of(optimizers: Sequence[optim.Optimizer]) -> list[str]:
-    """Return readable names of these inputs: "lr_0" is the learning rate of the first optimizer's first group."""
+    """Return readable names of `OptionInputs.values`: "lr_0" is the rate of the first optimizer's first group."""
     found: list[str] = []
     for number, group in enumerate(_groups(optimizers)):
         for key, value in group.items():
@@ -68,7 +68,7 @@ def _groups(optimizers: Sequence[optim.Optimizer]) -> Iterator[dict[str, Any]]:
 
 
 def with_inputs(group: dict[str, Any], inputs: Iterator[Any]) -> dict[str, Any]:
-    """Return a copy of a group, with the next inputs in place of options that are inputs."""
+    """Return a copy of an optimizer's group; values of the iterator replace the options that are the graph's inputs."""
     found: dict[str, Any] = {}
     for key, value in group.items():
         if type(value) is tuple:
@@ -91,7 +91,7 @@ class Assumed:
         guards: decisions of the trace.
         names: names of all inputs that come from options.
         values: values of these inputs during the trace.
-        read: for other numbers, by name: position of the input tensor that holds the number, and an addend.
+        read: for other numbers, by name: position of the input tensor that holds the number, and what is added to it.
     """
 
     def __init__(

@@ -17,13 +17,13 @@ from zgraph.step.capture.lifted import Lifted, local
 
 @dataclass
 class Left:
-    """Where a call's values go.
+    """Targets for the output values of one call of the graph.
 
     Attributes:
         lifted: the model and its optimizers.
         leaves: leaves of the function's return value, by place.
-        flags: whether optimizers have skipped the step, by number; not 0 if so.
-        told: flags that scalers tell models, by scaler and optimizer.
+        flags: for optimizers that may skip the step, by number: not 0 if the optimizer has skipped it.
+        told: flags that GradScalers tell models, by scaler and optimizer.
     """
 
     lifted: Lifted
@@ -45,13 +45,13 @@ class Output(Protocol):
     """An output of the graph."""
 
     def put(self, value: Any, left: Left) -> None:
-        """Put the value of a call where it belongs."""
+        """Put this output's value, computed by one call, where the plain lines would have left it."""
         ...
 
 
 @dataclass(frozen=True)
 class Returned:
-    """A leaf of the function's return value; `like`: the DTensor that the output is a part of, or None."""
+    """A leaf of the function's return value; `like` is the DTensor whose local part the output is, if it is one."""
 
     place: int
     like: DTensor | None
@@ -62,7 +62,7 @@ class Returned:
 
 @dataclass(frozen=True)
 class NewState:
-    """A tensor that an optimizer, by number, has added to its state of the parameter at a position."""
+    """A tensor that the optimizer with a number has added to its state for the parameter at a position."""
 
     number: int
     position: int
@@ -99,7 +99,7 @@ class Bound:
 
 @dataclass(frozen=True)
 class ToldFlag:
-    """A flag of an optimizer's step that its scaler tells models: not 0 if the gradients had an inf."""
+    """A flag of an optimizer's step that its GradScaler passes on to models: not 0 if the gradients had an inf."""
 
     scaler: GradScaler
     optimizer: optim.Optimizer
@@ -120,14 +120,14 @@ class SkipFlag:
 
 @dataclass(frozen=True)
 class OwnNumber:
-    """A number of this rank by which the step changed shards, see `return_own_numbers`; ranks compare it."""
+    """A rank-local number by which the step changed shards, see `return_own_numbers`; the ranks compare it."""
 
     def put(self, value: Any, left: Left) -> None:
         pass
 
 
 def put_all(outputs: Sequence[Output], values: Sequence[Any], lifted: Lifted) -> Left:
-    """Put the values of a call where they belong; flags first, since new state depends on them."""
+    """Put a call's output values where they belong: skip flags first, since they decide whether new state is kept."""
     left = Left(lifted)
     pairs = list(zip(outputs, values, strict=True))
     for output, value in sorted(pairs, key=lambda pair: not isinstance(pair[0], SkipFlag)):
@@ -138,7 +138,7 @@ def put_all(outputs: Sequence[Output], values: Sequence[Any], lifted: Lifted) ->
 
 
 def values_of(kind: type, outputs: Sequence[Output], values: Iterable[Any]) -> list[tuple[Any, Any]]:
-    """Outputs of one kind with their values, or with their nodes in the graph."""
+    """Return the outputs of one kind, each paired with its element of `values`: a value of a call, or a node."""
     return [(output, value) for output, value in zip(outputs, values, strict=True) if isinstance(output, kind)]
 
 

@@ -1,4 +1,4 @@
-"""Hooks on parameters in a captured step: they run while it is traced, on the parameters' stand-ins."""
+"""Hooks on parameters in a captured step: they run while the step is traced, on the parameters' stand-ins."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class CarriedHooks:
         """Refuse a step that has registered or removed hooks; the parameters' original hooks are restored.
 
         Raises:
-            ZgraphError: it has; the message names the parameter.
+            ZgraphError: the step has changed hooks; the message names the parameter.
         """
         real = _registered([one.tensor for one in self.parameters])
         carried = _registered(self.stand_ins)

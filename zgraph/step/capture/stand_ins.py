@@ -35,7 +35,8 @@ class StandIns:
         parameters: leaves that wrap the traced shards, as DTensors if the parameters are DTensors.
         optimizers: stand-ins in the order of `Lifted.optimizers`.
         read: positions of parameters whose gradients were read.
-        cleared: positions of parameters whose gradients were first set to None, so that earlier ones do not matter.
+        cleared: positions of parameters whose gradients were set to None before they were used: gradients from before
+            the step do not matter.
     """
 
     lifted: Lifted

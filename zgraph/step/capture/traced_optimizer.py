@@ -1,4 +1,4 @@
-"""Stand-in for an optimizer while a step is traced: its own step runs on traced shards, state and options."""
+"""Stand-in for an optimizer while a step is traced: the optimizer's step runs on traced shards, state and options."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class TracedOptimizer:
         lifted: the real optimizer.
         parameters, shards: traced parameters and shards of the model.
         groups: the optimizer's groups, with traced parameters and options.
-        state: traced state by the tensors of `stepped_on`, including entries that the step adds.
+        state: traced state, by tensors of `stepped_on`; it includes entries that the step adds.
         stepped: whether the optimizer has stepped.
-        skip: [] bool, whether the step is skipped; None if it never is.
-        drawn: how moments are rounded, by position; None: they are not rounded.
+        skip: [] bool, whether the step is skipped; None if the step is never skipped.
+        drawn: how moments are rounded, by position of the parameter; None: they are not rounded.
     """
 
     lifted: LiftedOptimizer
@@ -60,7 +60,7 @@ class TracedOptimizer:
         *,
         drawn: Mapping[int, Drawn] | None = None,
     ) -> TracedOptimizer:
-        """Create a stand-in from traced tensors: the next ones of `state` and of `options`."""
+        """Create a stand-in from traced tensors; its state and options are taken from the two iterators."""
         groups = [
             {**with_inputs(group, options), "params": [parameters[position] for position in positions]}
             for group, positions in zip(lifted.optimizer.param_groups, lifted.groups, strict=True)
@@ -86,7 +86,7 @@ class TracedOptimizer:
 
     @property
     def stepped_on(self) -> Sequence[Tensor]:
-        """Tensors that it steps on, by position: shards, or parameters unless it is known to be element-wise."""
+        """Tensors that the optimizer steps on, by position: shards if it is element-wise, else parameters."""
         return self.shards if self.is_element_wise else self.parameters
 
     @contextlib.contextmanager
@@ -94,7 +94,7 @@ class TracedOptimizer:
         """Install the stand-in in the user's optimizer; restore everything afterwards.
 
         Args:
-            clear: sets the gradients of parameters at these positions to None, for `zero_grad(set_to_none)`.
+            clear: called by `zero_grad` with positions of parameters and `set_to_none`; clears their gradients.
         """
         optimizer = self.lifted.optimizer
         groups, own = optimizer.param_groups, {key: optimizer.__dict__.get(key) for key in ("step", "zero_grad")}
@@ -120,7 +120,7 @@ class TracedOptimizer:
         """Return (position, key, value) of entries that the step has added to the optimizer's state.
 
         Raises:
-            ZgraphError: the step has changed a number in the state, which would become a constant.
+            ZgraphError: the step has changed a Python number in the state, which a graph could only keep as a constant.
         """
         known = {(position, key): value for position, key, value in self.lifted.state_entries()}
         before = {id(value) for entries in self.known.values() for value in entries.values()}
@@ -136,7 +136,7 @@ class TracedOptimizer:
         return found
 
     def layout_of(self, position: int, key: str, value: Tensor) -> DTensor | None:
-        """Return the DTensor whose layout a new entry of the optimizer's state has; None: it is whole on each rank."""
+        """Return the DTensor whose layout a new state entry has; None: the entry is whole on each rank."""
         if not self.is_element_wise:
             return value if isinstance(value, DTensor) else None
         parameter = self.parameters[position]
@@ -146,14 +146,14 @@ class TracedOptimizer:
         """Run the optimizer's step, and undo it if an inf was found.
 
         The optimizer works on copies, which are copied back to parameters and state unless the step is skipped. An inf
-        or NaN in the copies is thus discarded, and the host need not wait for the flag.
+        or NaN in the copies is thus discarded, and the host need not wait for `found_inf`.
         """
         if self.stepped:
             raise refusal("calls scaler.step() a second time for an optimizer", "write one step per call")
         self._step_or_skip(self._gradients(), found_inf)
 
     def _step(self, *args: Any, **kwargs: Any) -> None:
-        """Run the optimizer's own step, on local shards."""
+        """Run the optimizer's original step on `stepped_on`; replaces `optimizer.step` during the trace."""
         if any(one is not None for one in (*args, *kwargs.values())):
             given = ", ".join(kwargs) or "a closure"
             raise refusal(
@@ -164,7 +164,7 @@ class TracedOptimizer:
         self._step_on(self.stepped_on, self._gradients())
 
     def _gradients(self) -> dict[int, Tensor]:
-        """Return the gradients of this call by position, in the form the optimizer steps with."""
+        """Return this call's gradients by position: local shards if the optimizer steps on shards, else as they are."""
         found: dict[int, Tensor] = {}
         for position in self.own:
             parameter = self.parameters[position]
@@ -182,7 +182,7 @@ class TracedOptimizer:
             self._step_on(given, grads)
 
     def _step_on(self, given: Sequence[Tensor], grads: Mapping[int, Tensor]) -> None:
-        """Run the optimizer's own step on these tensors and gradients, both by position."""
+        """Run the optimizer's original step on the given tensors and gradients, both by position."""
         optimizer, state = self.lifted.optimizer, self._state_of(given)
         held = {position: given[position].grad for position in self.own}
         for position in self.own:
@@ -232,7 +232,7 @@ class TracedOptimizer:
         return found
 
     def _take_over(self, one: Tensor, copy: Tensor, entries: dict[str, Any]) -> None:
-        """Copy the updated copy and its state back to the shard and its state, unless the step is skipped."""
+        """Copy `copy` and its state `entries` back to the tensor `one` and its state, unless the step is skipped."""
         self._write(one, copy)
         known = self.state[one]
         for key, value in entries.items():

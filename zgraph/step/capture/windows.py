@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 
 def resolve_windows(graph: fx.Graph) -> None:
-    """Replace a window's state between calls with sums in the graph; every marker then has the position ALONE.
+    """Sum a window's gradients in the graph, instead of in state between calls; set every marker's position to ALONE.
 
     The sum has the order and the dtypes of `zgraph.runtime.window_state`. Each parameter has its own window.
 
@@ -59,7 +59,11 @@ def _stand_alone(marker: fx.Node) -> None:
 
 
 def _drop_placeholders(graph: fx.Graph, waiting: dict[fx.Node, None]) -> None:
-    """Remove the placeholders that `.grad` held until the window closed, to which autograd has added the mean."""
+    """Remove the placeholders that `.grad` holds while the window is open, and autograd's addition of the mean to them.
+
+    Raises:
+        ZgraphError: anything else reads a placeholder.
+    """
     dropped = dict(waiting)
     for node in list(graph.nodes):
         if node.target is not aten.add.Tensor and node.target is not aten.add_.Tensor:

@@ -1,4 +1,4 @@
-"""Detect writes of a captured forward to a gathered copy, which is what the parameter reads as there."""
+"""Detect writes of a captured forward to parameters, which forward reads as gathered copies."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class GatheredMemory:
         self._gathered: dict[int, tuple[Tensor, str]] = {}  # keeps the tensors, so that their memory is not reused
 
     def follow(self, func: OpOverload, args: Sequence[object], result: object) -> None:
-        """Record an operator that has run."""
+        """Record the result of an operator that has run, if it is a gathered parameter."""
         if func is torch.ops.zgraph.unshard.default and isinstance(result, Tensor):
             self._gathered[traced_storage_key(result)] = result, self.names.get(id(args[1]), "a parameter")
 
     def check(self, func: OpOverload, written: Sequence[Tensor]) -> None:
-        """Refuse a write to this memory, which neither another forward nor the parameter would see.
+        """Refuse a write to gathered memory: neither another forward nor the parameter would see the written values.
 
         Raises:
-            ZgraphError: it is written to; the message names the line and the parameter.
+            ZgraphError: gathered memory is written to; the message names the line and the parameter.
         """
         for one in written if self._gathered else ():
             found = self._gathered.get(traced_storage_key(local_of(one) if isinstance(one, DTensor) else one))

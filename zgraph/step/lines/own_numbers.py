@@ -1,7 +1,7 @@
 """Rank-local numbers by which a captured step changes weights, such as `p.grad.div_(mask.sum())`.
 
-Plain lines compare such a number when an optimizer steps. In a graph it is known only when the step runs, so the graph
-returns it, too, and the ranks compare it when the step ends.
+Without a graph, ranks compare such a number when an optimizer steps. In a graph the number is known only when the step
+runs. The graph therefore returns the number, too, and the ranks compare it when the step ends.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ aten = torch.ops.aten
 def return_own_numbers(
     graph: fx.Graph, of_rank: Collection[fx.Node], kept: Collection[fx.Node], left: Collection[fx.Node]
 ) -> int:
-    """Append to a captured graph's outputs the numbers of this rank by which it changes shards.
+    """Append to a captured graph's outputs the rank-local numbers by which the graph changes shards.
 
     Args:
-        graph: captured graph with markers, whose results, like those of collectives, are common to all ranks.
+        graph: captured graph with markers; results of markers and of collectives are common to all ranks.
         of_rank: inputs that differ between ranks, such as the batch.
         kept: inputs that are shards: parameters and the optimizer's state.
         left: outputs that are shards: gradients and new state.
 
     Returns:
-        Number of appended outputs; only numbers on the CPU count, as reading others would wait for the device.
+        Number of appended outputs. Only numbers on the CPU are appended: reading others waits for the device.
     """
     shards, own = set(kept), set(of_rank)
     numbers: dict[fx.Node, None] = {}

@@ -25,7 +25,7 @@ class Redirect(TorchFunctionMode):
     The user's lines may therefore reach a parameter in any way: through the model, a list, an attribute.
 
     Args:
-        watch: has the traced tensors, by ids of the real ones.
+        watch: watch of the trace; `watch.stand_ins` has the traced tensors, by ids of the real ones.
         on_gradient: called with each tensor whose `.grad` is read.
     """
 
@@ -67,7 +67,7 @@ class Redirect(TorchFunctionMode):
         return result
 
     def _set_data(self, tensor: Any, value: Any) -> None:
-        """Handle `tensor.data = value` by copying the values, instead of binding other memory to the tensor."""
+        """Run `tensor.data = value` as a copy of the values, instead of binding other memory to the tensor."""
         if not any(tensor is one for one in self._stand_ins.values()):
             raise refusal("assigns the .data of a tensor that the step has made", "write in place, with copy_")
         ours, theirs = _layout_of(tensor), _layout_of(value)
@@ -107,9 +107,9 @@ def _is_mask(index: Any) -> bool:
 
 
 def with_numbers(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call a fused kernel with the numbers' present values, and make its node read the symbolic numbers.
+    """Call a fused optimizer with the present values of symbolic numbers, and make its node read the symbolic numbers.
 
-    A kernel with a `float` argument would turn a symbolic number into a constant, and need a graph for each value.
+    An argument of type `float` turns a symbolic number into a constant, and each value then needs another graph.
     """
     numbers = {key: value for key, value in kwargs.items() if isinstance(value, torch.SymFloat)}
     before = newest_node()

@@ -35,10 +35,10 @@ _LIBRARIES = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).resolve().par
 
 
 def check_optimizer(optimizer: optim.Optimizer) -> None:
-    """Refuse optimizers whose step cannot be traced.
+    """Refuse an optimizer whose step cannot be traced.
 
     Raises:
-        ValueError: it cannot; says why.
+        ValueError: the step cannot be traced; the message says why.
     """
     for name in ("differentiable", "capturable"):
         if any(group.get(name) for group in optimizer.param_groups):
@@ -55,15 +55,15 @@ def check_optimizer(optimizer: optim.Optimizer) -> None:
 
 
 def _is_own(hook: Any) -> bool:
-    """Return whether zgraph registered the hook: `step_on_shards` does what a captured step does anyway."""
+    """Return whether zgraph itself registered a hook (`step_on_shards`); a captured step does the same without it."""
     return str(getattr(hook, "__module__", "")).startswith("zgraph.")
 
 
 def check_function(function: Callable[..., Any], optimizers: Sequence[optim.Optimizer]) -> None:
-    """Refuse functions that use an optimizer which the step was not given.
+    """Refuse a function that uses an optimizer which was not passed to `zgraph.training_step`.
 
     Raises:
-        ValueError: names the variable.
+        ValueError: the function uses such an optimizer; the message names its variable.
     """
     for name, value in variables_of(function):
         if isinstance(value, optim.Optimizer) and all(value is not one for one in optimizers):
@@ -95,7 +95,7 @@ def is_library(file: str) -> bool:
 
 
 def line_of(error: BaseException) -> str:
-    """Return the innermost line outside torch and zgraph that an error passed through, like `user_line`."""
+    """Return the innermost line outside torch and zgraph that an error passed through, written like `user_line`."""
     found, trace = "", error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code

@@ -35,11 +35,11 @@ class Watch(DispatchMode):
     """Sees each operator of a step while it is traced, and refuses what a graph would get wrong.
 
     Attributes:
-        accumulates: returns whether `zgraph.no_sync` is active. Gradients of stage 3, which are reduced anyway, are
-            then marked as of an open window, which tells error feedback that no optimizer step follows.
+        accumulates: returns whether `zgraph.no_sync` is active. If so, gradients of stage 3, which are reduced anyway,
+            are marked as in an open window. The mark tells error feedback that no optimizer step follows.
         known: values of step counts and similar numbers.
         gathered: memory of parameters inside forwards, which must not be written.
-        stand_ins: traced tensors, by ids of the real ones, some of which autograd may have saved.
+        stand_ins: traced tensors, by ids of the real tensors that they replace; autograd may have saved real ones.
         part: number of the running forward or backward: 0 a forward, 1 its backward, 2 the next forward, ...; nodes
             are marked with it.
         reader: optimizer whose own step is running: only it may read numbers from tensors, such as step counts for
@@ -58,7 +58,7 @@ class Watch(DispatchMode):
 
     @contextlib.contextmanager
     def reading_values(self, reader: object) -> Generator[None]:
-        """Let an optimizer read its step counts."""
+        """Let `reader`, an optimizer, read its step counts inside the `with`."""
         self.reader = reader
         yield
         self.reader = None
@@ -129,7 +129,7 @@ class Watch(DispatchMode):
             )
 
     def _instead(self, given: Any) -> Any:
-        """Replace real tensors in an argument by traced ones."""
+        """Return an argument with traced tensors in place of real ones."""
         if isinstance(given, Tensor):
             return self.stand_ins.get(id(given), given)
         if type(given) in (list, tuple):
@@ -141,7 +141,7 @@ Origin = tuple[str, str, int, str]  # path of the module, file, line, function
 
 
 class Origins:
-    """Origins of operators: module and line of the user's code; in a backward, those of the forward operator.
+    """Finds the origin of operators: module and line of the user's code; in backward, those of the forward operator.
 
     Args:
         modules: paths of the model's modules by their ids.
@@ -181,7 +181,7 @@ def _tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]
 
 
 def _is_foreign(tensor: Tensor) -> bool:
-    """Return whether a tensor existed before the trace and is not one of its inputs."""
+    """Return whether a tensor existed before the trace and is not an input of the trace."""
     return not is_fake(local_of(tensor) if isinstance(tensor, DTensor) else tensor)
 
 
@@ -202,7 +202,7 @@ def _draws_nothing(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, A
 
 @dataclass(frozen=True)
 class _Known:
-    """A number in a tensor: an input's value before the step plus an addend, or a literal, without an input."""
+    """A number in a tensor: what the input at `place` holds before the step, plus `added`; without a place, `added`."""
 
     tensor: Tensor  # kept alive, so that its id is not reused
     place: int | None
@@ -210,16 +210,16 @@ class _Known:
 
 
 class KnownValues:
-    """Numbers on which Python may branch, because inputs of the next call tell whether it would branch alike.
+    """Numbers on which Python may branch: the inputs of the next call tell whether that call takes the same branch.
 
-    These are 0-d inputs on the host, such as step counts, to which a step at most adds a number.
+    The numbers are in 0-d inputs on the host, such as step counts, to which a step at most adds a number.
 
     Args:
         mode: result of `step_mode`.
-        asks: whether Python also knows numbers read from these tensors; branching on them then adds a guard.
+        asks: whether Python may also branch on numbers that it reads from these tensors; each branch adds a guard.
 
     Attributes:
-        read: for each number, by name: position of the input that it comes from, and the addend.
+        read: for each number, by name: position of the input that it comes from, and what the step has added to it.
         numbers: the symbolic numbers, by name.
     """
 
@@ -232,14 +232,14 @@ class KnownValues:
         self.numbers: dict[str, Any] = {}
 
     def begin(self, present: Sequence[Tensor], traced: Sequence[Tensor]) -> None:
-        """Register the inputs, and the tensors that are traced in their place."""
+        """Register the real inputs of the step, and the tensors that are traced in their place."""
         self._present = list(present)
         for place, (real, one) in enumerate(zip(present, traced, strict=True)):
             if real.ndim == 0 and real.device.type == "cpu" and not is_fake(real):
                 self._known[id(one)] = _Known(one, place, 0.0)
 
     def follow(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-        """Record an operator that has run."""
+        """Update the known numbers after an operator has run."""
         value = _literal(func, args)
         if value is not None and isinstance(result, Tensor):
             self._known[id(result)] = _Known(result, None, value)
@@ -265,7 +265,7 @@ class KnownValues:
         return other * factor if isinstance(other, int | float) and isinstance(factor, int | float) else None
 
     def decide(self, tensor: Any) -> bool | None:
-        """Return the result of a comparison with a known number, and make it a guard; None if it is unknown."""
+        """Return the result of a comparison of a known number, and make it a guard; None for any other tensor."""
         if id(tensor) not in self._compared:
             return None
         _, compare, known, other = self._compared[id(tensor)]
@@ -273,7 +273,7 @@ class KnownValues:
             return bool(compare(self._number(known), other))
 
     def number(self, tensor: Tensor, number: Any) -> Any:
-        """Return a number read from a tensor, or one with the same node on which Python may branch."""
+        """Return the number read from a tensor; if it is a known number, a symbolic one on which Python may branch."""
         known = self._known.get(id(tensor))
         if not self._asks or known is None or not isinstance(number, torch.SymFloat):
             return number

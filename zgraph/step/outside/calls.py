@@ -1,4 +1,4 @@
-"""Record the functions that a step calls while it is traced: it can only have read values that their code names."""
+"""Record the functions called while a step is traced: the step can only have read values that their code names."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _BY_A_NAME = frozenset({"getattr", "hasattr"})  # the second argument
 
 
 class Calls:
-    """Code that has run.
+    """Record of the code that has run while a step was traced.
 
     Attributes:
         is_known: whether all code was recorded; an active profiler prevents it.
@@ -34,7 +34,7 @@ class Calls:
 
     @contextlib.contextmanager
     def noted(self) -> Generator[None]:
-        """Record calls in this thread."""
+        """Record all calls in this thread inside the `with`."""
         ran = self._ran
 
         def note(frame: FrameType, event: str, argument: Any) -> None:
@@ -58,7 +58,7 @@ class Calls:
         return not self.is_known or id(code) in self._ran
 
     def names(self) -> frozenset[str]:
-        """Return all names in the code, including libraries, which read attributes of modules that they define."""
+        """Return all names in the recorded code. Libraries count, too: they read attributes of modules they define."""
         return frozenset[str]().union(*map(names_of, self._ran.values()))
 
 

@@ -26,10 +26,10 @@ class Functions:
     """Functions that can be reached by the names in each other's code.
 
     Attributes:
-        names: attributes that any of them names, and strings that may be attribute names.
+        names: attributes named by the code of any function, and the code's strings, which may be attribute names.
         seen: functions found so far, with their paths.
         packages: installed packages whose functions are followed; all others are libraries.
-        has_run: returns whether to follow this code.
+        has_run: returns whether a code object has run; code that has not is not followed.
     """
 
     packages: frozenset[str]
@@ -47,7 +47,7 @@ class Functions:
         return bool(found)
 
     def follows(self, function: FunctionType) -> bool:
-        """Return whether a function is the user's, or of a package that the model comes from."""
+        """Return whether a function is the user's, or belongs to a package that the model comes from."""
         code = function.__code__
         return self.is_users(code.co_filename, function.__module__) and self.has_run(code)
 
@@ -72,7 +72,7 @@ class Functions:
                 yield f"defaults of {path}", [*(function.__defaults__ or ()), function.__kwdefaults__ or {}], None
 
     def methods(self, kind: type, path: str) -> bool:
-        """Follow a class's methods that code names or Python itself calls; return whether any is new."""
+        """Follow those methods of a class that code names or that Python itself calls; return whether any is new."""
         is_new = False
         for base in kind.__mro__:
             if base is object or not self.is_users_class(base):

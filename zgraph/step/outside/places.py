@@ -40,8 +40,8 @@ class Place:
         holder: a dict of attributes or entries, a list, a set, a cell, or an iterator.
         keys: names of the attributes to compare; None: all contents.
         counts: whether attributes that are added later matter, too.
-        reads: names of added attributes that matter; None: all.
-        kind: class that has the attributes; None: an object has them.
+        reads: names of the added attributes that matter; None: all.
+        kind: class whose attributes `holder` has; None: the holder does not belong to a class.
         held: earlier contents, in order.
     """
 
@@ -93,7 +93,7 @@ class Place:
         return [length_hint(holder, -1), repr(holder)]
 
     def is_same(self) -> bool:
-        """Return whether the contents are the very same objects."""
+        """Return whether the present contents are the same objects as the earlier ones."""
         now = self.now()
         return len(now) == len(self.held) and all(map(is_, now, self.held))
 
@@ -106,7 +106,7 @@ class Place:
         return f"{self.path}[{place}]" if isinstance(self.holder, list | tuple | deque) else self.path
 
     def take_made(self) -> list[Binding]:
-        """Restore entries, before tensors or absent, that now hold tensors of the trace; return their bindings."""
+        """Restore and return the entries that now hold tensors of the trace, and held a tensor, None or nothing."""
         if not isinstance(self.holder, dict) or self._is_too_long:
             return []
         half = len(self.held) // 2
@@ -153,9 +153,9 @@ class Place:
 
 
 class Compared:
-    """Places whose entries are all compared by identity, in one go.
+    """Fast check of many places: whether all their entries are still the same objects.
 
-    Entries of a tuple cannot change. Entries that are equal but other objects are left to the places to compare.
+    Entries of a tuple cannot change. If an entry is another object, the places themselves compare it for equality.
     """
 
     def __init__(self, places: Sequence[Place]) -> None:
@@ -175,7 +175,7 @@ class Compared:
         self._entries = list(self._now())
 
     def take_sizes(self) -> None:
-        """Take the present sizes as the expected ones."""
+        """Expect the containers' present sizes from now on."""
         self._sizes = list(map(len, self._sized))
 
     def _now(self) -> Iterator[Any]:
@@ -197,7 +197,7 @@ class Compared:
 
 
 def _contents(cell: CellType) -> list[Any]:
-    """Return a list of a cell's content; empty if the cell is."""
+    """Return a list of a cell's content; an empty list if the cell is empty."""
     try:
         return [cell.cell_contents]
     except ValueError:
@@ -205,5 +205,5 @@ def _contents(cell: CellType) -> list[Any]:
 
 
 def _are_same(now: Iterator[Any], before: list[Any]) -> bool:
-    """Return whether both have the same objects, and the same number of them."""
+    """Return whether `now` and `before` have the same objects in the same order, and equally many."""
     return all(map(is_, chain(now, (_MISSING,)), chain(before, (_MISSING,))))

@@ -1,4 +1,4 @@
-"""Python values that a step may read, as they were when it was captured: numbers, containers, configurations.
+"""Python values that a step may read, as they were at the step's capture: numbers, containers, configurations.
 
 They are found by names: names in the code of the step and of its model's forwards, in the functions that these name,
 and everything that modules hold.
@@ -35,13 +35,15 @@ class PythonValues:
 
     Args:
         functions: the step, and hooks on parameters.
-        models: modules whose forwards it may call; all their attributes are read.
-        ran: calls of the step, if it was traced; it cannot have read values that only other code names.
+        models: modules whose forwards the step may call; all their attributes are read.
+        ran: functions that the step called while it was traced; values that only other code names are left out. None:
+            the step was not traced.
 
     Attributes:
         places: containers found, by their ids.
         calls: calls of the step while it is traced.
-        bound: dicts in which a trace has left tensors: results go into these very dicts, not into equal ones.
+        bound: dicts in which a trace has left tensors. The step's results go into these very dicts, so they must not be
+            replaced by equal ones.
     """
 
     def __init__(
@@ -70,7 +72,7 @@ class PythonValues:
         self._compared = Compared([place for place in self.places.values() if not place.is_iterator])
 
     def of_what_ran(self) -> PythonValues:
-        """Return a snapshot limited to the values that the step can have read, given the calls of its trace."""
+        """Return a snapshot of only those values that the code called in the trace can have read."""
         found = PythonValues(*self._given, self.calls) if self.calls.is_known else self
         found.bound = self.bound
         return found
@@ -119,7 +121,7 @@ class PythonValues:
         )
 
     def effects(self) -> tuple[list[Binding], str]:
-        """Undo a trace's changes; return the entries that held its tensors, and the first other change."""
+        """Undo a trace's changes; return the entries that held the trace's tensors, and the first other change."""
         bindings: list[Binding] = []
         found = ""
         for place in self.places.values():
@@ -206,7 +208,7 @@ class PythonValues:
                 self._value(place.name(number), value, depth - 1)
 
     def _value(self, path: str, value: Any, depth: int) -> None:
-        """Add a value's contents."""
+        """Add a value's contents to the snapshot, up to `depth` levels deep."""
         if depth <= 0 or isinstance(value, (*_PLAIN[:-1], Tensor, optim.Optimizer, torch.amp.GradScaler)):
             return
         if isinstance(value, nn.Module):
@@ -253,7 +255,7 @@ class PythonValues:
         self._add(Place(path, held, keys, counts=True, reads=names), depth)
 
     def _class_attributes(self, kind: type) -> None:
-        """Add class attributes that code names."""
+        """Add those attributes of a class that code names to the snapshot."""
         for base in kind.__mro__:
             if not self._functions.is_users_class(base) or base is object:
                 continue

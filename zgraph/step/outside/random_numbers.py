@@ -15,7 +15,7 @@ from zgraph.errors import ZgraphError
 
 @contextlib.contextmanager
 def same_random_numbers() -> Generator[None]:
-    """Refuse to draw from Python's and numpy's generators, whose numbers would become constants of the graph.
+    """Refuse draws from Python's and numpy's generators inside the `with`: drawn numbers would become constants.
 
     Raises:
         ZgraphError: the step has drawn a number; the generators are restored.

@@ -23,14 +23,14 @@ def variables_of(function: Callable[..., Any], *, but: nn.Module | None = None) 
 
     These are its closure, the globals that it names, the object that it is a method of, and in all of these the
     attributes and entries whose names appear in its code: `config.alpha`, `self.args["alpha"]`. All attributes of a
-    module are included, since its forward may read them. Values read by functions that this one calls are not seen.
+    module are included, since its forward may read them. Values read by functions that `function` calls are not seen.
 
     Args:
         function: a function or a method.
         but: a module whose attributes are left out.
 
     Raises:
-        ValueError: `function` is neither.
+        ValueError: `function` is neither a function nor a method.
     """
     plain: Any = inspect.unwrap(function)
     owner = getattr(plain, "__self__", None)
@@ -58,7 +58,7 @@ class _Reader:
 
     Attributes:
         names: attributes that the code names.
-        keys: constants of the code, by which it may read entries.
+        keys: constants of the code, which may be keys of entries that the code reads.
         but: a module whose attributes are left out.
     """
 
@@ -108,12 +108,12 @@ class Outside:
         device: torch.device,
         hooks: Sequence[Callable[..., Any]] = (),
     ) -> Outside:
-        """Read a function's variables.
+        """Read the variables that a function, and hooks on parameters, read from outside.
 
         Args:
             function: the user's function.
             model: the step's model, whose attributes are left out.
-            own: ids of the model's tensors, which are left out, too.
+            own: ids of the tensors that belong to the model, which are left out, too.
             device: device for the scales of scalers that have not been used yet.
             hooks: hooks on parameters, which may read more variables.
         """

@@ -63,12 +63,12 @@ def set_value(node: fx.Node, new: object) -> None:
 
 
 def parameters(node: fx.Node) -> tuple[str, ...]:
-    """Qualified names of the parameters a node works for; () for everything else."""
+    """Qualified names of the parameters that a node works for; () if it works for none."""
     return cast("tuple[str, ...]", node.meta.get(_PARAMETERS, ()))
 
 
 def handles(node: fx.Node) -> tuple[str, ...]:
-    """Placeholder names of the handles of those parameters, in the same order."""
+    """Placeholder names of the handles of a node's `parameters`, in the same order."""
     return cast("tuple[str, ...]", node.meta.get(_HANDLES, ()))
 
 
@@ -88,7 +88,7 @@ def set_chunks(start: fx.Node, found: Sequence[Chunk]) -> None:
 
 
 def transit(node: fx.Node) -> Transit | None:
-    """The tier that a copy comes from or goes to, if it was recorded; None: devices and operator tell."""
+    """The recorded tier and direction of a copy; None if not recorded: then derive them from devices and operator."""
     return cast("Transit | None", node.meta.get(_TRANSIT))
 
 
@@ -98,13 +98,13 @@ def set_transit(node: fx.Node, tier: Tier, *, to_device: bool) -> None:
 
 
 def lane(node: fx.Node) -> Lane | None:
-    """The lane of a copy, if recorded; None: derive it from devices and operator."""
+    """The recorded lane of a copy; None if not recorded: then derive it from devices and operator."""
     found = transit(node)
     return None if found is None else found.lane
 
 
 def space(node: fx.Node) -> Tier | None:
-    """The tier of a node's value, if recorded; None: derive it from devices and the copy."""
+    """The recorded tier of a node's value; None if not recorded: then derive it from devices and `transit`."""
     return cast("Tier | None", node.meta.get(_SPACE))
 
 
@@ -114,7 +114,7 @@ def set_space(node: fx.Node, found: Tier) -> None:
 
 
 def rests_in(node: fx.Node) -> Tier:
-    """The tier for the node's allocation after the step."""
+    """The tier in which the node's allocation is kept after the step."""
     return cast("Tier", node.meta.get(_RESTS, DEVICE))
 
 
@@ -124,7 +124,7 @@ def set_rest(node: fx.Node, tier: Tier) -> None:
 
 
 def kept_as(node: fx.Node) -> Kept | None:
-    """The kind of the node's value that is kept between steps, if recorded; None for values of one step."""
+    """The recorded kind of a value that is kept between steps; None for a value of a single step."""
     return cast("Kept | None", node.meta.get(_KEPT))
 
 
@@ -134,7 +134,7 @@ def set_kept(node: fx.Node, kind: Kept) -> None:
 
 
 def longest_bytes(node: fx.Node) -> int | None:
-    """Bytes of the largest part of the node's value on any rank; None: as on this rank."""
+    """Recorded bytes of the node's value on the rank with the most rows; None: as many as on this rank."""
     return cast("int | None", node.meta.get(_LONGEST))
 
 
@@ -243,7 +243,7 @@ def is_tagged_at_use(node: fx.Node) -> bool:
 
 
 def tag_awaited(node: fx.Node) -> None:
-    """Record that this graph's compute waits for the reduction, so that no later one may join and delay its bucket."""
+    """Record that this graph's compute waits for the reduction, so that no later reduction may join its bucket."""
     node.meta[_AWAITED] = True
 
 
@@ -346,10 +346,10 @@ def _call_and_values(node: fx.Node) -> tuple[tuple[Any, Any, Any], list[Any]]:
 
 
 def create_cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype, *, like: fx.Node | None = None) -> fx.Node:
-    """The node's value in another dtype; the node itself if it has that dtype.
+    """Create a node that casts a node's value to a dtype; return the given node if it has that dtype already.
 
-    Passes run after decompositions, and Inductor lowers only operators that decompositions yield, not `aten._to_copy`,
-    which eager torch records.
+    The cast is `prims.convert_element_type`, not eager torch's `aten._to_copy`: passes run after decompositions, and
+    Inductor lowers only operators that decompositions yield.
     """
     if tensor_value(node).dtype == dtype:
         return node

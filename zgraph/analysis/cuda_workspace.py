@@ -62,7 +62,7 @@ def _efficient_backward(node: fx.Node) -> int:
 
 
 def _sort(node: fx.Node) -> int:
-    """Bytes of second buffers of keys and positions: radix sort alternates between two of each (cub::DeviceRadixSort)."""
+    """Bytes of second buffers of keys and positions: radix sort alternates between two each (cub::DeviceRadixSort)."""
     source = _tensor(node, 0)
     return _numel(source) * (source.dtype.itemsize + _I64)
 

@@ -107,7 +107,7 @@ def gathered(own: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def median_us(ranks: MeasuringRanks, run: Callable[[], object], calls: int = 1, least: int = 5) -> float:
-    """Median microseconds of a call: after a warm-up, times runs of `calls` calls, `least` runs or as fit `POINT_S`."""
+    """Median microseconds of a call over runs of `calls` calls: at least `least` runs, and for at least `POINT_S`."""
     times: list[float] = []
     run()
     ranks.settle()

@@ -120,7 +120,7 @@ def _own_copies(start: fx.Node) -> list[fx.Node]:
 
 
 def _longest_bytes(storage: Storage) -> int:
-    """Bytes of the longest part of any rank for a shard, its state or a reduced gradient; else the storage's `nbytes`."""
+    """Bytes of the longest part of any rank for a shard, its state or a reduced gradient; else the storage's size."""
     node = storage.first
     longest = meta.longest_bytes(node)
     if longest is not None:

@@ -103,7 +103,7 @@ def computes_elsewhere(order: Iterable[fx.Node], device_type: str | None) -> boo
 
 
 def remaining_bytes(node: fx.Node) -> int:
-    """Bytes that a call adds to a parameter's state besides its results: at stage 1 the accumulated gradient, else 0."""
+    """Bytes that a call adds to a parameter's state besides results: at stage 1 the accumulated gradient, else 0."""
     if node.target is not torch.ops.zgraph.accumulate_grad.default:
         return 0
     _, _, dtype, zero_stage, _ = cast("tuple[Any, ...]", node.args)
@@ -196,7 +196,7 @@ def _reduction(node: fx.Node, threads: int) -> int:
 
 
 def _sum_ranks(node: fx.Node, threads: int) -> int:
-    """Bytes of the total, unless the total is the result itself, and of one converted piece, if pieces are converted."""
+    """Bytes of the total, unless the total is the result itself, and of one converted piece, if any is converted."""
     received, result = _tensor(node, 0), meta.tensor_value(node)
     wide = accumulate_dtype(received.dtype)
     total, own = _bytes(result, wide), _bytes(result)

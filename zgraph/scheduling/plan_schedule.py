@@ -16,10 +16,10 @@ SLOTS = 600  # slots that it may fill over all kept schedules: a second or two
 
 
 def find_schedules(problem: Problem) -> list[Builder]:
-    """Candidate schedules, within the limits if any such are found.
+    """Find candidate schedules, of which some may exceed the limits: a greedy one for each style, and one by beam search.
 
-    Deterministic: depends on the problem only, and not on how many copies of its own rows a rank makes. The time is
-    nearly linear in the number of nodes.
+    The result depends on the problem only, and not on how many copies of its own rows a rank makes. The time is nearly
+    linear in the number of nodes.
     """
     frugal = Greedy(problem, FRUGAL)
     found = [frugal.run()]
@@ -61,11 +61,11 @@ def _is_perfect(found: Builder) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Style:
-    """One way to fill the slots.
+    """One way to fill the slots, that is, the gaps between compute nodes.
 
     Attributes:
-        gathers: when to start each: where its result is needed ("at_use"), early enough to be hidden ("ahead"), before
-            its link would become idle ("in_time"), or as soon as the limits allow ("at_once"). A gather started before
+        gathers: when to start each gather: where its result is needed ("at_use"), early enough to be hidden ("ahead"),
+            before its link becomes idle ("in_time"), or as soon as the limits allow ("at_once"). A gather started before
             its link is free holds memory for nothing. Copies from the host start "at_use" if gathers do, else "ahead".
         finish: when to compute nodes that only produce outputs: immediately ("at_once"), when their collective has
             finished ("done"), or when other nodes need their memory or would have to wait anyway ("late").
@@ -150,7 +150,7 @@ class Greedy:
         return self.builder.is_there(self.problem.dependencies.after[start])
 
     def _runs_dry(self, start: int, slot: int) -> bool:
-        """Whether, at the program's next chance to start work, a link has less queued than fills it plus one start."""
+        """Whether a start's link will have less queued than fills it, plus this start, when the program next issues."""
         queues, clock, work = self.problem.queues, self.builder.clock, self.problem.work
         link = queues.link_of[start]
         capacity = queues.capacity_of[start]
@@ -198,7 +198,7 @@ class Greedy:
         self.builder.pull(start)
 
     def _make_room(self, number: int) -> None:
-        """Finish reductions if the next node needs their memory, or while it would have to wait anyway."""
+        """Finish reductions if the next node needs their memory, or while that node has to wait anyway."""
         builder, start_of = self.builder, self.problem.queues.start_of
         missing = builder.missing([number])
         waited_for = dict.fromkeys(start_of[one] for one in missing if one in start_of)
@@ -263,7 +263,7 @@ class Skyline:
                 self._highest[node] = below + self._raised[node]
 
     def highest(self, begin: int, end: int) -> int:
-        """The highest of begin ... end - 1; the range must not be empty."""
+        """The highest of the heights begin ... end - 1; the range must not be empty."""
         found = [self._raised_above(node) + self._highest[node] for node in self._cover(begin, end)]
         return max(found)
 
@@ -285,10 +285,10 @@ class Skyline:
 
 
 def latest_starts(problem: Problem) -> dict[int, float]:
-    """Latest start of each gather and copy from the host that still hides it, in microseconds of compute done.
+    """For each gather and copy from the host, the latest start that still hides it, in microseconds of compute done.
 
-    Goes from the last to the first: each ends before its result is needed and before the next gather of its link
-    starts, and makes room for the reductions, which are assumed to run as soon as they can.
+    Goes from the last one to the first: each must end before its result is needed and before the next one on its link
+    starts. Reductions, which are assumed to run as soon as they can, occupy their link meanwhile.
     """
     dependencies = problem.dependencies
     starts: dict[str, list[int]] = {}
@@ -338,7 +338,7 @@ def _reserved(problem: Problem, reductions: Sequence[int]) -> list[tuple[float, 
 
 
 def _back(until: float, us: float, busy: list[tuple[float, float]]) -> float:
-    """The latest time from which `us` are free up to `until`; drops later intervals from `busy`."""
+    """The latest time with `us` microseconds outside of `busy` from then to `until`; drops passed intervals of `busy`."""
     while busy:
         begin, end = busy[-1]
         if begin < until:

@@ -77,7 +77,7 @@ class Bounds:
 
 
 class Beam:
-    """Fills one slot (gap between compute nodes) after another in many ways; keeps the most promising partial schedules.
+    """Fills one slot (gap between compute nodes) after another in many ways; keeps the most promising schedules so far.
 
     Half of the kept schedules have the least left to communicate; the other half use the least memory.
     """

@@ -16,7 +16,7 @@ SLOTS = 600  # slots that it may fill over all kept schedules: a second or two
 
 
 def find_schedules(problem: Problem) -> list[Builder]:
-    """Find candidate schedules, of which some may exceed the limits: a greedy one for each style, and one by beam search.
+    """Find candidate schedules, of which some may exceed the limits: one greedy per style, and one by beam search.
 
     The result depends on the problem only, and not on how many copies of its own rows a rank makes. The time is nearly
     linear in the number of nodes.
@@ -65,8 +65,9 @@ class Style:
 
     Attributes:
         gathers: when to start each gather: where its result is needed ("at_use"), early enough to be hidden ("ahead"),
-            before its link becomes idle ("in_time"), or as soon as the limits allow ("at_once"). A gather started before
-            its link is free holds memory for nothing. Copies from the host start "at_use" if gathers do, else "ahead".
+            before its link becomes idle ("in_time"), or as soon as the limits allow ("at_once"). A gather that starts
+            before its link is free holds memory for nothing. Copies from the host start "at_use" if gathers do, else
+            "ahead".
         finish: when to compute nodes that only produce outputs: immediately ("at_once"), when their collective has
             finished ("done"), or when other nodes need their memory or would have to wait anyway ("late").
     """
@@ -338,7 +339,7 @@ def _reserved(problem: Problem, reductions: Sequence[int]) -> list[tuple[float, 
 
 
 def _back(until: float, us: float, busy: list[tuple[float, float]]) -> float:
-    """The latest time with `us` microseconds outside of `busy` from then to `until`; drops passed intervals of `busy`."""
+    """The latest time from which `us` microseconds outside of `busy` remain up to `until`; drops intervals passed."""
     while busy:
         begin, end = busy[-1]
         if begin < until:

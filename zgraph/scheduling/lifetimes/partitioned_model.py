@@ -103,7 +103,7 @@ class PartitionedModel(LifetimeModel):
         return node
 
     def _parameters(self) -> Iterator[Value]:
-        """Values for gathered parameters that forward and backward read, or for their cast if all readers cast alike."""
+        """Values for gathered parameters that forward and backward read, or for their cast if all readers cast them."""
         recomputed = dict.fromkeys(self.base_recomputed)
         for gather in self.base_recomputed:
             if nodes.is_unshard(gather) and UnshardArgs.of(gather).layout.zero_stage == 3 and gather in self.required:

@@ -38,7 +38,7 @@ class Path:
 
 
 def greedy_frontier(model: LifetimeModel) -> Path:
-    """Estimate steps that save less and less: what costs the least time per byte at the peak is not saved first.
+    """Estimate steps that save less and less; first they drop or offload what costs the least time per byte at the peak.
 
     Starts twice: from a step that saves everything, and from one that saves no gathered parameter. Values that turn out
     not to be alive at the peak are saved again, the most expensive to recompute first.
@@ -81,7 +81,7 @@ def _after(model: LifetimeModel, estimate: StepEstimate, moves: Iterable[Move]) 
 
 
 def _moves(model: LifetimeModel, estimate: StepEstimate, barred: Mapping[Move, None]) -> list[Move]:
-    """A move, drop or offload, for each value alive at the peak that allows one: the cheaper of both; cheapest first."""
+    """For each value alive at the peak, the cheaper move (drop or offload), if any is possible; cheapest move first."""
     peak = estimate.bytes_during.index(estimate.peak_bytes)
     busy = busy_us(model.costs[node] for node in (*model.backward, *estimate.recomputed))
     _, copying_back = model.copying(estimate.offloaded)

@@ -156,7 +156,7 @@ class Part:
 
 
 def empty_rows(param: ShardedParam, size: torch.Size, dtype: torch.dtype) -> DTensor:
-    """Make a host DTensor [N, ...] for the N ranks that saved; the ranks of the parameter's present mesh share its rows."""
+    """Make a host DTensor [N, ...] for the N ranks that saved; the ranks of the parameter's mesh share out its rows."""
     mesh = param.sharded.device_mesh
     rows = size[0]
     for ranks, place in zip(mesh.shape, cast("Sequence[int]", mesh.get_coordinate()), strict=True):

@@ -42,7 +42,8 @@ class Checkpoint:
         path: directory of the checkpoint.
         step: step under which it was saved.
         ranks: number of ranks that saved it.
-        extra: the `extra` that this rank saved; if the number of ranks has changed, rank r has that of r modulo `ranks`.
+        extra: the `extra` that this rank saved; if the number of ranks has changed, that of rank r modulo `ranks` for
+            rank r.
     """
 
     path: Path

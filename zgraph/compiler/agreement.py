@@ -71,10 +71,10 @@ class Signature:
         others: Sequence[str] = (),
         group_names: Sequence[str] = (),
     ) -> Signature:
-        """Make the signature of a graph from its collectives and its other lines of text.
-
+        """Make the signature of a graph from its collectives and from other lines of text about it.
 
         Args:
+            others: lines of `order_of_waits`, `places_of_updates` and `changes_of`.
             group_names: names of groups whose ranks must agree even if the graph communicates nothing.
         """
         ranks = {rank: None for name in group_names for rank in dist.get_process_group_ranks(resolve_group(name))}

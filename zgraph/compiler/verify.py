@@ -246,7 +246,7 @@ def check_gathers_released(graph: fx.Graph, user_outputs: int, where: Where) -> 
 
 
 def check_parts_gather(graph: fx.Graph, where: Where) -> None:
-    """Check that no backward of a whole step reads a parameter gathered in its forward, unless its lifetime allows it."""
+    """Check that no backward of a whole step reads a parameter gathered in its forward, unless the lifetime allows it."""
     for node in nodes.call_functions(graph, lambda node: meta.part(node) is not None):
         for read in node.all_input_nodes:
             source = _source_gather(read) if meta.part(read) != meta.part(node) else None

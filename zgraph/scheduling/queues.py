@@ -67,7 +67,7 @@ class Queues:
 
 
 def limited_bytes(start: fx.Node) -> int:
-    """Bytes of a collective that count against `Limits.in_flight_bytes`: its unsharded tensor, if its end frees memory.
+    """Bytes of a collective that count against `Limits.in_flight_bytes`: the unsharded tensor, if waiting frees memory.
 
     A reduction counts 0 if its result is as large as its input, because waiting for it then frees nothing: reductions
     of replicated gradients, where each rank keeps the whole mean, and of codes. Copies between memory spaces count 0,

@@ -38,7 +38,7 @@ class Path:
 
 
 def greedy_frontier(model: LifetimeModel) -> Path:
-    """Estimate steps that save less and less; first they drop or offload what costs the least time per byte at the peak.
+    """Estimate steps that save less and less; what costs the least time per byte at the peak is the first to go.
 
     Starts twice: from a step that saves everything, and from one that saves no gathered parameter. Values that turn out
     not to be alive at the peak are saved again, the most expensive to recompute first.

@@ -143,7 +143,7 @@ class WholeStepModel(LifetimeModel):
         return list(found)
 
     def is_alive(self, node: fx.Node, gone: Collection[int], forward: int) -> bool:
-        """Whether the backward of `forward` finds a node alive if the `gone` storages are not kept for that backward."""
+        """Whether the backward of `forward` finds a node alive if the `gone` storages are not kept for it."""
         own = self.crossing if self.part[node] == forward else ()
         return all(
             number in self.gathered_once or (number in own and number not in gone) for number in self.lies_in[node]

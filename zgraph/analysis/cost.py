@@ -264,7 +264,7 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _numel(tensor: Tensor) -> int:
-    """Number of elements in memory: an expanded dim repeats the same ones."""
+    """Number of elements in memory: an expanded dim adds none, because it repeats the same elements."""
     sizes = list(map(size_hint, tensor.shape))
     if tensor.layout == torch.strided:
         strides = map(size_expression, tensor.stride())

@@ -304,7 +304,7 @@ def _gpu(
     pcie: float,
     nic: float,
 ) -> Hardware:
-    """A GPU from data-sheet units: Tflop/s, TB/s, and GB/s of one direction."""
+    """Make the `Hardware` of a GPU from figures in data-sheet units: Tflop/s, TB/s, and GB/s of one direction."""
     tera = {torch.float64: fp64, torch.float32: fp32, torch.float16: half, torch.bfloat16: half}
     if byte is not None:
         tera |= dict.fromkeys((torch.float8_e4m3fn, torch.float8_e5m2), byte)

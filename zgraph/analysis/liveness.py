@@ -179,7 +179,7 @@ class Placements:
 
 
 def placements(graph: fx.Graph) -> Placements:
-    """The storages of a graph as all ranks count them, and those of each node; all inputs are held."""
+    """The storages of a graph as all ranks count them, and the storages of each node; all inputs count as held."""
     found = Finder()
     found.enter(graph.find_nodes(op="placeholder"))
     found.run(graph.nodes)
@@ -243,7 +243,7 @@ def _enter_step(forward: fx.Graph, backward: fx.Graph, user_outputs: int) -> Fin
 
 
 def curve_of(order: Sequence[fx.Node], storages: Iterable[Storage]) -> MemoryCurve:
-    """The curve of only these storages in the given order, without transient memory of the calls."""
+    """The memory curve of the given storages only, in the given order, without transient memory of the calls."""
     return _over(order, list(storages), [0] * len(order), ())
 
 
@@ -304,7 +304,7 @@ def _accesses(numbers: Mapping[fx.Node, int], storages: Iterable[Storage]) -> tu
 
 
 class LiveRanges:
-    """Live ranges of the storages of a program, found by processing it call by call.
+    """Live ranges of the storages of a program, found by processing the program call by call.
 
     Storages are numbers, so that a candidate program without a graph can add storages of its own.
 
@@ -365,7 +365,7 @@ def _alive_bytes(sizes: Sequence[int], first: Sequence[int], last: Sequence[int]
 
 @dataclass(slots=True)
 class Ledger:
-    """The storages alive on the device while nodes are issued, by number, in any order.
+    """Counts the device storages alive while nodes are issued in any order; nodes and storages are numbers.
 
     Attributes:
         allocates: storages that each node allocates.

@@ -174,7 +174,7 @@ class Finder:
         self._aliases: dict[Any, tuple[int | None, ...]] = {}
 
     def enter(self, inputs: Iterable[fx.Node], owned: Collection[fx.Node] = ()) -> None:
-        """Add the inputs of a graph, held elsewhere unless owned; views of one storage share it."""
+        """Add the inputs of a graph, held elsewhere unless owned; inputs that are views of one storage share that storage."""
         known: dict[int, _Open] = {}
         for node in inputs:
             self._places[node] = self._placed(node, known, held=node not in owned)
@@ -223,7 +223,7 @@ class Finder:
         return not behind or any(storage.held for storage in behind)
 
     def lies_in(self) -> dict[fx.Node, tuple[int, ...]]:
-        """Indices into `storages()` for each node seen."""
+        """For each node seen, the indices of its storages in `storages()`."""
         numbers = {storage: number for number, storage in enumerate(self._found)}
         return {node: tuple(numbers[storage] for storage in self._storages_of(node)) for node in self._places}
 

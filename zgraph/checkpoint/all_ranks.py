@@ -52,7 +52,7 @@ def run_on_all_ranks(who: str, action: Callable[[], Any], *, all: bool = False) 
 
 @contextmanager
 def dcp_errors(who: str) -> Generator[None]:
-    """A context that turns torch's CheckpointException (a BaseException with each rank's error) into CheckpointError."""
+    """A context that turns torch's CheckpointException (a BaseException, with errors by rank) into CheckpointError."""
     try:
         with warnings.catch_warnings():
             if not is_distributed_ready():  # a single process is intended

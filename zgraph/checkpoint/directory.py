@@ -21,7 +21,7 @@ MANIFEST = "zgraph.json"
 
 
 def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
-    """Find the newest complete checkpoint in a directory, or None. Every rank calls it and gets rank 0's answer.
+    """Find the newest complete checkpoint in a directory, or None. Every rank calls this and gets rank 0's answer.
 
     Raises:
         CheckpointError: the directory cannot be read.

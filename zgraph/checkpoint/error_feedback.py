@@ -139,11 +139,11 @@ class Part:
 
     @property
     def _divisor(self) -> int:
-        """Divisor that preserves the part of the mean, or sum, that the ranks together have not sent yet."""
+        """Divisor of a sum of errors that preserves what the ranks together have not sent yet of a mean, or a sum."""
         return self.ranks if self.param.spec.reduction == "mean" else self.param.sharded.device_mesh.size()
 
     def _summed(self, flat: Tensor) -> Tensor:
-        """Sum over the ranks of the mesh."""
+        """The sum of a tensor over the ranks of the parameter's mesh."""
         mesh = self.param.sharded.device_mesh
         flat = flat.to(mesh.device_type)
         for group in mesh.get_all_groups():

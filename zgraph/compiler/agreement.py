@@ -263,7 +263,7 @@ class _Board:
         return Signature.from_json(text) if text and number != self._read(f"told/{self.rank}/{rank}") else None
 
     def end_with(self, rank: int) -> None:
-        """Remember that this rank raises an error for a peer's wait: the peer's entry in the store stays."""
+        """Remember that this rank raises an error for a peer's wait, because the peer's entry stays in the store."""
         self.store.set(f"told/{self.rank}/{rank}", self._read(f"waiting/{rank}").partition(" ")[0])
 
     def _read(self, place: str) -> str:

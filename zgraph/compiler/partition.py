@@ -34,13 +34,13 @@ class JointSplit:
     timed: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def of(self, joint: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Forward and backward of a joint graph, which is changed."""
+        """Split a joint graph, which is changed, into forward and backward."""
         with self.timed():
             return partition(joint, self.inputs, **self.options)
 
 
 def partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Forward and backward of a joint graph, by torch's min-cut partitioner.
+    """Split a joint graph into forward and backward by torch's min-cut partitioner.
 
     In addition to the partitioner's work, attention without dropout counts as an operator that does not draw, forward's
     outputs are in the order in which AOTAutograd reads them, and every node has its fake value.

@@ -1,4 +1,4 @@
-"""The list of passes: checks their contracts, runs, verifies and times them."""
+"""The list of passes, which checks their contracts, and runs, verifies and times the passes."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def verify(
     user_outputs: int | None = None,
     replay_all: bool = False,
 ) -> None:
-    """Prove that a graph is sound.
+    """Check all invariants of a graph after a pass.
 
     Args:
         graph: the graph after the pass.
@@ -246,7 +246,7 @@ def check_gathers_released(graph: fx.Graph, user_outputs: int, where: Where) -> 
 
 
 def check_parts_gather(graph: fx.Graph, where: Where) -> None:
-    """Check that no backward of a whole step reads a parameter gathered in its forward, unless the lifetime allows it."""
+    """Check that no backward of a whole step reads a parameter gathered in its forward, unless its lifetime permits."""
     for node in nodes.call_functions(graph, lambda node: meta.part(node) is not None):
         for read in node.all_input_nodes:
             source = _source_gather(read) if meta.part(read) != meta.part(node) else None
@@ -284,7 +284,7 @@ def check_waits_sunk(graph: fx.Graph, where: Where) -> None:
 
 
 def _source_gather(node: fx.Node) -> fx.Node | None:
-    """The gather whose result a node views, casts or copies; None if there is none that must be released."""
+    """The gather whose result a node views, casts or copies; None if there is none, or none that must be released."""
     while True:
         if nodes.is_unshard(node):
             return (

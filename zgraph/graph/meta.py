@@ -93,7 +93,7 @@ def transit(node: fx.Node) -> Transit | None:
 
 
 def set_transit(node: fx.Node, tier: Tier, *, to_device: bool) -> None:
-    """Record that a node copies between the device and a tier, which fake CPU tensors of a planned GPU do not show."""
+    """Record that a node copies between the device and a tier, because fake CPU tensors of a planned GPU hide that."""
     node.meta[_TRANSIT] = Transit(tier, to_device)
 
 
@@ -109,7 +109,7 @@ def space(node: fx.Node) -> Tier | None:
 
 
 def set_space(node: fx.Node, found: Tier) -> None:
-    """Record the tier of a value; it is kept when the value becomes an input of another graph."""
+    """Record the tier of a value; the record is kept when the value becomes an input of another graph."""
     node.meta[_SPACE] = found
 
 
@@ -154,7 +154,7 @@ def set_beside(node: fx.Node, number: int) -> None:
 
 
 def module_path(node: fx.Node) -> str:
-    """Path of the module in whose forward the node, or the node that it differentiates, was called; "" if unknown."""
+    """Path of the module whose forward called the node, or called what a backward node differentiates; "" if unknown."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     path = next((str(entry[0]) for entry in reversed(list(stack.values()))), "")
     # L['self'].blocks[0].up, L['fn'].blocks.0.up: the compiled object, and the path from there
@@ -276,7 +276,7 @@ def tag_at_rest(node: fx.Node) -> None:
 
 
 def clear_at_rest(node: fx.Node) -> None:
-    """Record that the graph moves the node's allocation elsewhere and frees it."""
+    """Undo `tag_at_rest` and `set_kept`, because the graph moves the node's allocation elsewhere and frees it."""
     node.meta.pop(_AT_REST, None)
     node.meta.pop(_KEPT, None)
 

@@ -155,7 +155,7 @@ def is_kept_gather(node: fx.Node) -> bool:
 
 
 def is_grouped_gather(node: fx.Node) -> bool:
-    """Whether the node gathers several tensors into storages of their own, with a single wait."""
+    """Whether the node gathers several tensors, each into a separate storage, with a single wait for all."""
     return node.target is grouped_gather_op()
 
 
@@ -191,12 +191,12 @@ def is_all_reduce(node: fx.Node) -> bool:
 
 
 def is_reduction(node: fx.Node) -> bool:
-    """Whether the node starts a collective whose result is a sum over ranks, or is summed on arrival."""
+    """Whether the node starts a collective whose result is a sum over ranks, or holds the addends of such a sum."""
     return is_all_to_all(node) or is_reduce_scatter(node) or is_all_reduce(node)
 
 
 def is_exchange(node: fx.Node) -> bool:
-    """Whether the node starts the reduction of a gradient; the model's own collectives are left alone."""
+    """Whether the node starts the reduction of a parameter's gradient; False for collectives of the model's own."""
     return (is_reduction(node) or gathers_addends(node)) and bool(meta.parameters(node))
 
 

@@ -143,7 +143,7 @@ class LowRankArgs:
 
     @property
     def numel(self) -> int:
-        """Total elements of all matrices."""
+        """Total number of elements of all matrices."""
         return sum(rows * columns for rows, columns in zip(self.rows, self.columns, strict=True))
 
 

@@ -41,7 +41,7 @@ class Transfer:
 
     @property
     def received_bytes(self) -> int:
-        """Equal to `sent_bytes`: chunks are padded to equal size, and a ring forwards everything it receives."""
+        """Bytes that this rank receives: as many as it sends, since chunks have equal size and rings forward them."""
         return self.sent_bytes
 
 

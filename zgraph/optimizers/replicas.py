@@ -268,7 +268,7 @@ def _layout(parameter: nn.Parameter) -> str:
 
 
 def _check(described: Sequence[Mapping[str, Sequence[Mapping[str, str]]]]) -> None:
-    """Refuse replicas that differ; decides alike on all ranks, because it sees the descriptions of all.
+    """Refuse replicas that differ. All ranks decide alike, because each sees the descriptions of all ranks.
 
     Raises:
         ZgraphError: names the replica that differs, is missing, or has no values.

@@ -34,7 +34,7 @@ def find_schedules(problem: Problem) -> list[Builder]:
 class Search:
     """Finds schedules, once for equal problems: a graph may be tried on copies before it is ordered itself.
 
-    The cache refers to no graph: its keys are problems by numbers, which tell two problems apart.
+    The cache refers to no graph: its keys are problems with numbers in place of nodes, which tell two problems apart.
     """
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ STYLES = (
 
 
 class Greedy:
-    """Fills slot after slot in one style.
+    """Greedy search: fills slot after slot, that is, the gaps between compute nodes, in one style.
 
     Attributes:
         slot_peaks: most bytes alive in each slot.
@@ -235,7 +235,7 @@ class Greedy:
                 return
 
     def _ready(self, start: int) -> float:
-        """When the last collective that the start depends on began."""
+        """Time, in microseconds, at which the last of the collectives began that the start depends on."""
         return max((self.builder.clock.begin[before] for before in self.problem.dependencies.after[start]), default=0.0)
 
 
@@ -321,7 +321,7 @@ def _latest_on(
 
 
 def _hides(problem: Problem, start: int) -> float:
-    """Compute that can run during one collective of a continuous stream, in microseconds."""
+    """Microseconds of compute that can run during one collective in a continuous stream of collectives."""
     work = problem.work
     return work.us[start] * max(0.0, 1 / problem.queues.capacity_of[start] - work.sharing.compute_share)
 

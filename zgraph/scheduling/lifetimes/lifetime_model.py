@@ -174,7 +174,7 @@ class LifetimeModel:
         return {DEVICE_TO_HOST: sum(out for out, _ in found)}, {HOST_TO_DEVICE: sum(back for _, back in found)}
 
     def at_best(self, lane_us: Mapping[Lane, float]) -> float:
-        """Least time of a forward or backward that keeps its lanes busy for these times."""
+        """Least time of a forward or backward that keeps each lane busy for the given time."""
         links: dict[str, float] = {}
         taken = 0.0
         for lane, us in lane_us.items():

@@ -30,10 +30,10 @@ from zgraph.torch_compat.operators import written_arguments
 
 
 class PartitionedModel(LifetimeModel):
-    """A training step whose forward and backward become two graphs, before they are split.
+    """The model of a training step whose joint graph will be split into a forward and a backward graph.
 
-    Forward runs in the order of the joint graph, backward in the order of torch's
-    partitioner: a recomputed node runs just before its first reader.
+    Forward runs in the order of the joint graph, backward in the order of torch's partitioner: a recomputed node runs
+    just before its first reader.
 
     Args:
         joint: forward and backward in one graph.

@@ -79,7 +79,7 @@ class WholeStepModel(LifetimeModel):
         return {node for node, numbers in places.items() if written & {*numbers}}
 
     def _crossing(self) -> dict[int, dict[fx.Node, None]]:
-        """For each storage, its nodes in a forward that the backward of that forward reads."""
+        """For each storage, those of its nodes that a forward makes and that the backward of this forward reads."""
         found: dict[int, dict[fx.Node, None]] = {}
         for node in self.backward:
             for source in self.reads[node]:

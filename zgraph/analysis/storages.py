@@ -174,7 +174,7 @@ class Finder:
         self._aliases: dict[Any, tuple[int | None, ...]] = {}
 
     def enter(self, inputs: Iterable[fx.Node], owned: Collection[fx.Node] = ()) -> None:
-        """Add the inputs of a graph, held elsewhere unless owned; inputs that are views of one storage share that storage."""
+        """Add the inputs of a graph, held elsewhere unless owned; inputs that view one storage count as one storage."""
         known: dict[int, _Open] = {}
         for node in inputs:
             self._places[node] = self._placed(node, known, held=node not in owned)

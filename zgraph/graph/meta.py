@@ -154,7 +154,7 @@ def set_beside(node: fx.Node, number: int) -> None:
 
 
 def module_path(node: fx.Node) -> str:
-    """Path of the module whose forward called the node, or called what a backward node differentiates; "" if unknown."""
+    """Path of the module whose forward called the node, or called what the node differentiates; "" if unknown."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     path = next((str(entry[0]) for entry in reversed(list(stack.values()))), "")
     # L['self'].blocks[0].up, L['fn'].blocks.0.up: the compiled object, and the path from there
@@ -243,7 +243,7 @@ def is_tagged_at_use(node: fx.Node) -> bool:
 
 
 def tag_awaited(node: fx.Node) -> None:
-    """Record that this graph's compute waits for the reduction, so that no later reduction may join its bucket."""
+    """Record that compute waits for the reduction, so that no later reduction may join its bucket and delay it."""
     node.meta[_AWAITED] = True
 
 

@@ -41,7 +41,7 @@ class Transfer:
 
     @property
     def received_bytes(self) -> int:
-        """Bytes that this rank receives: as many as it sends, since chunks have equal size and rings forward them."""
+        """Bytes that this rank receives, as many as it sends: chunks are padded to equal size, and a ring forwards all."""
         return self.sent_bytes
 
 

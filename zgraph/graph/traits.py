@@ -225,7 +225,7 @@ def outlives_graph(node: fx.Node) -> bool:
 
 
 def is_free(node: fx.Node) -> bool:
-    """Whether the node takes no time on any lane, because it runs no kernel, such as a view or an empty tensor."""
+    """Whether the node takes no time on any lane, because it runs no kernel, such as a view or `aten.empty`."""
     if node.op in ("placeholder", "get_attr", "output"):
         return True
     if nodes.is_wait(node) or nodes.is_update_wait(node) or nodes.is_getitem(node):

@@ -1,7 +1,7 @@
 """Drop-in replacements for `torch.amp.GradScaler` and `torch.nn.utils.clip_grad_norm_`.
 
-torch's own versions work on sharded gradients, except that they look at the shards of one rank only when they decide
-whether a gradient overflowed, and when they search for the largest gradient entry.
+torch's own versions work on sharded gradients, except for two results that they compute from one rank's shards alone:
+whether a gradient has overflowed, and the largest gradient entry.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def recover(root: Path) -> None:
 
 
 def complete_checkpoints(root: Path) -> list[tuple[int, Path]]:
-    """(step, path) of each complete checkpoint, by step: the last rename of a save gives it its name and manifest."""
+    """(step, path) of each complete checkpoint, by step: only the last rename of a save makes its name `step_...`."""
     if not root.is_dir():
         return []
     steps = [(re.fullmatch(r"step_(\d+)", path.name), path) for path in root.iterdir()]

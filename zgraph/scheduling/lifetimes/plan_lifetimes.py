@@ -38,7 +38,7 @@ class Path:
 
 
 def greedy_frontier(model: LifetimeModel) -> Path:
-    """Estimate steps that save less and less; what costs the least time per byte at the peak is the first to go.
+    """Estimate steps that save less and less: first without the values that cost the least time per byte at the peak.
 
     Starts twice: from a step that saves everything, and from one that saves no gathered parameter. Values that turn out
     not to be alive at the peak are saved again, the most expensive to recompute first.
@@ -53,7 +53,7 @@ def greedy_frontier(model: LifetimeModel) -> Path:
 
 
 def _frontier_from(model: LifetimeModel, estimate: StepEstimate) -> list[StepEstimate]:
-    """The given estimate and those after it, each with more values dropped or offloaded and no higher peak."""
+    """The given estimate and those found by dropping or offloading values as long as the peak does not rise."""
     estimates = [estimate]
     at_once = max(1, len(model.values) // MAX_ESTIMATES)
     barred: dict[Move, None] = {}

@@ -42,8 +42,8 @@ class Checkpoint:
         path: directory of the checkpoint.
         step: step under which it was saved.
         ranks: number of ranks that saved it.
-        extra: the `extra` that this rank saved; if the number of ranks has changed, the `extra` of the rank whose number
-            is this rank's number modulo `ranks`.
+        extra: the `extra` that this rank saved; if the number of ranks has changed, the `extra` of the rank whose
+            number is this rank's number modulo `ranks`.
     """
 
     path: Path

@@ -261,7 +261,7 @@ def check_parts_gather(graph: fx.Graph, where: Where) -> None:
 
 
 def check_absent(graph: fx.Graph, fact: str, predicate: Any, where: Where) -> None:
-    """Check that no marker is left that was lowered according to a fact."""
+    """Check that no marker is left in the graph if a fact says that all such markers were lowered."""
     left = next(nodes.call_functions(graph, predicate), None)
     if left is not None:
         raise where.error(f"{left.name} is still there although {fact} was promised.", left)

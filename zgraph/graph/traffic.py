@@ -41,7 +41,7 @@ class Transfer:
 
     @property
     def received_bytes(self) -> int:
-        """Bytes that this rank receives, as many as it sends: chunks are padded to equal size, rings forward them all."""
+        """Bytes that this rank receives, as many as it sends: chunks are equally long, and a ring forwards them all."""
         return self.sent_bytes
 
 

@@ -151,7 +151,7 @@ class Greedy:
         return self.builder.is_there(self.problem.dependencies.after[start])
 
     def _runs_dry(self, start: int, slot: int) -> bool:
-        """Whether, when the program can next issue a start, the link has less queued than fills it and one start more."""
+        """Whether, when the program can next issue a start, its link has less queued than fills it plus this start."""
         queues, clock, work = self.problem.queues, self.builder.clock, self.problem.work
         link = queues.link_of[start]
         capacity = queues.capacity_of[start]

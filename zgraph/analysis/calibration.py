@@ -146,7 +146,7 @@ def _product_us(ranks: MeasuringRanks, dtype: torch.dtype) -> float:
 
 
 def _host_links(ranks: MeasuringRanks) -> tuple[Link, Link]:
-    """The links to the device, and back."""
+    """Measure the link from the host to the device, and the link back."""
     sizes = (*SMALL_BYTES, *LARGE_BYTES, 64 * MIB)
     times: list[float] = []
     for size in sizes:

@@ -207,7 +207,7 @@ class CostModel:
         return NodeCost(COMPUTE, us, flops, moved)
 
     def _sum_ranks(self, node: fx.Node) -> NodeCost:
-        """Cost of `zgraph::sum_ranks`: its kernel adds the ranks' pieces to a sum, which it reads and writes each time.
+        """Cost of `zgraph::sum_ranks`, whose kernel adds the ranks' pieces to a sum, read and written by each addition.
 
         The sum starts as a widened copy of the first piece or, if no widening is needed, as the sum of the first two.
         On CUDA a single kernel reads every piece and writes the result once.
@@ -264,7 +264,7 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _numel(tensor: Tensor) -> int:
-    """Number of elements in memory: an expanded dim repeats the same ones."""
+    """Number of elements in memory: an expanded dim adds none, because it repeats the same elements."""
     sizes = list(map(size_hint, tensor.shape))
     if tensor.layout == torch.strided:
         strides = map(size_expression, tensor.stride())
@@ -280,13 +280,13 @@ def _error_bytes(quantize: fx.Node) -> int:
 
 
 def _grouped_flops(a: Any, b: Any, *_: Any, **__: Any) -> Any:
-    """Flops of a grouped matrix product, one product for each expert, by the total rows, columns or inner elements."""
+    """Flops of a grouped matrix product, one product per expert; a size that experts share out is given as a total."""
     groups = a[0] if len(a) == 3 and len(b) == 3 else 1
     return 2 * groups * a[-2] * a[-1] * b[-1]
 
 
 def _crossing(node: fx.Node) -> Transit | None:
-    """The way of an operator whose input and result are on a GPU and its host."""
+    """The tier and direction of an operator that copies between a GPU and its host; None for all other operators."""
     if not traits.of(node).crosses_devices:
         return None
     source, result = tensors_of(node.all_input_nodes[-1]), tensors_of(node)

@@ -33,8 +33,8 @@ def workspace_on_cuda(operator: str, node: fx.Node) -> int:
 
 
 def _flash_backward(node: fx.Node) -> int:
-    """The gradient of the query in fp32, and a number for each of its rows, both padded; and if keys have fewer heads,
-    the gradients of key and value for each head of the query.
+    """Bytes of the query's gradient in fp32 and of one number for each of its rows, both padded. If keys have fewer
+    heads than the query, also bytes of the gradients of key and value for each head of the query.
 
     Source: Dao 2023, arXiv 2307.08691; torch/aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd:
     dq_accum [batch, rows to 128, heads, channels to 32], softmax_d [batch, heads, rows to 128], dk_ and dv_expanded.
@@ -50,7 +50,7 @@ def _flash_backward(node: fx.Node) -> int:
 
 
 def _efficient_backward(node: fx.Node) -> int:
-    """Gradients of query, key and value in fp32 if they are narrower, and a number for each row.
+    """Bytes of one fp32 number for each row, and of fp32 gradients of those of query, key and value that are narrower.
 
     Source: torch/aten/src/ATen/native/transformers/cuda/mem_eff_attention/kernel_backward.h (workspace_size: gk, gv and
     gq are accumulated in fp32 if the output type is narrower), attention_backward.cu (delta).
@@ -62,21 +62,21 @@ def _efficient_backward(node: fx.Node) -> int:
 
 
 def _sort(node: fx.Node) -> int:
-    """Second buffers of keys and positions: a radix sort alternates between two of each (cub::DeviceRadixSort)."""
+    """Bytes of second buffers of keys and positions: radix sort alternates between two each (cub::DeviceRadixSort)."""
     source = _tensor(node, 0)
     return _numel(source) * (source.dtype.itemsize + _I64)
 
 
 def _embedding_backward(node: fx.Node) -> int:
-    """Sorted token indices, their original positions, and the sort's buffers of both (EmbeddingBackwardKernel.cu).
+    """Bytes of sorted token indices, their original positions, and the sort's buffers of both.
 
-    The kernel for few tokens needs none of this, which is ignored here.
+    Source: EmbeddingBackwardKernel.cu, whose kernel for few tokens needs none of these, but counts the same here.
     """
     return 4 * _numel(_tensor(node, 1)) * _I64
 
 
 def _sum_ranks(node: fx.Node) -> int:
-    """The total, if it is not the result itself; narrow pieces are widened as they are read."""
+    """Bytes of the total, unless the total is the result itself; narrow pieces are widened as they are read."""
     received, result = _tensor(node, 0), meta.tensor_value(node)
     wide = accumulate_dtype(received.dtype)
     return _numel(result) * wide.itemsize if result.dtype != wide else 0

@@ -26,8 +26,8 @@ class Link:
     Attributes:
         latency_us: latency of one message.
         bytes_per_us: rate of one rank while all other ranks of its host are sending, too.
-        gain_at_once: throughput of several concurrent transfers, relative to one; more than 1 if a single transfer does
-            not fill the link.
+        gain_at_once: throughput of several concurrent transfers, relative to that of one transfer; more than 1 if one
+            transfer does not fill the link.
     """
 
     latency_us: float
@@ -58,8 +58,8 @@ class Hardware:
         memory_bytes: memory that one rank may use.
         intra_host, inter_host: links between ranks of the same host, and of different hosts.
         ranks_per_host: number of ranks on a host; rank r is on host r // ranks_per_host.
-        links: links of mesh axes that differ from these two, keyed by the distance of neighbours in global ranks, which
-            is 1 for the innermost axis. All process groups along one axis share the distance, though not the name.
+        links: links of mesh axes that differ from intra_host and inter_host, keyed by the distance of neighbours in
+            global ranks: 1 for the innermost axis. All process groups of an axis share its distance, but not its name.
         host_to_device, device_to_host, disk: links of one rank.
         host_memory_bytes_per_us: bandwidth at which the host updates tensors kept there, reads and writes together.
             None: memory_bytes_per_us, which is right for a CPU device.
@@ -131,9 +131,9 @@ class Hardware:
     def disk_copy_us(self, moved_bytes: float, *, to_device: bool) -> float:
         """Microseconds of a copy between a disk and the device, without concurrent copies.
 
-        On a GPU it passes through pinned memory piece by piece (`zgraph.tiers.staging`): while one piece is
-        read, the one before is copied. With equal pieces that is the slower stage's time for all pieces, plus the
-        faster stage's for one; a single piece goes through both stages in full.
+        On a GPU the data pass through pinned memory piece by piece (`zgraph.tiers.staging`): while one piece is read,
+        the piece before it is copied. With equal pieces this takes the slower stage's time for all pieces, plus the
+        faster stage's time for one piece; a single piece goes through both stages in full.
 
             disk      [read 1][read 2][read 3]
             to device         [1]     [2]     [3]
@@ -155,8 +155,8 @@ class Hardware:
         """Microseconds of one collective, from its start to its result.
 
         A ring needs N-1 message steps (an all_reduce twice that number), and leaves each host once if the group spans
-        hosts. An all_to_all is N-1 pairwise exchanges. Across hosts NCCL uses trees, or PAT, if a ring would be slower;
-        their number of steps is logarithmic in the number of hosts.
+        hosts. An all_to_all is N-1 pairwise exchanges. Across hosts NCCL uses trees or PAT where a ring is slower;
+        the steps of trees and PAT are logarithmic in the number of hosts.
 
         Args:
             kind: name of the op, such as "all_gather_into_tensor".
@@ -304,7 +304,7 @@ def _gpu(
     pcie: float,
     nic: float,
 ) -> Hardware:
-    """A GPU from data-sheet units: Tflop/s, TB/s, and GB/s of one direction."""
+    """Make the `Hardware` of a GPU from figures in data-sheet units: Tflop/s, TB/s, and GB/s of one direction."""
     tera = {torch.float64: fp64, torch.float32: fp32, torch.float16: half, torch.bfloat16: half}
     if byte is not None:
         tera |= dict.fromkeys((torch.float8_e4m3fn, torch.float8_e5m2), byte)

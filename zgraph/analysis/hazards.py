@@ -19,17 +19,18 @@ OUTSIDE: Region = (-1, 0, 1)
 
 
 def hazards(order: Sequence[fx.Node]) -> Hazards:
-    """For each node, the earlier nodes that access memory it writes, or that write memory it reads.
+    """For each node, the earlier nodes that access memory that the node writes, or that write memory that it reads.
 
-    A wait reads the tensors that its collective sends: they must not be overwritten before it. Parts of one storage,
-    such as the gradients of a bucket, are distinguished by their extents. Random operators and the model's own
-    collectives keep their order, as if each wrote to the same storage; so do low-rank operators that share a handle.
+    A wait counts as a reader of the tensors that its collective sends: nothing may overwrite them before the wait.
+    Parts of one storage, such as the gradients of a bucket, are told apart by their extents. Random operators and the
+    model's own collectives keep their order, as if each wrote to the same storage; so do low-rank operators that share
+    a handle.
 
     Args:
         order: all nodes of a graph.
 
     Returns:
-        The hazards of each node that has any, without pairs that follow from others.
+        The hazards of each node that has any, without those that follow from other hazards or from inputs.
     """
     writes = {node: given for node in order if (given := [*written_arguments(node), *nodes.low_rank_handles(node)])}
     regions = Regions(order if writes else ())

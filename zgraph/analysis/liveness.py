@@ -1,7 +1,7 @@
 """Live ranges and memory curves: which storages of a graph are alive after each node, and where they peak.
 
 Every predicted peak is computed here. `LiveRanges` processes a program whose order is known: a graph, a whole step, or
-a candidate step that has no graph yet. `Ledger` counts the same while an order is being built.
+a candidate step that has no graph yet. `Ledger` counts the same bytes while an order is being built.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Allocator:
         header_bytes: overhead of each allocation.
         mapped_from_bytes: smallest request that is rounded up to pages; None: none are.
         page_bytes: page size of the operating system.
-        slack_bytes: most by which a block of more than this size may exceed its request.
+        slack_bytes: largest excess of a block over its request, for requests of more than this many bytes.
     """
 
     block_bytes: int = 1
@@ -57,7 +57,7 @@ GLIBC = Allocator(block_bytes=16, header_bytes=8, mapped_from_bytes=32 * 2**20)
 
 @dataclass(frozen=True)
 class LiveRange:
-    """One storage, from the node that makes it to the last one that reads it or a view of it.
+    """The life of one storage, from the node that allocates it to the last node that reads it or a view of it.
 
     Attributes:
         node: node that allocates it, or input that passes it in.
@@ -144,11 +144,11 @@ def memory_curve(
 ) -> MemoryCurve:
     """The curve of one graph, run node by node as `lower_fx` runs it.
 
-    If Inductor compiles islands, the curve is an upper bound: values that are fused away are never stored.
+    If Inductor compiles islands (runs of compute), the curve is an upper bound: values that are fused are never stored.
 
     Args:
         graph: graph whose nodes have fake values; it is not changed.
-        owned: inputs that only this program holds: they are freed after their last use, unread ones at the end.
+        owned: inputs that only this program holds. Each is freed after its last use, or at the end if nothing uses it.
         allocator: rounding of requests.
         threads: number of threads of CPU kernels.
         device_type: device on which the graph will run, see `workspace_bytes`.
@@ -179,7 +179,7 @@ class Placements:
 
 
 def placements(graph: fx.Graph) -> Placements:
-    """The storages of a graph as all ranks count them, and those of each node; all inputs are held."""
+    """The storages of a graph as all ranks count them, and the storages of each node; all inputs count as held."""
     found = Finder()
     found.enter(graph.find_nodes(op="placeholder"))
     found.run(graph.nodes)
@@ -201,10 +201,11 @@ def step_curve(
 ) -> MemoryCurve:
     """The curve of a training step, forward and then backward, without the parameters and the step's inputs.
 
-    Saved values are freed after their last use in backward, and cost nothing if they are views of inputs. Outputs that
-    the user receives and gradients stay to the end; tangents are handed over to backward. Before torch 2.13 autograd
-    keeps tangents until backward ends, which is not counted; it makes no difference for a model that returns its loss.
-    For a window this is the first step: later ones find gathered parameters and accumulated gradients.
+    Saved values are freed after their last use in backward, and cost nothing if they are views of inputs. Gradients and
+    the outputs that the user receives stay to the end. Tangents (gradients of outputs) are handed over to backward.
+    Before torch 2.13 autograd keeps tangents until backward ends, which is not counted: for a model that returns its
+    loss, this makes no difference. In a window this is the curve of the first step: later steps find gathered
+    parameters and accumulated gradients.
 
     Args:
         forward, backward: graphs of one frame, as AOTAutograd partitions them.
@@ -242,7 +243,7 @@ def _enter_step(forward: fx.Graph, backward: fx.Graph, user_outputs: int) -> Fin
 
 
 def curve_of(order: Sequence[fx.Node], storages: Iterable[Storage]) -> MemoryCurve:
-    """The curve of only these storages in the given order, without transient memory of the calls."""
+    """The memory curve of the given storages only, in the given order, without transient memory of the calls."""
     return _over(order, list(storages), [0] * len(order), ())
 
 
@@ -292,7 +293,7 @@ def _counts(storage: Storage) -> bool:
 
 
 def _accesses(numbers: Mapping[fx.Node, int], storages: Iterable[Storage]) -> tuple[list[list[int]], list[list[int]]]:
-    """The storages that each node allocates, and those that it reads or has allocated."""
+    """Indices of the storages that each node allocates, and of those that each node reads or allocates."""
     makes: list[list[int]] = [[] for _ in numbers]
     reads: list[list[int]] = [[] for _ in numbers]
     for place, storage in enumerate(storages):
@@ -303,7 +304,7 @@ def _accesses(numbers: Mapping[fx.Node, int], storages: Iterable[Storage]) -> tu
 
 
 class LiveRanges:
-    """Live ranges of the storages of a program, found by processing it call by call.
+    """Live ranges of the storages of a program, found by processing the program call by call.
 
     Storages are numbers, so that a candidate program without a graph can add storages of its own.
 
@@ -364,7 +365,7 @@ def _alive_bytes(sizes: Sequence[int], first: Sequence[int], last: Sequence[int]
 
 @dataclass(slots=True)
 class Ledger:
-    """The storages alive on the device while nodes are issued, by number, in any order.
+    """Counts the device storages alive while nodes are issued in any order; nodes and storages are numbers.
 
     Attributes:
         allocates: storages that each node allocates.

@@ -100,14 +100,14 @@ class MeasuringRanks:
 
 
 def gathered(own: Tensor, group: ProcessGroup) -> Tensor:
-    """[n] of every rank -> [N, n]"""
+    """Gather a tensor of every rank of the group: [n] on each of N ranks -> [N, n] on all."""
     found = own.new_empty((dist.get_world_size(group), *own.shape))
     all_gather(found, own.unsqueeze(0), group)
     return found
 
 
 def median_us(ranks: MeasuringRanks, run: Callable[[], object], calls: int = 1, least: int = 5) -> float:
-    """Median microseconds of a call, from runs of `calls` calls that fit into `POINT_S`, after one to warm up."""
+    """Median microseconds of a call over runs of `calls` calls: at least `least` runs, and for at least `POINT_S`."""
     times: list[float] = []
     run()
     ranks.settle()
@@ -131,10 +131,10 @@ class _Axis:
 def link_of(ranks: MeasuringRanks, group: ProcessGroup, ranks_per_host: int) -> _Axis | None:
     """Measure the link of one group with exchanges and gathers: a plan has both, and they take equally long.
 
-    Small collectives are timed with several in flight, because in a step the latency of one does not delay the next. On
-    gloo, one at a time would also take ten times as long if a rank has a single core: gloo's thread then waits, for a
-    tick of the scheduler, for a lock that the program holds while it starts to send. In a step the program computes
-    meanwhile.
+    Small collectives are timed with several in flight, because in a step the latency of one does not delay the next.
+    On a rank with a single core, gloo also takes ten times as long for one collective at a time: gloo's thread waits a
+    tick of the scheduler for a lock that the program holds while it starts to send. In a step the program computes
+    during that tick.
     """
     world = dist.get_world_size(group)
     if world == 1:
@@ -227,20 +227,20 @@ def compute_share(ranks: MeasuringRanks, group: ProcessGroup, link: Link) -> flo
 
 
 def random_values(*sizes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Normal values from a generator of their own, so that global random state is unchanged.
+    """Normally distributed values from a separate generator, so that the global random state is unchanged.
 
-    Equal values would flip fewer wires: a GPU then draws less power, keeps a higher clock, and multiplies ones some ten
-    percent faster than a model's values.
+    A tensor of ones does not serve for timing: it flips fewer wires, so that a GPU draws less power, keeps a higher
+    clock, and multiplies ones some ten percent faster than a model's values.
     """
     generator = torch.Generator(device).manual_seed(0)
     return torch.randn(sizes, generator=generator, device=device).to(dtype)
 
 
 def timed(ranks: MeasuringRanks, run: Callable[[], object]) -> tuple[float, float]:
-    """Microseconds until the result is ready, and processor time of all threads of this process meanwhile.
+    """Run a function; return the microseconds until its result is ready, and those of processor time of all threads.
 
-    On a GPU the time is measured between two events of its stream, which waits delay as they delay compute; processor
-    time is 0 there.
+    On a GPU the time is measured between two events of its stream; waits delay the events as they delay compute.
+    Processor time is 0 there.
     """
     if ranks.device.type != "cpu":
         begin, end = (torch.Event(ranks.device, enable_timing=True) for _ in range(2))

@@ -81,13 +81,13 @@ def rows_of_its_own(order: Iterable[fx.Node]) -> list[fx.Node]:
 def as_all_ranks_count(storages: Sequence[Storage], order: Iterable[fx.Node]) -> list[Storage]:
     """The storages of a graph as all ranks count them, by the largest need of any rank, so that all make the same plan.
 
-    If ranks have different numbers of a parameter's rows, copies of rows that feed a gather count 0. Instead the sent
-    chunk counts, which is equally long on all ranks: while the gather is in flight or, if chunks are packed into one
-    buffer, while they are packed. Rows reloaded from the host or a disk for that count until the chunk is made,
-    whether a rank pads them or sends them unpadded. A reduced gradient counts as the longest part of any rank.
+    If ranks have different numbers of a parameter's rows, copies of rows that feed a gather count 0. The chunk that a
+    rank sends counts in their place, because it is equally long on all ranks: while the gather is in flight or, if
+    chunks are packed into one buffer, while they are packed. Rows reloaded from the host or a disk for the gather count
+    until the chunk is made, whether a rank pads them or not. A reduced gradient counts as the longest part of any rank.
 
     Returns:
-        The given storages in their order, some with other sizes or readers, followed by the chunks.
+        The given storages in their order, some with other sizes or readers, followed by a storage for each chunk.
     """
     uncounted: dict[fx.Node, None] = {}
     made_by: dict[fx.Node, fx.Node] = {}  # for nodes that read a chunk's rows on some rank: its maker on all ranks
@@ -120,7 +120,7 @@ def _own_copies(start: fx.Node) -> list[fx.Node]:
 
 
 def _longest_bytes(storage: Storage) -> int:
-    """Bytes of the longest part of any rank for a shard, its state or a reduced gradient; else the storage's own."""
+    """Bytes of the longest part of any rank for a shard, its state or a reduced gradient; else the storage's size."""
     node = storage.first
     longest = meta.longest_bytes(node)
     if longest is not None:
@@ -174,7 +174,7 @@ class Finder:
         self._aliases: dict[Any, tuple[int | None, ...]] = {}
 
     def enter(self, inputs: Iterable[fx.Node], owned: Collection[fx.Node] = ()) -> None:
-        """Add the inputs of a graph, held elsewhere unless owned; views of one storage share it."""
+        """Add the inputs of a graph, held elsewhere unless owned; inputs that view one storage count as one storage."""
         known: dict[int, _Open] = {}
         for node in inputs:
             self._places[node] = self._placed(node, known, held=node not in owned)
@@ -223,7 +223,7 @@ class Finder:
         return not behind or any(storage.held for storage in behind)
 
     def lies_in(self) -> dict[fx.Node, tuple[int, ...]]:
-        """Indices into `storages()` for each node seen."""
+        """For each node seen, the indices of its storages in `storages()`."""
         numbers = {storage: number for number, storage in enumerate(self._found)}
         return {node: tuple(numbers[storage] for storage in self._storages_of(node)) for node in self._places}
 
@@ -256,7 +256,7 @@ class Finder:
             self.keep([node])
 
     def _shared(self, node: fx.Node) -> Sequence[_Open | None]:
-        """For each result of a call, the argument's storage that it shares according to the schema, if any.
+        """For each result of a call, the storage that it shares with an argument according to the schema; None if none.
 
         Fake values are not enough: a pass may have replaced the input with which the node was traced.
         """
@@ -305,7 +305,7 @@ class Finder:
 
 
 def _copied_to(node: fx.Node) -> Tier | None:
-    """The tier that a copy writes to, or that was recorded; None for any other node."""
+    """The tier of a node's value, if that tier was recorded or the node is a copy; None for any other node."""
     transit = meta.transit(node)
     if transit is None or meta.space(node) is not None:
         return meta.space(node)

@@ -92,7 +92,7 @@ def _timed_us(node: fx.Node, estimate_us: float) -> float:
 
 
 def _random_state_kept() -> AbstractContextManager[None]:
-    """Preserve the random state of the CPU and of this rank's device; torch would warn if asked for all devices."""
+    """A context that restores the random state of the CPU and this rank's device; for all devices torch would warn."""
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if device is None:
         return torch.random.fork_rng(devices=[])
@@ -100,7 +100,7 @@ def _random_state_kept() -> AbstractContextManager[None]:
 
 
 def _call(node: fx.Node) -> Callable[[], object]:
-    """Make a call of a node's operator on new values."""
+    """Make a function that calls a node's operator on new values."""
     made: dict[fx.Node, Any] = {}
     if nodes.is_quantize(node):
         made |= {handle: _new_handle() for handle in operator_arguments.QuantizeArgs.of(node).handles}

@@ -3,8 +3,8 @@
 The figures are for CPU kernels in torch 2.13, each verified by a test; CUDA's are in `cuda_workspace.py`. An operator
 that is not in the table counts as having no workspace. Not counted are buffers of a fixed size of a few KiB, and
 buffers that depend on the processor: oneDNN's for repacking operands of narrow matrix products, and those of bf16
-attention, which repacks keys and values on processors with AMX (its backward with AVX512-BF16, too). They grow with one
-operand or less: at a width of 512 each needs 0.1 to 0.4 MiB, so that only peaks of small models show them.
+attention, which repacks keys and values on processors with AMX (its backward with AVX512-BF16, too). Such a buffer is
+at most as large as an operand: at a width of 512 it needs 0.1 to 0.4 MiB, so that only peaks of small models show it.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ def staging_bytes(started: fx.Node) -> int:
 
 
 def disk_staging_bytes(order: Iterable[fx.Node], device_type: str | None = None) -> int:
-    """Pinned host memory through which tensors pass between a disk and a GPU, on the rank with most of it.
+    """Bytes of pinned host memory through which tensors pass between a disk and a GPU, on the rank that needs most.
 
-    It is allocated by the first such transfers, and kept.
+    The first such transfers allocate this memory, which is then kept.
 
     Args:
         order: nodes of a graph, or of a step's graphs.
@@ -103,7 +103,7 @@ def computes_elsewhere(order: Iterable[fx.Node], device_type: str | None) -> boo
 
 
 def remaining_bytes(node: fx.Node) -> int:
-    """Bytes that a call adds to a parameter's state in addition to its results: the accumulated gradient at stage 1."""
+    """Bytes that a call adds to a parameter's state besides results: at stage 1 the accumulated gradient, else 0."""
     if node.target is not torch.ops.zgraph.accumulate_grad.default:
         return 0
     _, _, dtype, zero_stage, _ = cast("tuple[Any, ...]", node.args)
@@ -117,7 +117,7 @@ def transient_bytes(
     threads: int = 1,
     device_type: str | None = None,
 ) -> Iterator[int]:
-    """Transient bytes of each node, which storages do not include: workspace, and staging buffers of collectives.
+    """Yield the bytes of each node that storages do not include: workspace, and staging buffers of collectives.
 
     Args:
         graph: graph with fake values.
@@ -138,7 +138,7 @@ def transient_bytes(
 
 
 def _attention(node: fx.Node, threads: int) -> int:
-    """For each thread a block of scores and one of results, in fp32; for narrow inputs another block of scores."""
+    """Bytes of an fp32 block of scores and one of results per thread; for narrow inputs, of another block of scores."""
     query = _tensor(node, 0)
     rows, columns = _attention_block(node, 0)
     wide = rows * columns + 2 * rows + rows * (hint_of(query.shape[3]) or 0)
@@ -147,7 +147,7 @@ def _attention(node: fx.Node, threads: int) -> int:
 
 
 def _attention_backward(node: fx.Node, threads: int) -> int:
-    """Two blocks of scores for each thread, and the incoming gradient as [batch, sequence, heads, channels]."""
+    """Bytes of two blocks of scores per thread, and of a copy of the gradient as [batch, sequence, heads, channels]."""
     grad, query = _tensor(node, 0), _tensor(node, 1)
     rows, columns = _attention_block(node, 1)
     wide = 2 * rows * columns + rows
@@ -163,7 +163,7 @@ def _attention_block(node: fx.Node, query: int) -> tuple[int, int]:
 
 
 def _convolution(node: fx.Node, threads: int) -> int:
-    """oneDNN uses its own layout, so it copies input and weight, then the result."""
+    """Bytes of copies in oneDNN's own layout: first of input and weight, then of the result; the larger of both."""
     if not _is_relaid(node, 0):
         return 0
     return max(_bytes(_tensor(node, 0)) + _bytes(_tensor(node, 1)), _bytes(meta.tensor_value(node)))
@@ -188,7 +188,7 @@ def _first_argument(node: fx.Node, threads: int) -> int:
 
 
 def _reduction(node: fx.Node, threads: int) -> int:
-    """The whole input is converted before it is summed."""
+    """Bytes of the input in the dtype of the sum, if that is another: the whole input is converted first."""
     source, result = _tensor(node, 0), meta.tensor_value(node)
     # The mean of everything sums narrow numbers in fp32.
     wide = accumulate_dtype(result.dtype) if node.target is aten.mean.default else result.dtype
@@ -196,7 +196,7 @@ def _reduction(node: fx.Node, threads: int) -> int:
 
 
 def _sum_ranks(node: fx.Node, threads: int) -> int:
-    """The total, if it is not the result itself, and a converted piece, if pieces have to be converted."""
+    """Bytes of the total, unless the total is the result itself, and of one converted piece, if any is converted."""
     received, result = _tensor(node, 0), meta.tensor_value(node)
     wide = accumulate_dtype(received.dtype)
     total, own = _bytes(result, wide), _bytes(result)
@@ -205,13 +205,13 @@ def _sum_ranks(node: fx.Node, threads: int) -> int:
 
 
 def _low_rank_left(node: fx.Node, threads: int) -> int:
-    """A narrow gradient is converted before its error is added to it, one matrix at a time."""
+    """Bytes of the largest narrow gradient in fp32: each is converted before its error is added, one after another."""
     grads = [meta.tensor_value(grad) for grad in cast("list[fx.Node]", node.args[0])]
     return max((_bytes(grad, torch.float32) for grad in grads if grad.dtype != torch.float32), default=0)
 
 
 def _promotion(node: fx.Node) -> int:
-    """Operands of different types are converted to a common one, and so is a result that is written in place."""
+    """Bytes of operands, and of a result written in place, that are converted to the operands' common dtype."""
     operands = [meta.value(given) for given in node.args[:2] if isinstance(given, fx.Node)]
     values = [value for value in operands if isinstance(value, Tensor)]  # a symbolic size is a number
     if len(values) < 2:
@@ -253,5 +253,5 @@ def _device(node: fx.Node) -> str:
 
 
 def _bytes(value: Tensor, dtype: torch.dtype | None = None) -> int:
-    """Bytes of a tensor's elements in another dtype; 0 if their number depends on data."""
+    """Bytes of a tensor's elements in the given dtype or their own; 0 if their number depends on data."""
     return (hint_of(value.numel()) or 0) * (dtype or value.dtype).itemsize

@@ -19,7 +19,7 @@ def rank_and_world() -> tuple[int, int]:
 
 
 def gathered(value: Any) -> list[Any]:
-    """Gather the `value` of every rank."""
+    """The `value` of every rank, in rank order; every rank calls this."""
     if not is_distributed_ready():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
@@ -52,7 +52,7 @@ def run_on_all_ranks(who: str, action: Callable[[], Any], *, all: bool = False) 
 
 @contextmanager
 def dcp_errors(who: str) -> Generator[None]:
-    """Turn torch's CheckpointException, a BaseException that holds the error of each failing rank, into ours."""
+    """A context that turns torch's CheckpointException (a BaseException, with errors by rank) into CheckpointError."""
     try:
         with warnings.catch_warnings():
             if not is_distributed_ready():  # a single process is intended

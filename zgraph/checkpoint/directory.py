@@ -21,7 +21,7 @@ MANIFEST = "zgraph.json"
 
 
 def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
-    """Find the newest complete checkpoint in a directory, or None. Every rank calls it and gets rank 0's answer.
+    """Find the newest complete checkpoint in a directory, or None. Every rank calls this and gets rank 0's answer.
 
     Raises:
         CheckpointError: the directory cannot be read.
@@ -48,7 +48,7 @@ def recover(root: Path) -> None:
 
 
 def complete_checkpoints(root: Path) -> list[tuple[int, Path]]:
-    """Complete checkpoints, sorted by step. A checkpoint gets its name, with its manifest, only in the final rename."""
+    """(step, path) of each complete checkpoint, by step: only the last rename of a save makes its name `step_...`."""
     if not root.is_dir():
         return []
     steps = [(re.fullmatch(r"step_(\d+)", path.name), path) for path in root.iterdir()]
@@ -96,7 +96,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def measure(path: Path) -> list[int]:
-    """Size of a file in bytes, and its CRC-32."""
+    """[size in bytes, CRC-32] of a file."""
     size, crc = 0, 0
     with path.open("rb") as stream:
         while part := stream.read(2**20):

@@ -94,8 +94,8 @@ class Part:
     """Error feedback of one reduction in a checkpoint, and how to restore it here.
 
     Attributes:
-        way: "own": each rank restores the error of the saved rank with its number. "cut": the same, cut into other
-            chunks. "mean": every rank restores the mean over the ranks that saved.
+        way: "own": each rank restores the error that the rank of its number saved. "cut": each rank restores that
+            error, cut into other chunks. "mean": every rank restores the mean over the ranks that saved.
         fact: facts of this slot, see `facts_of`.
         ranks: number of ranks that saved it.
         sizes: shapes of its tensors in the checkpoint, [ranks, ...], with their dtypes.
@@ -117,7 +117,7 @@ class Part:
         return {key: empty_rows(self.param, size, dtype) for key, (size, dtype) in self.sizes.items()}
 
     def restored(self, tensors: Mapping[str, DTensor]) -> Feedback:
-        """Build the restored feedback. All ranks of the mesh call it, as a mean is summed over them."""
+        """Build the restored feedback. All ranks of the mesh call this, because a mean is summed over all of them."""
         local = {key: tensor.to_local() for key, tensor in tensors.items()}
         fact = self.fact
         kept = {key: rows[0] for key, rows in local.items()} if self.way == "own" else self._cut_anew(local)
@@ -139,11 +139,11 @@ class Part:
 
     @property
     def _divisor(self) -> int:
-        """Divisor that preserves the part of the mean, or sum, that the ranks together have not sent yet."""
+        """Divisor of a sum of errors that preserves what the ranks together have not sent yet of a mean, or a sum."""
         return self.ranks if self.param.spec.reduction == "mean" else self.param.sharded.device_mesh.size()
 
     def _summed(self, flat: Tensor) -> Tensor:
-        """Sum over the ranks of the mesh."""
+        """The sum of a tensor over the ranks of the parameter's mesh."""
         mesh = self.param.sharded.device_mesh
         flat = flat.to(mesh.device_type)
         for group in mesh.get_all_groups():
@@ -156,7 +156,7 @@ class Part:
 
 
 def empty_rows(param: ShardedParam, size: torch.Size, dtype: torch.dtype) -> DTensor:
-    """Make [N, ...] on the host for the N ranks that saved; each rank of the parameter's mesh here has some rows."""
+    """Make a host DTensor [N, ...] for the N ranks that saved; the ranks of the parameter's mesh share out its rows."""
     mesh = param.sharded.device_mesh
     rows = size[0]
     for ranks, place in zip(mesh.shape, cast("Sequence[int]", mesh.get_coordinate()), strict=True):
@@ -165,7 +165,7 @@ def empty_rows(param: ShardedParam, size: torch.Size, dtype: torch.dtype) -> DTe
 
 
 def sizes_in(metadata: Metadata) -> Sizes:
-    """Sizes of the kept tensors in a checkpoint, at any depth of its names."""
+    """Sizes and dtypes of the kept error tensors in a checkpoint, however deep their names are nested."""
     found: dict[str, dict[str, dict[str, tuple[torch.Size, torch.dtype]]]] = {}
     paths = cast("dict[str, tuple[str | int, ...]]", metadata.planner_data or {})
     for key, path in paths.items():

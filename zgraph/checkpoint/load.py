@@ -39,10 +39,11 @@ class Checkpoint:
     """A checkpoint that `load_checkpoint` has loaded.
 
     Attributes:
-        path: its directory.
+        path: directory of the checkpoint.
         step: step under which it was saved.
         ranks: number of ranks that saved it.
-        extra: the `extra` that this rank saved; if the number of ranks has changed, that of rank r modulo `ranks`.
+        extra: the `extra` that this rank saved; if the number of ranks has changed, the `extra` of the rank whose
+            number is this rank's number modulo `ranks`.
     """
 
     path: Path
@@ -159,7 +160,7 @@ def _wanted(
     """Make new tensors for everything to read, by name in the checkpoint.
 
     Returns:
-        The tensors; names in the checkpoint that this rank's model lacks.
+        The new tensors by name; and the names in the checkpoint that this rank's model lacks.
 
     Raises:
         CheckpointError: the checkpoint lacks an entry.

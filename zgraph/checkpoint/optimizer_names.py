@@ -41,7 +41,7 @@ def names_by_index(groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence
 
 
 def ignored_states(module: nn.Module, optimizer: Checkpointed) -> dict[str, dict[str, Tensor]]:
-    """Optimizer state of ignored parameters, which each rank steps by itself."""
+    """Optimizer state, by name, of ignored parameters, which each rank steps by itself."""
     ignored = _ignored_names(module)
     saved = optimizer.state_dict()
     by_index = names_by_index(saved["param_groups"], group_names(module, optimizer))

@@ -37,8 +37,9 @@ def runtime_state(model: nn.Module, *, load_from: str | os.PathLike[str] | None 
     `random`), the values of `ignored` parameters, the buffers that differ between ranks (such as running statistics),
     the tensors that passes keep for a parameter, and the error feedback of compression. `save_checkpoint` includes it.
 
-    If the number of ranks has changed, rank r restores the state of rank r modulo the saved number. If that is another
-    rank, its generators are seeded with a hash of that state and r: equal in every repetition, different on every rank.
+    If the number of ranks has changed, rank r restores the state of rank r modulo the saved number. If that is not rank
+    r, the generators of rank r are seeded with a hash of that state and r: equal in every repetition, different on
+    every rank.
     Tensors that passes keep are dropped on all ranks, because they belong to the old division of parameters. Errors of
     unsharded gradients are preserved: each rank restores the mean over the ranks that saved, cut and quantized for the
     new division, so the total that all ranks have not sent yet stays the same up to that quantization. (With the same
@@ -48,9 +49,10 @@ def runtime_state(model: nn.Module, *, load_from: str | os.PathLike[str] | None 
     compressed, otherwise by its first reduction.
 
     Errors are separate entries, "feedback.<parameter>.<slot>.<tensor>"; each rank writes and reads its row of them. DCP
-    only reads entries that the model has too, and only for equal N. `load_from` tells it which entries a checkpoint
-    has; without it, a load that leaves them out is an error. All rows that this rank reads, up to ceil(N saved / N) per
-    parameter, are in memory simultaneously; `load_checkpoint` reads one parameter at a time if errors are cut anew.
+    only reads entries that the model has too, and only for equal N. `load_from` tells DCP which entries a checkpoint
+    has; without `load_from`, a load that leaves errors out is refused. All rows that this rank reads, up to
+    ceil(N saved / N) per parameter, are in memory simultaneously; `load_checkpoint` reads one parameter at a time if
+    errors are cut anew.
 
     Args:
         model: model, sharded or not, compiled or not. Every rank must call `state_dict` and `load_state_dict`, which
@@ -61,7 +63,7 @@ def runtime_state(model: nn.Module, *, load_from: str | os.PathLike[str] | None 
 
 
 class RuntimeState:
-    """See `runtime_state`."""
+    """The `Stateful` object that `runtime_state` returns."""
 
     def __init__(self, model: nn.Module, load_from: Path | None = None) -> None:
         self.model = without_compile(model)
@@ -80,7 +82,7 @@ class RuntimeState:
         return {"ranks": encode(gathered(self.own())), **({error_feedback.KEY: errors} if errors else {})}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore this rank's part.
+        """Restore this rank's part of a saved state.
 
         Raises:
             CheckpointError: an entry is damaged, missing, or of another model; nothing was changed.
@@ -160,7 +162,7 @@ class RuntimeState:
 
     @torch.no_grad()
     def restore(self, own: Any, ranks: int, errors: Sequence[tuple[error_feedback.Part, Feedback]]) -> None:
-        """Restore the state `own`, saved by one of `ranks` ranks: this rank, or the one that it replaces."""
+        """Restore the state `own`, saved by the rank whose number is this rank's number modulo `ranks`."""
         rank, world = (dist.get_rank(), dist.get_world_size()) if is_distributed_ready() else (0, 1)
         places = self._places()
         for name, tensor in own["local"].items():

@@ -61,7 +61,7 @@ class SafeReader(FileSystemReader):
 
     Raises:
         CheckpointError: from the load, if `.metadata` is damaged or names something that no checkpoint needs. torch
-            wraps it in its CheckpointException, like every error of a load.
+            wraps this error in a CheckpointException, like every error of a load.
     """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -249,7 +249,7 @@ def encode(value: Any) -> bytes:
 
 
 def check_plain(value: Any, where: str, refuse: Callable[[str], NoReturn]) -> None:
-    """Refuse values that a weights-only load would refuse, before they are stored."""
+    """Call `refuse` for a value that a weights-only load cannot read, so that no such value is stored."""
     if isinstance(value, dict):
         for key, entry in cast("dict[Any, Any]", value).items():
             check_plain(key, f"a key of {where}", refuse)

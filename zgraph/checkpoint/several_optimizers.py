@@ -39,7 +39,7 @@ class SeveralOptimizers:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Like an optimizer's: parameters are numbered group by group."""
+        """A state dict like that of a single optimizer, with the parameters numbered group by group."""
         state: dict[int, Any] = {}
         groups: list[dict[str, Any]] = []
         for first, one in zip(self._firsts(), self._optimizers, strict=True):

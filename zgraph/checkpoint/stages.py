@@ -1,4 +1,4 @@
-"""Checkpoints of pipelines, whose ranks hold different parameters: names of their own, and groups of all optimizers."""
+"""Checkpoints of pipelines, whose ranks hold different parameters: checks their names, and merges optimizer groups."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def check_names(state: Mapping[str, Any]) -> None:
 
 
 def merged_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Groups of the optimizers of all ranks, each with the names of the parameters that any rank has in it.
+    """The optimizer groups merged over all ranks: each lists the parameters that any rank has in that group.
 
     Raises:
         CheckpointError: on all ranks, if ranks have different groups, or different options in them.
@@ -71,7 +71,7 @@ def merged_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def names_of_no_rank(others: Sequence[str]) -> list[str]:
-    """Names that the models of all ranks lack.
+    """Those names in a checkpoint that no rank's model has.
 
     Args:
         others: names in the checkpoint that this rank's model lacks.

@@ -54,7 +54,7 @@ class Signature:
     Attributes:
         direction: "forward", "backward", "inference" or "step".
         entries: descriptions that must be equal on all ranks.
-        names: the parameters of each entry, for messages; equal blocks may differ in them.
+        names: the parameters of each entry, for messages; not compared, because equal blocks have different names.
         ranks: all ranks of the groups involved.
     """
 
@@ -71,9 +71,10 @@ class Signature:
         others: Sequence[str] = (),
         group_names: Sequence[str] = (),
     ) -> Signature:
-        """Sign a graph's collectives, and other lines: `order_of_waits`, `places_of_updates`, `changes_of`.
+        """Make the signature of a graph from its collectives and from other lines of text about it.
 
         Args:
+            others: lines of `order_of_waits`, `places_of_updates` and `changes_of`.
             group_names: names of groups whose ranks must agree even if the graph communicates nothing.
         """
         ranks = {rank: None for name in group_names for rank in dist.get_process_group_ranks(resolve_group(name))}
@@ -108,10 +109,10 @@ class Signature:
 
 
 def places_of_updates(graph: fx.Graph) -> list[str]:
-    """A line for the updates of a GPU's step that run on its host, if any do.
+    """One line of text about the updates of a GPU's step that run on its host; [] if none does.
 
-    No collective depends on this, but host and GPU round an update differently, and replicas of a parameter must stay
-    equal.
+    No collective depends on where updates run, but host and GPU round an update differently, and replicas of a
+    parameter must stay equal.
     """
     given = [meta.value(node) for node in graph.find_nodes(op="placeholder")]
     if not any(isinstance(value, Tensor) and is_gpu(value.device) for value in given):
@@ -122,10 +123,10 @@ def places_of_updates(graph: fx.Graph) -> list[str]:
 
 
 def changes_of(graph: fx.Graph) -> list[str]:
-    """A line for each kind of operator that changes a step's parameters or their gradients, with its numbers.
+    """One line of text for each kind of operator that changes parameters or gradients of a step, with its constants.
 
-    All shards and replicas must be changed alike, although no collective depends on it. Operators on whole values,
-    before the reductions, may differ between ranks.
+    All shards and replicas must be changed alike, although no collective depends on these changes. Operators on whole
+    values, which run before the reductions, may differ between ranks.
 
     Args:
         graph: the graph as captured, with markers.
@@ -235,13 +236,13 @@ class _Board:
         return self.store.check([f"published/{rank}/{signature.digest}"])
 
     def missing(self, ranks: list[int], signature: Signature) -> list[int]:
-        """Ranks that have not published it. One request if all have, so that N ranks cost the store N, not N^2."""
+        """Ranks that have not published a signature; if all have, one request, so N ranks cost the store N, not N^2."""
         if self.store.check([f"published/{rank}/{signature.digest}" for rank in ranks]):
             return []
         return [rank for rank in ranks if not self.has_published(rank, signature)]
 
     def end_wait(self, rank: int, signature: Signature) -> str:
-        """End a peer's wait for an exchange that this rank cannot start while it waits; return the reason, or ""."""
+        """End a peer's wait for an exchange that this rank, itself waiting, cannot start; return the reason, or ""."""
         stuck = None if self.watch is None else self.watch.stuck(rank)
         if self.watch is None or stuck is None or self.has_published(rank, signature):
             return ""
@@ -262,7 +263,7 @@ class _Board:
         return Signature.from_json(text) if text and number != self._read(f"told/{self.rank}/{rank}") else None
 
     def end_with(self, rank: int) -> None:
-        """Remember that this rank raises an error for a peer's wait: the peer's entry in the store stays."""
+        """Remember that this rank raises an error for a peer's wait, because the peer's entry stays in the store."""
         self.store.set(f"told/{self.rank}/{rank}", self._read(f"waiting/{rank}").partition(" ")[0])
 
     def _read(self, place: str) -> str:

@@ -17,7 +17,7 @@ LEAST = 1  # bytes to plan for in order to hold as little as possible
 
 
 def fit(peak_of: Callable[[int], int], budget_bytes: int) -> int | None:
-    """Bytes to plan for so that the final graphs stay within the budget; None if no try did.
+    """Bytes to plan for so that the final graphs stay within the budget; None if the graphs of no try did.
 
     The last call of `peak_of` is the one with the returned bytes.
 
@@ -38,7 +38,7 @@ def fit(peak_of: Callable[[int], int], budget_bytes: int) -> int | None:
 
 
 def smallest_feasible(peak_of: Callable[[int], int]) -> int:
-    """The smallest budget found that `fit` keeps, while it does not keep one byte less (unless the search ended first).
+    """The smallest budget found that `fit` can keep; it cannot keep one byte less, unless `SEARCHES` ended the search.
 
     Args:
         peak_of: as for `fit`.

@@ -27,9 +27,9 @@ class Frame:
 
     Attributes:
         name: "frame/recompile" as counted by Dynamo; "step/recompile" for a whole step.
-        reason: why it is compiled again; "" for the first time, or if unknown.
-        inputs: its real inputs; None for each that is no longer known.
-        is_step: whether it is a whole training step, whose graph has exactly these inputs.
+        reason: why the frame is compiled again; "" for the first time, or if unknown.
+        inputs: the frame's real inputs; None for each that is no longer known.
+        is_step: whether the frame is a whole training step, whose graph has exactly these inputs.
     """
 
     name: str

@@ -113,7 +113,7 @@ def plan_frame(captured: fx.GraphModule, pipeline: PassList, ctx: PassContext, o
 
 
 def plan_within_budget(plan_for: Callable[[int], FramePlan], budget_bytes: int, frame: str) -> FramePlan:
-    """The first plan found that keeps the budget; no other plan is made after it.
+    """The first plan found whose graphs stay within the budget; planning stops there.
 
     Args:
         plan_for: plans the frame for the given bytes; equal plans for equal bytes.
@@ -150,7 +150,7 @@ def _show(graphs: Graphs, ctx: PassContext, observe: Observer) -> None:
 
 
 def _earlier(step: int, graphs: Graphs, pipeline: PassList, ctx: PassContext) -> Variant:
-    """The variant of a step, without passes that start later; its notes and runs are not kept."""
+    """The variant for a step, made without passes that start later; notes and runs of its passes are not kept."""
     copies: Graphs = {direction: edits.copy_of(gm) for direction, gm in graphs.items()}
     list(pipeline.at(step).run("graph", replace(ctx, notes=[], decisions=[]), copies, lambda *_: None))
     return Variant(from_step=step, graphs=copies)

@@ -142,11 +142,11 @@ class GraphPass:
             forward and the backward graph. In inference, and for a whole training step, all passes run on the one
             graph.
         requires: facts that an earlier pass must provide.
-        provides: facts that hold afterwards.
-        conflicts: facts that must not hold yet.
+        provides: facts that hold after the pass.
+        conflicts: facts that must not hold before the pass.
         from_step: first optimizer step that uses this pass; earlier steps run a backward planned without it. Only
             passes of phase "graph" that do not change forward may start later than step 0.
-        needs_target: whether it plans by costs, and is refused in a pipeline without a `zgraph.Target`.
+        needs_target: whether the pass plans by costs, and so is refused in a pipeline without a `zgraph.Target`.
     """
 
     name: ClassVar[str] = "unnamed"
@@ -164,7 +164,7 @@ class GraphPass:
         return False
 
     def limits(self, ctx: PassContext) -> Limits | None:
-        """Limits within which the pass orders graphs by costs; None: it goes by rules, or does not order them."""
+        """Limits within which the pass orders graphs by costs; None if it orders by rules or does not order graphs."""
         return None
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:

@@ -26,7 +26,7 @@ _MOVES = (torch.ops.aten._to_copy.default, torch.ops.prims.device_put.default)
 
 
 def take_to_device(graph: fx.Graph) -> bool:
-    """Make readers of copied inputs read the inputs themselves, and return gradients to the host on a lane.
+    """Make readers of copied inputs read the inputs themselves, and return gradients to the host by concurrent copies.
 
     Args:
         graph: the graph as captured, with the memory spaces of its inputs.
@@ -99,7 +99,7 @@ def _erase(graph: fx.Graph, unused: Iterable[fx.Node]) -> None:
 
 
 def _moves_to(node: fx.Node, *, gpu: bool) -> bool:
-    """Whether a node copies a tensor between a GPU and its host, in this direction, and does nothing else."""
+    """Whether a node only copies a tensor between a GPU and its host: to the GPU if `gpu`, else to the host."""
     if node.op != "call_function" or node.target not in _MOVES:
         return False
     source, result = meta.tensor_value(cast(fx.Node, node.args[0])), meta.tensor_value(node)

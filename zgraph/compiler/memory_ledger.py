@@ -17,7 +17,7 @@ class SpaceUse:
         space: name of the tier.
         parameters: bytes of parameters and buffers stored in this tier.
         state: bytes of optimizer state stored in this tier.
-        step: most bytes that the step holds in this tier in addition.
+        step: most bytes that the step holds in this tier in addition to parameters and state.
         staging: the part of `step` used as staging buffers between disk and GPU.
     """
 
@@ -33,7 +33,7 @@ class SpaceUse:
 
 
 def ledger_of(curve: MemoryCurve) -> tuple[SpaceUse, ...]:
-    """The ledger of a whole step, a line for each memory space; the step's inputs from outside do not count.
+    """The ledger of a whole step: one `SpaceUse` for each memory space, without the inputs that the user passes in.
 
     State that the first step creates counts as state in the space where it will be stored.
     """

@@ -26,7 +26,7 @@ class JointSplit:
 
     Attributes:
         inputs, options: arguments that AOTAutograd passes to a partitioner.
-        timed: times a split, apart from the pass that tries it.
+        timed: makes a context that times a split separately from the pass that tries it.
     """
 
     inputs: Any
@@ -34,13 +34,13 @@ class JointSplit:
     timed: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def of(self, joint: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Forward and backward of a joint graph, which is changed."""
+        """Split a joint graph, which is changed, into forward and backward."""
         with self.timed():
             return partition(joint, self.inputs, **self.options)
 
 
 def partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Forward and backward of a joint graph, by torch's min-cut partitioner.
+    """Split a joint graph into forward and backward by torch's min-cut partitioner.
 
     In addition to the partitioner's work, attention without dropout counts as an operator that does not draw, forward's
     outputs are in the order in which AOTAutograd reads them, and every node has its fake value.
@@ -61,7 +61,7 @@ def partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.Gra
 
 
 def zero_dropout(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """Replaces an operator that is tagged as random but draws nothing, while a joint graph is split."""
+    """Stand-in, while a joint graph is split, for an operator that is tagged as random but draws nothing."""
     return operator(*args, **kwargs)
 
 
@@ -87,8 +87,8 @@ def _restore_zero_dropout(gm: fx.GraphModule) -> None:
 def _settle_states(forward: fx.GraphModule, backward: fx.GraphModule, user_outputs: int) -> None:
     """Give wrapped operators their values, and put the states where AOTAutograd looks for tensors.
 
-    It expects forward's outputs in this order: those of the user, tensors, tensors that may have been written to, other
-    objects (a device mesh), symbolic sizes. torch 2.11 - 2.15 put states just before the sizes.
+    AOTAutograd expects forward's outputs in this order: those of the user, tensors, tensors that may have been written
+    to, other objects (a device mesh), symbolic sizes. torch 2.11 - 2.15 put states just before the sizes.
     """
     save, run = rng_state_operators()
     taken = {str(node.args[0]): node for node in nodes.call_functions(backward.graph, lambda node: node.target is run)}

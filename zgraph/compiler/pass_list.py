@@ -1,4 +1,4 @@
-"""The list of passes: checks their contracts, runs, verifies and times them."""
+"""The list of passes, which checks their contracts, and runs, verifies and times the passes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Observer = Callable[[GraphPass | None, PassContext, fx.Graph], None]  # no pass:
 
 @dataclass(frozen=True, kw_only=True)
 class PassRun:
-    """One pass on one graph."""
+    """The record of one pass that ran on one graph."""
 
     name: str
     direction: Direction
@@ -65,10 +65,10 @@ class PassList:
 
     @classmethod
     def made_of(cls, given: object, where: str) -> PassList:
-        """A list that the user gave as an option; plain lists of passes are taken, too.
+        """Make a pass list of the value of a user's option, which may be a pass list or a plain list of passes.
 
         Raises:
-            ValueError: it is something else; names the option.
+            ValueError: the value is something else; names the option.
         """
         if isinstance(given, PassList):
             return given
@@ -133,7 +133,7 @@ class PassList:
     def run(
         self, phase: Phase, ctx: PassContext, graphs: dict[Direction, fx.GraphModule], observe: Observer
     ) -> Iterator[PassRun]:
-        """Run the passes of a phase, each on all graphs before the next, verifying after every one.
+        """Run the passes of a phase, each pass on all graphs before the next pass, and verify the graph after each run.
 
         Args:
             phase: "joint" or "graph".

@@ -28,10 +28,10 @@ class Target:
             and gloo (for CPU operators, on one thread), in bytes as requested. Does not count parameters, gradients and
             optimizer state at rest, inputs, or rounding by the allocator. If a model has graph breaks, each frame may
             use the whole budget. In pipeline parallelism, graphs are those of one micro-batch, and `zgraph.plan`
-            considers all that are in flight. A budget that is too small is a compile error, which names one that
-            suffices.
-        time_kernels: run every kernel once while compiling, which costs seconds, instead of estimating its time; for
-            the `hardware` of this machine.
+            considers all micro-batches that are in flight. If the budget is too small, compilation raises an error that
+            names a sufficient budget.
+        time_kernels: run every kernel while compiling, which costs seconds, instead of estimating its time; only if
+            `hardware` describes this machine.
 
     Raises:
         ValueError: hardware is not a `zgraph.Hardware`, or the budget is less than one byte.
@@ -61,11 +61,11 @@ class Target:
             )
 
     def known_to(self, ctx: PassContext, captured: fx.Graph) -> PassContext:
-        """A context with costs, the sharing of lanes, and the budget to plan for.
+        """The frame's context, completed by costs, the sharing of lanes, and the budget of this target.
 
         Args:
             ctx: context of the frame.
-            captured: its graph before any pass, whose markers name the groups.
+            captured: the frame's graph before any pass, whose markers name the groups.
         """
         costs = TimedCosts(self.hardware) if self.time_kernels else CostModel(self.hardware)
         return replace(

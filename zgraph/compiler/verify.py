@@ -74,7 +74,7 @@ def verify(
     user_outputs: int | None = None,
     replay_all: bool = False,
 ) -> None:
-    """Prove that a graph is sound.
+    """Check all invariants of a graph after a pass.
 
     Args:
         graph: the graph after the pass.
@@ -115,7 +115,7 @@ def check_lint(graph: fx.Graph, where: Where) -> None:
 
 
 def check_interface(graph: fx.Graph, before: Snapshot, where: Where) -> None:
-    """Check that inputs and outputs, a contract with autograd and the other graph, kept names, number and layout."""
+    """Check that a pass kept the names of inputs, and number, shape, dtype and device of outputs: callers need them."""
     placeholders = tuple(node.name for node in graph.nodes if node.op == "placeholder")
     if placeholders != before.placeholders:
         raise where.error(f"the inputs changed from {before.placeholders} to {placeholders}; keep every placeholder.")
@@ -227,9 +227,9 @@ def check_stores_landed(graph: fx.Graph, where: Where) -> None:
 
 
 def check_gathers_released(graph: fx.Graph, user_outputs: int, where: Where) -> None:
-    """Check that no gathered parameter is saved for backward against its lifetime.
+    """Check that no gathered parameter is saved for backward unless its lifetime allows it.
 
-    A parameter that the user's own outputs keep alive anyway may be saved too.
+    A parameter that an output of the user keeps alive in any case may be saved, too.
     """
     outputs = nodes.returned_by(graph)
     kept = [_source_gather(out) for out in outputs[:user_outputs] if isinstance(out, fx.Node)]
@@ -246,7 +246,7 @@ def check_gathers_released(graph: fx.Graph, user_outputs: int, where: Where) -> 
 
 
 def check_parts_gather(graph: fx.Graph, where: Where) -> None:
-    """Check that no backward of a whole step reads a parameter gathered in its forward, against its lifetime."""
+    """Check that no backward of a whole step reads a parameter gathered in its forward, unless its lifetime permits."""
     for node in nodes.call_functions(graph, lambda node: meta.part(node) is not None):
         for read in node.all_input_nodes:
             source = _source_gather(read) if meta.part(read) != meta.part(node) else None
@@ -261,7 +261,7 @@ def check_parts_gather(graph: fx.Graph, where: Where) -> None:
 
 
 def check_absent(graph: fx.Graph, fact: str, predicate: Any, where: Where) -> None:
-    """Check that no marker is left that a fact says was lowered."""
+    """Check that no marker is left in the graph if a fact says that all such markers were lowered."""
     left = next(nodes.call_functions(graph, predicate), None)
     if left is not None:
         raise where.error(f"{left.name} is still there although {fact} was promised.", left)
@@ -284,7 +284,7 @@ def check_waits_sunk(graph: fx.Graph, where: Where) -> None:
 
 
 def _source_gather(node: fx.Node) -> fx.Node | None:
-    """The gather whose result a node views, casts or copies; None if there is none that must be released."""
+    """The gather whose result a node views, casts or copies; None if there is none, or none that must be released."""
     while True:
         if nodes.is_unshard(node):
             return (
@@ -302,7 +302,7 @@ def _source_gather(node: fx.Node) -> fx.Node | None:
 
 
 def _buffer_of(node: fx.Node) -> fx.Node:
-    """The node whose memory this one is a view of."""
+    """The producer of the memory that a node is a view of; the node itself if it is not a view."""
     while node.args and isinstance(node.args[0], fx.Node):
         if not (traits.is_view(node) or nodes.is_getitem(node)):
             break

@@ -16,11 +16,11 @@ from zgraph.torch_compat.groups import resolve_group
 
 
 def dispatcher_of(start: fx.Node, number: int, ranks_per_host: int = 1, called_for: CalledFor | None = None) -> Any:
-    """A function of the node's arguments that starts the collective, or the operator itself if the backend runs it.
+    """The function of a node's arguments that starts its collective, or the operator itself if the backend runs it.
 
     Args:
-        start: start of a collective.
-        number: its number among the starts of its graph.
+        start: node that starts the collective.
+        number: number of this node among the starts of its graph.
         ranks_per_host: number of ranks on a host, the same on all ranks.
         called_for: the parameters of the current call; None: unknown, so exchanges have no identity.
     """
@@ -41,7 +41,7 @@ def dispatcher_of(start: fx.Node, number: int, ranks_per_host: int = 1, called_f
 
 
 def sends_bucket(start: fx.Node) -> bool:
-    """Whether a collective sends a bucket that was concatenated for it and has no other reader."""
+    """Whether a collective sends a bucket that was concatenated for it and that no other node reads."""
     sent = start.all_input_nodes[0]
     return sent.target is torch.ops.aten.cat.default and list(sent.users) == [start]
 
@@ -61,10 +61,10 @@ def _dispatch_hierarchical_gather(number: int, ranks_per_host: int) -> Callable[
 
 
 def order_of_waits(graph: fx.Graph, ranks_per_host: int = 1) -> list[str]:
-    """A line for each wait of a hierarchical gather; all ranks must have the same lines, as with the order of starts.
+    """One line of text for each wait for a hierarchical gather; the lines must be equal on all ranks, like the starts.
 
-    A hierarchical gather ends only when its peers wait for it. If one rank waits for it before starting an exchange,
-    and another first waits for that exchange, both wait forever.
+    A hierarchical gather ends only when its peers wait for it, too. If one rank waits for the gather before it starts
+    an exchange, and another rank waits for that exchange before it waits for the gather, both wait forever.
     """
     found: list[str] = []
     numbers: dict[fx.Node, int] = {}

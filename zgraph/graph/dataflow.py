@@ -13,7 +13,7 @@ from zgraph.torch_compat.operators import written_arguments
 
 
 def reshaped_values(node: fx.Node) -> Iterator[fx.Node]:
-    """The node and everything that is only a view, cast or copy of its result."""
+    """The node and all nodes that are only views, casts or copies of its result."""
     pending = [node]
     while pending:
         value = pending.pop()
@@ -22,7 +22,7 @@ def reshaped_values(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def without_views(node: fx.Node) -> fx.Node:
-    """The node below views that change nothing, such as the view that `DTensor.to_local` leaves."""
+    """The producer behind a node's views that change nothing, such as the view that `DTensor.to_local` leaves."""
     while node.target is torch.ops.aten.view.default:
         source = cast(fx.Node, node.args[0])
         if not meta.same_layout(meta.value(source), meta.value(node)):
@@ -32,14 +32,14 @@ def without_views(node: fx.Node) -> fx.Node:
 
 
 def below_views(node: fx.Node) -> fx.Node:
-    """The node whose memory a chain of views shows; the node itself if it is not a view."""
+    """The producer of the memory that a node's chain of views shows; the node itself if it is not a view."""
     while traits.is_view(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
 
 
 def needed_for(kept: Iterable[fx.Node], graph: fx.Graph) -> set[fx.Node]:
-    """The nodes that compute some values or write to them, back to markers: before those, ranks may differ."""
+    """The nodes that compute or write the kept values, traced back only to markers, whose inputs may differ by rank."""
     needed = set(kept)
     for node in reversed(graph.nodes):
         if (node in needed or not needed.isdisjoint(written_sources(node))) and not nodes.is_marker(node):
@@ -48,15 +48,16 @@ def needed_for(kept: Iterable[fx.Node], graph: fx.Graph) -> set[fx.Node]:
 
 
 def written_sources(node: fx.Node) -> list[fx.Node]:
-    """The nodes that a call writes to; for views, their bases."""
+    """The nodes whose memory a call writes to: for an argument that is a view, the producer of the viewed memory."""
     return list(map(below_views, written_arguments(node)))
 
 
 def parts_of(graph: fx.Graph) -> dict[fx.Node, int]:
-    """The forward or backward of a whole step that each call belongs to; a call without a record joins the one before.
+    """The number of the forward or backward that each call of a whole step belongs to.
 
-    0 is the first forward, 1 its backward, 2 the next forward, and so on. An optimizer's step has the number of the
-    forward that would be next; a forward that reads the updated parameters again has a later one.
+    0 is the first forward, 1 its backward, 2 the next forward, and so on. An optimizer's step takes the number of a
+    next forward; a forward that reads the updated parameters has a later number. A call without a recorded number has
+    that of the call before it.
     """
     found: dict[fx.Node, int] = {}
     part = 0
@@ -72,7 +73,7 @@ def _is_brought(node: fx.Node) -> bool:
 
 
 def copy_in(start: fx.Node) -> list[fx.Node] | None:
-    """The casts, pads and packing between the graph's inputs and a start; None if anything else is in between.
+    """The nodes that cast, pad and pack the graph's inputs for a start; None if any other kind of node lies in between.
 
     Reloaded copies of offloaded inputs count as inputs.
     """

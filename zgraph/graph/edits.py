@@ -16,9 +16,9 @@ aten = torch.ops.aten
 
 
 def copy_of(gm: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a graph that can be changed freely, with the same names and meta; values in the meta are shared.
+    """Copy a graph, with its node names and meta, so that the copy can be changed; the values in the meta are shared.
 
-    Its code is generated on demand, not after every change.
+    The copy's Python code is generated on demand, not after every change.
     """
     graph = fx.Graph()
     output = graph.output(graph.graph_copy(gm.graph, {}))
@@ -27,7 +27,7 @@ def copy_of(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def drop_unchanging_views(node: fx.Node) -> None:
-    """Replace views that change nothing by their source."""
+    """Replace those views of a node that change nothing, and such views of these views, by the node itself."""
     for user in list(node.users):
         if user.target is aten.view.default and meta.same_layout(meta.value(node), meta.value(user)):
             drop_unchanging_views(user)
@@ -36,7 +36,7 @@ def drop_unchanging_views(node: fx.Node) -> None:
 
 
 def restore_order(graph: fx.Graph) -> None:
-    """Move every node that precedes one of its inputs to just after the last of them; all others stay."""
+    """Move every node that precedes one of its inputs to just after the last of its inputs; all other nodes stay."""
     order = order_of(graph)
     missing = {node: len(node.all_input_nodes) for node in order}
     ready = [(position, node) for node, position in order.items() if not missing[node]]
@@ -52,7 +52,7 @@ def restore_order(graph: fx.Graph) -> None:
 
 
 def relink(placed: Iterable[fx.Node]) -> None:
-    """Put all nodes of a graph into this order."""
+    """Put all nodes of a graph into the given order."""
     previous: fx.Node | None = None
     for node in placed:
         if previous is not None and previous.next is not node:
@@ -67,7 +67,7 @@ def move_before(node: fx.Node, anchor: fx.Node) -> None:
 
 
 def erase_dead(graph: fx.Graph, candidates: Iterable[fx.Node]) -> None:
-    """Erase unused candidates, users first; inputs of the graph stay."""
+    """Erase the candidates whose results nothing uses, later nodes first; only calls are erased, never graph inputs."""
     for node in sorted(candidates, reverse=True):  # nodes compare by their position in the graph
         if not node.users and node.op == "call_function":
             graph.erase_node(node)

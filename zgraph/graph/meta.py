@@ -63,12 +63,12 @@ def set_value(node: fx.Node, new: object) -> None:
 
 
 def parameters(node: fx.Node) -> tuple[str, ...]:
-    """Qualified names of the parameters a node works for; () for everything else."""
+    """Qualified names of the parameters that a node works for; () if it works for none."""
     return cast("tuple[str, ...]", node.meta.get(_PARAMETERS, ()))
 
 
 def handles(node: fx.Node) -> tuple[str, ...]:
-    """Placeholder names of the handles of those parameters, in the same order."""
+    """Placeholder names of the handles of a node's `parameters`, in the same order."""
     return cast("tuple[str, ...]", node.meta.get(_HANDLES, ()))
 
 
@@ -88,33 +88,33 @@ def set_chunks(start: fx.Node, found: Sequence[Chunk]) -> None:
 
 
 def transit(node: fx.Node) -> Transit | None:
-    """The tier that a copy comes from or goes to, if it was recorded; None: devices and operator tell."""
+    """The recorded tier and direction of a copy; None if not recorded: then derive them from devices and operator."""
     return cast("Transit | None", node.meta.get(_TRANSIT))
 
 
 def set_transit(node: fx.Node, tier: Tier, *, to_device: bool) -> None:
-    """Record that a node copies between the device and a tier, which fake CPU tensors of a planned GPU do not show."""
+    """Record that a node copies between the device and a tier, because fake CPU tensors of a planned GPU hide that."""
     node.meta[_TRANSIT] = Transit(tier, to_device)
 
 
 def lane(node: fx.Node) -> Lane | None:
-    """The lane of a copy, if recorded; None: derive it from devices and operator."""
+    """The recorded lane of a copy; None if not recorded: then derive it from devices and operator."""
     found = transit(node)
     return None if found is None else found.lane
 
 
 def space(node: fx.Node) -> Tier | None:
-    """The tier of a node's value, if recorded; None: derive it from devices and the copy."""
+    """The recorded tier of a node's value; None if not recorded: then derive it from devices and `transit`."""
     return cast("Tier | None", node.meta.get(_SPACE))
 
 
 def set_space(node: fx.Node, found: Tier) -> None:
-    """Record the tier of a value; it is kept when the value becomes an input of another graph."""
+    """Record the tier of a value; the record is kept when the value becomes an input of another graph."""
     node.meta[_SPACE] = found
 
 
 def rests_in(node: fx.Node) -> Tier:
-    """The tier for the node's allocation after the step."""
+    """The tier in which the node's allocation is kept after the step."""
     return cast("Tier", node.meta.get(_RESTS, DEVICE))
 
 
@@ -124,7 +124,7 @@ def set_rest(node: fx.Node, tier: Tier) -> None:
 
 
 def kept_as(node: fx.Node) -> Kept | None:
-    """The kind of the node's value that is kept between steps, if recorded; None for values of one step."""
+    """The recorded kind of a value that is kept between steps; None for a value of a single step."""
     return cast("Kept | None", node.meta.get(_KEPT))
 
 
@@ -134,7 +134,7 @@ def set_kept(node: fx.Node, kind: Kept) -> None:
 
 
 def longest_bytes(node: fx.Node) -> int | None:
-    """Bytes of the largest part of the node's value on any rank; None: as on this rank."""
+    """Recorded bytes of the node's value on the rank with the most rows; None: as many as on this rank."""
     return cast("int | None", node.meta.get(_LONGEST))
 
 
@@ -154,7 +154,7 @@ def set_beside(node: fx.Node, number: int) -> None:
 
 
 def module_path(node: fx.Node) -> str:
-    """Path of the module in whose forward the node, or the node that it differentiates, was called; "" if unknown."""
+    """Path of the module whose forward called the node, or called what the node differentiates; "" if unknown."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     path = next((str(entry[0]) for entry in reversed(list(stack.values()))), "")
     # L['self'].blocks[0].up, L['fn'].blocks.0.up: the compiled object, and the path from there
@@ -243,7 +243,7 @@ def is_tagged_at_use(node: fx.Node) -> bool:
 
 
 def tag_awaited(node: fx.Node) -> None:
-    """Record that this graph's compute waits for the reduction, so that no later one may join and delay its bucket."""
+    """Record that compute waits for the reduction, so that no later reduction may join its bucket and delay it."""
     node.meta[_AWAITED] = True
 
 
@@ -276,7 +276,7 @@ def tag_at_rest(node: fx.Node) -> None:
 
 
 def clear_at_rest(node: fx.Node) -> None:
-    """Record that the graph moves the node's allocation elsewhere and frees it."""
+    """Undo `tag_at_rest` and `set_kept`, because the graph moves the node's allocation elsewhere and frees it."""
     node.meta.pop(_AT_REST, None)
     node.meta.pop(_KEPT, None)
 
@@ -346,10 +346,10 @@ def _call_and_values(node: fx.Node) -> tuple[tuple[Any, Any, Any], list[Any]]:
 
 
 def create_cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype, *, like: fx.Node | None = None) -> fx.Node:
-    """The node's value in another dtype; the node itself if it has that dtype.
+    """Create a node that casts a node's value to a dtype; return the given node if it has that dtype already.
 
-    Passes run after decompositions, and Inductor lowers only operators that decompositions yield, not `aten._to_copy`,
-    which eager torch records.
+    The cast is `prims.convert_element_type`, not eager torch's `aten._to_copy`: passes run after decompositions, and
+    Inductor lowers only operators that decompositions yield.
     """
     if tensor_value(node).dtype == dtype:
         return node

@@ -1,4 +1,4 @@
-"""Predicates on the operator of a node, and accessors to the nodes that belong to it: starts, waits, results."""
+"""Predicates on a node's operator, and functions that find the start, waits and results that belong together."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def is_reload(node: fx.Node) -> bool:
 
 
 def is_store(node: fx.Node) -> bool:
-    """Whether the node starts a copy from the device over an offloaded tensor."""
+    """Whether the node starts a copy from the device that overwrites an offloaded tensor."""
     return node.target is torch.ops.zgraph.store_start.default
 
 
@@ -104,7 +104,7 @@ def is_spill(node: fx.Node) -> bool:
 
 
 def is_return(node: fx.Node) -> bool:
-    """Whether the node starts a copy from the host over a device tensor."""
+    """Whether the node starts a copy from the host that overwrites a device tensor."""
     return node.target is torch.ops.zgraph.return_start.default
 
 
@@ -155,7 +155,7 @@ def is_kept_gather(node: fx.Node) -> bool:
 
 
 def is_grouped_gather(node: fx.Node) -> bool:
-    """Whether the node gathers several tensors into storages of their own, with a single wait."""
+    """Whether the node gathers several tensors, each into a separate storage, with a single wait for all."""
     return node.target is grouped_gather_op()
 
 
@@ -164,12 +164,12 @@ def is_gather(node: fx.Node) -> bool:
 
 
 def gathers_addends(node: fx.Node) -> bool:
-    """Whether each rank sends a complete addend, and all ranks compute the sum."""
+    """Whether the node gathers a complete addend from each rank, so that every rank computes the sum by itself."""
     return is_all_gather(node) and any(chunk.group_names == ("",) for chunk in meta.chunks(node))
 
 
 def is_quantized_gather(node: fx.Node) -> bool:
-    """Whether the node gathers the codes of parameters."""
+    """Whether the node gathers parameters as the codes to which they were quantized."""
     return is_gather(node) and any(is_quantize_shards(sent) for sent in sent_by(node))
 
 
@@ -191,17 +191,17 @@ def is_all_reduce(node: fx.Node) -> bool:
 
 
 def is_reduction(node: fx.Node) -> bool:
-    """Whether the node starts a collective whose result is a sum over ranks, or is summed on arrival."""
+    """Whether the node starts a collective whose result is a sum over ranks, or holds the addends of such a sum."""
     return is_all_to_all(node) or is_reduce_scatter(node) or is_all_reduce(node)
 
 
 def is_exchange(node: fx.Node) -> bool:
-    """Whether the node starts the reduction of a gradient; the model's own collectives are left alone."""
+    """Whether the node starts the reduction of a parameter's gradient; False for collectives of the model's own."""
     return (is_reduction(node) or gathers_addends(node)) and bool(meta.parameters(node))
 
 
 def is_communication(node: fx.Node) -> bool:
-    """Whether the node is a start, a wait, or a copy into or out of their buffers, and so computes nothing."""
+    """Whether the node computes nothing, but is a start, a wait, or a copy into or out of a collective's buffers."""
     # A saved parameter is an input of backward, whose meta still names the parameter.
     if node.op != "call_function":
         return False
@@ -209,14 +209,14 @@ def is_communication(node: fx.Node) -> bool:
 
 
 def group_of(start: fx.Node) -> str:
-    """Group name of a collective's start, which is always its last argument."""
+    """The group name of a collective: always the last argument of its start."""
     return str(start.args[-1])
 
 
 def unsharded_bytes(start: fx.Node) -> int:
     """Bytes of the unsharded tensor of a collective: the result of a gather, the input of a reduction.
 
-    A copy between memory spaces moves the same number of bytes both ways.
+    For a copy between memory spaces, the bytes of its source.
     """
     whole = meta.value(start) if is_gather(start) else meta.tensor_value(start.all_input_nodes[0])
     members: Iterable[Tensor] = whole if isinstance(whole, list | tuple) else [whole]
@@ -231,7 +231,7 @@ def sent_by(start: fx.Node) -> list[fx.Node]:
 
 
 def started_by(start: fx.Node) -> list[fx.Node]:
-    """The nodes to wait for: the start, or each result of one of the model's own coalesced collectives."""
+    """The nodes that waits take: the start, or each of its results if the model itself coalesced the collective."""
     taken = [user for user in start.users if is_getitem(user)]
     return taken or [start]
 
@@ -247,7 +247,7 @@ def wait_of(start: fx.Node) -> fx.Node | None:
 
 
 def results_of(wait: fx.Node) -> list[fx.Node]:
-    """The results available after a wait: the wait itself, or each result selected from it."""
+    """The nodes of the results available after a wait: the wait itself or, for a group, each result selected."""
     return [user for user in wait.users if is_getitem(user)] if is_group_wait(wait) else [wait]
 
 

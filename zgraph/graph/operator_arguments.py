@@ -35,7 +35,7 @@ class UnshardArgs:
 
     @property
     def policy(self) -> tuple[object, ...]:
-        """All arguments except tensors; equal for two reads that can share a gather."""
+        """All arguments except tensors. Two reads of a parameter can share a gather if these are equal."""
         return tuple(value for name, value in vars(self).items() if name not in ("shard", "handle"))
 
 
@@ -58,7 +58,7 @@ class ReduceArgs:
         return cls(grad, handle, *_unpacked(tuple(meta.tensor_value(grad).shape), *policy))
 
     def flat(self) -> tuple[object, ...]:
-        """Arguments for a node: the inverse of `of`."""
+        """The arguments in the order of a `zgraph::reduce_grad` node: the inverse of `of`."""
         layout = self.layout
         policy = (self.dtype, self.wire_dtype, self.mean_dtype, layout.zero_stage, self.reduction, self.window)
         return self.grad, self.handle, *policy, layout.replica_group, layout.gather_group
@@ -75,7 +75,7 @@ def _unpacked(
     replica_group: str,
     gather_group: str,
 ) -> tuple[Any, ...]:
-    """The arguments common to both markers, in the order of the dataclass fields: the layout first."""
+    """The arguments common to both markers (unshard, reduce_grad), in the order of dataclass fields: layout first."""
     layout = ShardLayout(shape, zero_stage, replica_group, gather_group)
     return layout, dtype, wire_dtype, mean_dtype, reduction, window
 
@@ -143,12 +143,12 @@ class LowRankArgs:
 
     @property
     def numel(self) -> int:
-        """Total elements of all matrices."""
+        """Total number of elements of all matrices."""
         return sum(rows * columns for rows, columns in zip(self.rows, self.columns, strict=True))
 
 
 def layout_of(marker: fx.Node) -> ShardLayout:
-    """The layout of a marker's parameter."""
+    """The shard layout of the parameter that a marker (unshard or reduce_grad) works for."""
     return UnshardArgs.of(marker).layout if is_unshard(marker) else ReduceArgs.of(marker).layout
 
 

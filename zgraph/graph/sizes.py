@@ -15,7 +15,7 @@ DATA_DEPENDENT_SIZE = 8192
 
 
 def size_hint(size: object) -> int:
-    """A size as a number; for a symbolic size its hint."""
+    """A size as a number: for a symbolic size its hint, or `DATA_DEPENDENT_SIZE` if it has none."""
     hint = hint_of(size)
     return DATA_DEPENDENT_SIZE if hint is None else hint
 

@@ -1,4 +1,4 @@
-"""Split a graph into two that run one after the other: the nodes that some outputs need, and the rest."""
+"""Split a graph into two that run one after the other: the nodes that the early outputs need, and the rest."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from zgraph.torch_compat.operators import written_arguments
 
 @dataclass(frozen=True)
 class Halves:
-    """Two graphs that together compute what one does.
+    """The two graphs of a split, which together compute what the whole graph does.
 
     Attributes:
         first: graph that returns the early outputs, then the values that the second graph reads.
         second: graph that returns the late outputs.
-        first_inputs, second_inputs: places of the whole graph's inputs that each graph accepts.
-        early, late: places of the outputs that each graph computes; other outputs are None.
+        first_inputs, second_inputs: indices, among the whole graph's inputs, of those that each half accepts.
+        early, late: indices, among the whole graph's outputs, of those that each half computes; all others are None.
         outputs: number of outputs of the whole graph.
     """
 
@@ -37,16 +37,16 @@ class Halves:
 
 
 def split_graph(gm: fx.GraphModule, late: Iterable[int]) -> Halves | None:
-    """Split a graph so that late outputs are computed last, from values that the first half has computed.
+    """Split a graph so that a second half computes the late outputs, from inputs and from values of the first half.
 
     Nodes keep their order in each half. A collective is waited for in the half that starts it.
 
     Args:
         gm: a final graph, which is not changed.
-        late: places of the late outputs.
+        late: indices of the late outputs.
 
     Returns:
-        The halves. The second one's inputs are inputs of the whole graph, then the values that the first one returns
+        Both halves. The second half accepts inputs of the whole graph, then the values that the first half returns
         after the early outputs. None if a node writes to a value that the other half reads.
     """
     returned = nodes.returned_by(gm.graph)
@@ -77,11 +77,13 @@ def split_graph(gm: fx.GraphModule, late: Iterable[int]) -> Halves | None:
 
 
 def early_first(graph: fx.Graph, late: Iterable[int]) -> int:
-    """Move the nodes that early outputs need to the front, as in `split_graph`; return the number of nodes there.
+    """Move the graph's inputs and the nodes that early outputs need to the front; return the number of these nodes.
+
+    The nodes are those of the first half in `split_graph`.
 
     Args:
         graph: the graph, changed in place.
-        late: places of the late outputs.
+        late: indices of the late outputs.
     """
     returned, late_places = nodes.returned_by(graph), set(late)
     needed = _needed(
@@ -101,9 +103,9 @@ def weight_gradients(joint: fx.Graph, forward_outputs: int) -> tuple[tuple[int, 
         forward_outputs: number of outputs of the forward, which come first.
 
     Returns:
-        Places of the reduced gradients among all gradients; and for each gradient the place of its tensor among the
-        graph's tensor inputs, None for a number's. None if no gradient is reduced, or if a tensor has several inputs,
-        as a DTensor does.
+        The indices of the reduced gradients among all gradients; and for each gradient the index of its input among the
+        graph's tensor inputs, or None if that input is a number. None instead of both if no gradient is reduced, or if
+        one tensor is passed in as several inputs of the graph, as a DTensor is.
     """
     inputs = [node for node in joint.find_nodes(op="placeholder") if not is_tangent(node)]
     grads = nodes.returned_by(joint)[forward_outputs:]
@@ -123,7 +125,7 @@ def weight_gradients(joint: fx.Graph, forward_outputs: int) -> tuple[tuple[int, 
 
 
 def _needed(outputs: Iterable[fx.Node]) -> dict[fx.Node, None]:
-    """Nodes that outputs depend on, the waits of all starts among them, and all results selected from them."""
+    """Nodes that outputs depend on, with the waits for every start and with every result selected from such a node."""
     found: dict[fx.Node, None] = {}
     waiting = list(outputs)
     while waiting:
@@ -158,7 +160,7 @@ def _graph_of(
     returned: Sequence[Any],
     handed: Sequence[fx.Node],
 ) -> fx.GraphModule:
-    """Make a graph of these nodes, with the same names; it returns the outputs at `places`, then `handed`."""
+    """Make a graph of `inputs` and `members`, names unchanged, that returns the outputs at `places`, then `handed`."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in inputs:

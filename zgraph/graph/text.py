@@ -18,12 +18,12 @@ _PLAIN = bool | int | float | complex | str | torch.dtype | torch.device | torch
 
 
 def graph_text(graph: fx.Graph) -> str:
-    """One line per node: `name: f32[4, 8] = target(args)`, then the parameters it works for."""
+    """The graph as text, a line per node: `name: f32[4, 8] = target(args)`, then the parameters the node works for."""
     return "\n".join(_node_text(node) for node in list(graph.nodes))
 
 
 def neighbourhood(node: fx.Node, distance: int = 10) -> str:
-    """The node's line, marked, with up to `distance` lines on either side."""
+    """The node's line of text, marked by an arrow, with up to `distance` lines of the graph before and after it."""
     around = list(node.graph.nodes)
     if node not in around:
         return f"    {_node_text(node)}  (erased)"
@@ -40,13 +40,13 @@ def _node_text(node: fx.Node) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """The line of one node; `str` puts its parts together.
+    """The parts of one node's line of text; `str` joins them.
 
     Attributes:
         name: name of the node.
-        value: description of its value; "" for the output node, which yields nothing.
-        call: the call that computes it.
-        parameters: parameters that it works for; "" if there are none.
+        value: description of the node's value; "" for the output node, which yields nothing.
+        call: the call that computes the value.
+        parameters: names of the parameters that the node works for; "" if there are none.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Line:
 
 
 def line_of(node: fx.Node) -> Line:
-    """The parts of a node's line; a part that cannot be shown is replaced by its type. Never raises."""
+    """The parts of a node's line of text; `unprintable` replaces a part that cannot be shown. Never raises."""
     name = shown(lambda: str(node.name), node)
     if getattr(node, "op", None) == "output":
         return Line(name, "", shown(lambda: f"return {_argument_text(node.args[0])}", node), "")
@@ -87,12 +87,12 @@ def parameters_text(node: fx.Node) -> str:
 
 
 def value_text(value: object) -> str:
-    """`f32[4, 8]`, with strides unless they are contiguous, and the device unless it is the CPU."""
+    """A fake value as text: `f32[4, 8]`, with strides unless contiguous, and with the device unless it is the CPU."""
     return _value_text(value, ())
 
 
 def _value_text(value: object, around: tuple[int, ...]) -> str:
-    """`value_text` inside lists with the ids `around`, so that a list that contains itself ends there."""
+    """`value_text` of an item; `around` has the ids of the lists around it, to stop at a list that contains itself."""
     if isinstance(value, torch.Tensor):
         return shown(lambda: _tensor_text(value), value)
     if isinstance(value, tuple | list) and id(value) not in around:
@@ -113,13 +113,13 @@ def _tensor_text(value: torch.Tensor) -> str:
 
 
 def stride_text(value: torch.Tensor) -> str:
-    """`(1, 8)`, or "" if a tensor is contiguous."""
+    """A tensor's strides as text, such as `(1, 8)`; "" if the tensor is contiguous."""
     strides = [str(stride) for stride in value.stride()]
     return "" if strides == _contiguous_strides([str(size) for size in value.shape]) else f"({', '.join(strides)})"
 
 
 def dtype_text(dtype: torch.dtype) -> str:
-    """torch.bfloat16 -> bf16"""
+    """The short name of a dtype: torch.bfloat16 -> bf16."""
     name = str(dtype).removeprefix("torch.")
     kind = name.rstrip("0123456789_")
     short = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
@@ -173,12 +173,12 @@ def unprintable(thing: object) -> str:
 
 
 def shown(show: Callable[[], str], thing: object) -> str:
-    """The text about a thing, or `unprintable` of it if `show` raises."""
+    """The text that `show` returns about a thing, or `unprintable(thing)` if `show` raises."""
     return safely(show, unprintable(thing))
 
 
 def safely(show: Callable[[], str], fallback: str) -> str:
-    """The text, or the fallback if it raises: showing a graph must never fail."""
+    """The text that `show` returns, or the fallback if `show` raises: showing a graph must never fail."""
     try:
         return show()
     except Exception:

@@ -26,7 +26,7 @@ class Transfer:
         payload_bytes: size of this rank's input.
         sent_bytes: bytes that this rank sends, (N-1)/N of the total: exact for all_to_all, the bandwidth optimum for
             the others. An "all_gather_kept" sends only the first time in a window.
-        parameters: names of the parameters that it works for.
+        parameters: names of the parameters that the collective works for.
         methods: compression methods of the payload, see `zgraph.compression.method_text.to_text`.
     """
 
@@ -41,7 +41,7 @@ class Transfer:
 
     @property
     def received_bytes(self) -> int:
-        """Equal to `sent_bytes`: chunks are padded to equal size, and a ring forwards everything it receives."""
+        """Bytes that this rank receives, as many as it sends: chunks are equally long, and a ring forwards them all."""
         return self.sent_bytes
 
 
@@ -52,7 +52,7 @@ def transfers(graph: fx.Graph) -> Iterator[Transfer]:
 
 
 def transfers_of(node: fx.Node) -> Iterator[Transfer]:
-    """The collectives that a start, or the eager kernel of a marker, runs."""
+    """The collectives that a node runs: one for a start, those of its eager kernel for a marker."""
     if nodes.is_unshard(node):
         yield from _unshard_transfers(node)
     elif nodes.is_reduce_grad(node):

@@ -1,7 +1,7 @@
 """Traits of operators: a table of facts missing from schemas, and one function per question.
 
-Functions accept nodes, because some operators behave differently with different arguments. Facts in torch's schemas and
-tags are read from them (`zgraph.torch_compat.operators`), not repeated in the table.
+Functions accept nodes, because some operators behave differently with different arguments. Facts that torch's schemas
+and tags state are read from torch (`zgraph.torch_compat.operators`), not repeated in the table.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ class Traits:
         decodes: turns the codes of a gathered parameter, its first argument, into values.
         packs: packs rows, of which ranks hold different numbers, into a result of equal size on all ranks.
         is_view: the result shares memory with the first argument, although the schema does not say so.
-        vanishes: lowering replaces it by its first argument, so the result shares memory with it.
+        vanishes: lowering replaces the call by its first argument, so the result shares memory with that argument.
         may_copy: the schema says that the result is a view, but the operator copies if it has to.
         makes_no_values: the result is uninitialised memory.
         overwrites: only writes its first argument or uses its shape, without reading it.
         reads_rows: reads only the rows of its first argument that it returns.
-        crosses_devices: copies between device and host if its argument and its result are on different ones.
-        in_a_library: a library computes it, with or without a compiler.
+        crosses_devices: copies between device and host if its argument is on one of them and its result on the other.
+        in_a_library: a kernel of a library computes the result, also in compiled code.
         accumulates: adds to the accumulated gradients of a window, or reads them.
-        stays: works for a parameter, but must not be moved.
+        stays: works for a parameter, but schedulers must not move it.
     """
 
     reshapes: bool = False
@@ -70,7 +70,7 @@ class Traits:
 
 
 def _rows(operators: Iterable[OpOverload | OpOverloadPacket], traits: Traits) -> dict[OpOverload, Traits]:
-    """The same row for several operators; a packet stands for all of its overloads."""
+    """Rows of the table that give several operators the same traits; a packet stands for all of its overloads."""
     return dict.fromkeys((overload for operator in operators for overload in overloads_of(operator)), traits)
 
 
@@ -152,7 +152,7 @@ def of(node: fx.Node) -> Traits:
 
 
 def is_reshaping(node: fx.Node) -> bool:
-    """Whether the node is a view, cast or copy of its only tensor input, or decodes it into values."""
+    """Whether the node is a view, cast or copy of its only tensor input, decodes that input, or selects a result."""
     row = of(node)
     if row.reshapes or row.decodes or nodes.is_getitem(node):
         return True
@@ -162,7 +162,8 @@ def is_reshaping(node: fx.Node) -> bool:
 def cast_dtype(node: fx.Node) -> torch.dtype | None:
     """The target dtype of a node that only casts, else None.
 
-    Eager torch records `aten._to_copy`; Inductor's decompositions, and passes, `prims.convert_element_type`.
+    Eager torch records casts as `aten._to_copy`, Inductor's decompositions and zgraph's passes record them as
+    `prims.convert_element_type`.
     """
     if node.target is prims.convert_element_type.default:
         return cast("torch.dtype", node.args[1])
@@ -204,13 +205,13 @@ def is_over_lists(node: fx.Node) -> bool:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether the node's result is a view of an argument, unless it has to copy."""
+    """Whether the node's result is a view of an argument, at least where the operator does not have to copy."""
     row = of(node)
     return returns_alias(node.target) or row.is_view or row.vanishes
 
 
 def shared_arguments(node: fx.Node) -> tuple[int | None, ...]:
-    """For each result, the position of the argument whose memory it always shares; None or no entry: none."""
+    """For each result, the position of the argument whose memory it always shares; None or no entry if none."""
     row = of(node)
     return () if row.may_copy else (0,) if row.is_view or row.vanishes else alias_positions(node.target)
 
@@ -224,7 +225,7 @@ def outlives_graph(node: fx.Node) -> bool:
 
 
 def is_free(node: fx.Node) -> bool:
-    """Whether the node needs no time on any lane, because it runs no kernel, such as views and uninitialised memory."""
+    """Whether the node takes no time on any lane, because it runs no kernel, such as a view or `aten.empty`."""
     if node.op in ("placeholder", "get_attr", "output"):
         return True
     if nodes.is_wait(node) or nodes.is_update_wait(node) or nodes.is_getitem(node):
@@ -258,11 +259,11 @@ def is_repeatable(node: fx.Node) -> bool:
 
 
 def is_movable(node: fx.Node) -> bool:
-    """Whether a scheduler may move the node: the communication of a parameter, and its copies.
+    """Whether a scheduler may move the node: it communicates a parameter, or copies into or out of such communication.
 
-    Copies between memory spaces are movable, too, and waits for concurrent updates. Nodes that only accumulate
-    gradients are not movable, since they have no collective to hide and free their gradient; nor are gathers pinned to
-    the use of their result.
+    Copies between memory spaces are movable, too, and so are waits for concurrent updates. Nodes that only accumulate
+    gradients are not movable: they have no collective to hide, and they free their gradient. Gathers that are pinned
+    to the use of their result are not movable either.
     """
     if nodes.is_copy_start(node) or nodes.is_copy_wait(node) or nodes.is_update_wait(node):
         return True

@@ -1,7 +1,7 @@
 """Drop-in replacements for `torch.amp.GradScaler` and `torch.nn.utils.clip_grad_norm_`.
 
-torch's own versions work on sharded gradients except in two cases, where they look at one rank's shards only: agreement
-on overflow, and the largest gradient entry.
+torch's own versions work on sharded gradients, except for two results that they compute from one rank's shards alone:
+whether a gradient has overflowed, and the largest gradient entry.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ Found = list[tuple[torch.optim.Optimizer, list[Tensor]]]  # flags of dropped ste
 class GradScaler(AgreeingGradScaler):
     """A `torch.amp.GradScaler` that tells models when its scale changes, and which parameters' steps were dropped.
 
-    It tells the models passed to `zgraph.set_loss_scale` with this scaler; compression rescales the errors it has kept
-    of their gradients. Arguments and methods are those of `torch.amp.GradScaler`. A step is skipped on all ranks if any
-    rank finds an inf or a NaN, so every rank must make the same calls.
+    The models are those that were passed to `zgraph.set_loss_scale` with this scaler; compression then rescales the
+    errors kept of their gradients. Arguments and methods are those of `torch.amp.GradScaler`. A step is skipped on all
+    ranks if any rank finds an inf or a NaN, so every rank must make the same calls.
 
     Attributes:
-        defer: receives the flags of an `update()` whose values are not known yet; models are told later.
+        defer: if set, receives the flags of each `update()`, whose values are not known yet; `tell_models` tells the
+            models later.
         found: flags of optimizers whose gradients were unscaled since the last `update()`.
     """
 
@@ -49,7 +50,7 @@ class GradScaler(AgreeingGradScaler):
         self.defer: Callable[[Found], None] | None = None
 
     def follow(self, model: nn.Module) -> None:
-        """Tell a model about scales and dropped steps from now on, as long as it lives."""
+        """Tell a model about scales and dropped steps from now on, as long as the model exists."""
         self._models.add(model)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
@@ -123,16 +124,16 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Clip like `torch.nn.utils.clip_grad_norm_`, from norms of local shards and with a single DTensor operation.
 
-    Both clip each stage of a pipeline by its own norm, unless `pipeline` names the ranks of the pipeline.
+    Like torch's function, this clips each stage of a pipeline by that stage's norm, unless `pipeline` is given.
 
     Args:
         parameters: parameters of a sharded model; the same on every rank, or with `pipeline` on every rank of a stage.
         max_norm, norm_type, error_if_nonfinite, foreach: as for `torch.nn.utils.clip_grad_norm_`.
-        pipeline: ranks whose stages make up the model, such as `mesh["pp"]`: all clip by the norm of the whole model.
-            If stages have replicas, use `zgraph.Replicas.clip_grad_norm_`, which counts each once.
+        pipeline: ranks whose stages make up the model, such as `mesh["pp"]`: all stages clip by the norm of the whole
+            model. If stages have replicas, use `zgraph.Replicas.clip_grad_norm_`, which counts each replica once.
 
     Returns:
-        The norm before clipping, replicated; NaN on every rank if a gradient of any rank has one. With `pipeline` a
+        The norm before clipping, replicated; NaN on every rank if a gradient of any rank has a NaN. With `pipeline` a
         plain tensor, the same on all stages.
 
     Raises:

@@ -101,7 +101,7 @@ class _StandIn:
 def take_over(
     optimizer: optim.Optimizer, taken: Sequence[Sequence[Tensor]], made: Mapping[Tensor, dict[str, Any]]
 ) -> None:
-    """Copy the shards' state into the optimizer's own, as DTensors."""
+    """Copy the state that a step made for the shards into the optimizer's state, as DTensors."""
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     for parameter, shard in zip(parameters, chain.from_iterable(taken), strict=True):
         if shard not in made:
@@ -117,7 +117,7 @@ def take_over(
 def shards_of(
     optimizer: optim.Optimizer,
 ) -> tuple[list[list[Tensor]], dict[Tensor, dict[str, Any]]] | None:
-    """Local shards by group, with their gradients, and their state; None if they must be stepped as DTensors."""
+    """The local shards by group, with their gradients, and the shards' state; None if a step must use DTensors."""
     state: dict[Tensor, dict[str, Any]] = defaultdict(dict)
     groups: list[list[Tensor]] = []
     for group in optimizer.param_groups:

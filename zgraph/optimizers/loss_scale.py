@@ -13,17 +13,17 @@ from zgraph.torch_compat.dynamo import without_compile
 
 
 def set_loss_scale(model: nn.Module, scale: float | torch.amp.GradScaler) -> None:
-    """Tell error feedback the factor of the losses, so that kept errors have the scale of the next gradients.
+    """Tell error feedback by what the losses are multiplied, so that kept errors have the scale of the next gradients.
 
         scaler = zgraph.GradScaler("cuda")
         zgraph.set_loss_scale(model, scaler)        # once; the scaler tells the model from then on
 
     When the scale changes, the kept errors are multiplied by new / old, which is exact for powers of two. A step that
-    is dropped because of an overflow leaves no trace in them: from the first call on, each reduction keeps a copy of
-    the previous errors until the step is known to count, which doubles their memory during a step.
+    is dropped because of an overflow does not change the errors: from the first call on, each reduction keeps a copy of
+    the previous errors until the step is known to count. The copy doubles the memory of the errors during a step.
 
     A `zgraph.GradScaler` tells the model in each `update()`, parameter by parameter, which steps its optimizers have
-    dropped; it also tells the model a scale that it loads. Any other scale has to be passed to this function: call it
+    dropped. It also tells the model each scale that is loaded into the scaler. Call this function for any other scale:
     before the first forward and, with torch's own GradScaler, after every `scaler.update()`. A scale smaller than the
     last one then means that the last step was dropped. A step dropped without a change of scale looks like one that was
     taken, so its effect on the errors stays.
@@ -52,9 +52,9 @@ def set_loss_scale(model: nn.Module, scale: float | torch.amp.GradScaler) -> Non
 
 
 def reset_error_feedback(model: nn.Module) -> None:
-    """Drop the errors that compression has kept; they and their counts start at zero.
+    """Drop the errors that compression has kept, so that errors and their counts start again at zero.
 
-    Needed before another method compresses the gradients. The loss scale stays as it was set.
+    Needed before another compression method takes over the gradients. The loss scale stays as it was set.
 
     Args:
         model: module returned by `zgraph.shard`, compiled or not. Every rank must call this, or ranks would disagree on

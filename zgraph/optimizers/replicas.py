@@ -204,7 +204,7 @@ class Replicas:
                 _local(copy).copy_(first)
 
     def _first_copies(self) -> Iterator[tuple[_Replicated, Tensor]]:
-        """Each parameter with the values of its first copy on the first of its ranks."""
+        """Yield each parameter with the values of its first copy on the first rank that holds the parameter."""
         for bucket in self._buckets:
             for one in bucket.members:
                 first = _local(one.copies[0]).clone(memory_format=torch.contiguous_format)
@@ -212,7 +212,7 @@ class Replicas:
                 yield one, first
 
     def _group_of(self, holders: tuple[int, ...]) -> ProcessGroup:
-        """The process group of these ranks, created by them only."""
+        """The process group of the given ranks, created by these ranks only."""
         if len(holders) == dist.get_world_size(self._group):
             return self._group
         members = dist.get_process_group_ranks(self._group)
@@ -268,7 +268,7 @@ def _layout(parameter: nn.Parameter) -> str:
 
 
 def _check(described: Sequence[Mapping[str, Sequence[Mapping[str, str]]]]) -> None:
-    """Refuse replicas that differ; decides alike on all ranks, because it sees the descriptions of all.
+    """Refuse replicas that differ. All ranks decide alike, because each sees the descriptions of all ranks.
 
     Raises:
         ZgraphError: names the replica that differs, is missing, or has no values.

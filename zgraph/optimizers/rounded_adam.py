@@ -29,7 +29,7 @@ Call = Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]
 
 @dataclass(frozen=True)
 class Drawn:
-    """Determines the random numbers of one parameter's moments, together with the number of the update.
+    """The key of the random numbers that round one parameter's moments, together with the number of the update.
 
     Attributes:
         salt: CRC-32 of the parameter's name.
@@ -79,10 +79,10 @@ def rounded_step(
 
     Args:
         optimizer: the optimizer, with `grad_scale` and `found_inf` if a GradScaler has set them.
-        groups: its groups, with shards in place of parameters.
+        groups: the optimizer's groups, with shards in place of parameters.
         state: state of the shards. New entries are those of the optimizer itself, except that moments are bf16.
         drawn: keys of the random numbers, by shard.
-        call: calls an operator with these arguments and options.
+        call: function that calls a given operator with given arguments and options.
     """
     grad_scale, found_inf = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
     for group in groups:
@@ -139,7 +139,7 @@ class _PlainSteps:
     drawn: Callable[[], Mapping[int, Drawn]]
 
     def __call__(self, optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A hook before `step()`, which then has nothing left to do.
+        """Take the step, as a hook before the optimizer's `step()`, which then has nothing left to do.
 
         Raises:
             ZgraphError: the step has a closure, or gradients or state are placed unlike their parameters.

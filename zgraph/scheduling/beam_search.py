@@ -37,9 +37,9 @@ class Bounds:
     """Computes promises of one problem's partial schedules; their common parts are computed once.
 
     Attributes:
-        ahead: for each queue and number of issued starts, the next starts: time on the link, and compute before their
-            use.
-        todo: for each queue and number of issued starts, time of all remaining starts on the link.
+        ahead: for each queue and number of issued starts, a pair for each of the next starts: its time on the link, and
+            the compute before its use.
+        todo: for each queue and number of issued starts, the time on the link of all remaining starts.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -77,7 +77,7 @@ class Bounds:
 
 
 class Beam:
-    """Fills one slot after another in many ways, and keeps the most promising partial schedules.
+    """Fills one slot (gap between compute nodes) after another in many ways; keeps the most promising schedules so far.
 
     Half of the kept schedules have the least left to communicate; the other half use the least memory.
     """
@@ -105,7 +105,7 @@ class Beam:
         return choose(states)
 
     def _fill(self, states: list[Builder], slot: int, steps: int) -> list[Builder]:
-        """The best states after up to `steps` options in the slot, followed by the node after the slot."""
+        """The best states after up to `steps` options in the slot, each with the compute node that follows the slot."""
         behind = self.problem.dependencies.compute_order[slot]
         filled = [_with(state, [behind]) for state in states]
         for _ in range(steps):

@@ -59,7 +59,7 @@ class Builder:
         heads: number of starts issued, for each queue.
         unfinished: keys of `output_chains` whose collectives have started but whose nodes are not all issued, oldest
             first.
-        pending_copies: copies out of buffers that have arrived; not issued yet.
+        pending_copies: copies out of buffers that are not issued yet, although the buffers have arrived.
         compute_us: compute issued so far.
         most_in_flight: most bytes that counted against the limit while more than two collectives did.
     """
@@ -210,7 +210,7 @@ def choose(found: Sequence[Builder], known: Builder | None = None, limits: Limit
 
     Args:
         found: candidates; the first one wins a tie.
-        known: candidate that the choice must not be worse than, unless it exceeds the limits by more.
+        known: candidate that the choice must not be worse than, unless `known` exceeds the limits by more.
         limits: limits for the scores; None: those of each schedule's problem.
     """
     scores = [builder.score(limits) for builder in found]

@@ -20,18 +20,18 @@ class Dependencies:
     Attributes:
         needs: nodes that must be issued before each node: its inputs, readers and writers of memory that it overwrites
             and, if starts are queued, the previous start.
-        users: nodes that need each node, queues aside.
+        users: nodes that need each node, except as the next start of a queue.
         given: whether each node is an input of the graph, and so has no place in the order.
         movable: whether the scheduler chooses the node's place.
         is_start: whether the node starts a movable collective, or a movable copy between memory spaces.
-        is_reload: whether it starts a copy to the device.
+        is_reload: whether the node starts a copy to the device.
         feeds: for each copy to the device, the gathers of its result.
         is_release: whether the node is a wait that frees memory: for a copy from the device, or for an update
             concurrent with compute. The output needs all of these waits.
         comes_along: whether the node is a view of a collective's input or result, issued together with the collective.
             The scheduler does not place views, because ranks may have different ones.
-        compute_order: nodes that are neither inputs nor movable, in program order, the output last. Slot p is the place
-            before the p-th of them.
+        compute_order: nodes that are neither inputs nor movable, in program order, the output last. Slot p is the gap
+            before the p-th of these nodes.
         rank: position of each node in the compute order.
         after: for each movable node, the nearest starts that it depends on through movable nodes only.
         release: for each movable node, the first slot in which everything that it needs has been computed.
@@ -55,7 +55,7 @@ class Dependencies:
 
     @classmethod
     def of(cls, work: Work) -> Dependencies:
-        """Data dependencies only; starts are not queued yet."""
+        """Find the dependencies by data; starts are not in queues yet."""
         ahead = hazards(work.nodes)
         given = [node.op in ("placeholder", "get_attr") for node in work.nodes]
         movable = [traits.is_movable(node) for node in work.nodes]
@@ -114,7 +114,7 @@ class Dependencies:
         return not self.release[start] and not self.after[start]
 
     def is_fetch(self, start: int) -> bool:
-        """Whether a start only fetches data for a later node, and is early enough if that node need not wait for it."""
+        """Whether a start only fetches data for a later node, so that it is early enough if that node does not wait."""
         return self.is_reload[start] or self.reads_inputs_alone(start) or self.is_fed(start)
 
     def is_fed(self, start: int) -> bool:

@@ -13,7 +13,7 @@ from zgraph.scheduling.timeline import Timeline
 
 
 def why_exposed(start: fx.Node, order: Sequence[fx.Node], timeline: Timeline, limits: Limits | None) -> str:
-    """Reason why a collective does not overlap with compute, as half a sentence.
+    """The reason why a collective does not overlap with compute, as a phrase.
 
     Args:
         start: start of a collective that the compute lane waits for.
@@ -63,7 +63,7 @@ def why_exposed(start: fx.Node, order: Sequence[fx.Node], timeline: Timeline, li
 def _waited_before(
     start: fx.Node, order: Sequence[fx.Node], place_of: Mapping[fx.Node, int], timeline: Timeline
 ) -> fx.Node | None:
-    """The first compute after a collective's wait, if it does not depend on that wait and could have run before it."""
+    """The first compute after a collective's wait, if the compute does not depend on the wait; else None."""
     wait = nodes.wait_of(start)
     if wait is None:
         return None

@@ -1,4 +1,4 @@
-"""Finds the fastest order of a graph within memory limits, never worse than the one made by rules."""
+"""Finds the fastest order of a graph within memory limits, never worse than the order made by rules."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zgraph.scheduling.timeline import Sharing
 
 @dataclass(frozen=True)
 class Plan:
-    """The order to run a graph in, with the scores of the order before, of this one, and of the one made by rules."""
+    """The order in which to run a graph, and scores: of the order before, of this order, and of the order by rules."""
 
     order: list[fx.Node]
     before: Score
@@ -34,13 +34,13 @@ def plan_overlap(
     by_rules: Sequence[fx.Node] | None = None,
     search: Search | None = None,
 ) -> Plan:
-    """The best order found, or the given one if none is better.
+    """Plan the best order found, or the given order if none is better.
 
     Args:
         order, costs, sharing, storages: present state of the graph.
-        limits: memory limits of the order; it may have as many bytes in flight as `by_rules`.
+        limits: memory limits of the order, which may however have as many bytes in flight as `by_rules`.
         by_rules: an order that the plan must not be worse than; None: `order`.
-        search: search with cached schedules of earlier problems; None: a new one.
+        search: search that caches the schedules of earlier problems; None: a new search.
     """
     base = order if by_rules is None else by_rules  # which may sink waits of the model's own collectives
     problem = problem_of(base, costs, sharing, storages, limits)

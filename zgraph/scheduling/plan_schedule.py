@@ -16,10 +16,10 @@ SLOTS = 600  # slots that it may fill over all kept schedules: a second or two
 
 
 def find_schedules(problem: Problem) -> list[Builder]:
-    """Candidate schedules, within the limits if any such are found.
+    """Find candidate schedules, of which some may exceed the limits: one greedy per style, and one by beam search.
 
-    Deterministic: depends on the problem only, and not on how many copies of its own rows a rank makes. The time is
-    nearly linear in the number of nodes.
+    The result depends on the problem only, and not on how many copies of its own rows a rank makes. The time is nearly
+    linear in the number of nodes.
     """
     frugal = Greedy(problem, FRUGAL)
     found = [frugal.run()]
@@ -34,7 +34,7 @@ def find_schedules(problem: Problem) -> list[Builder]:
 class Search:
     """Finds schedules, once for equal problems: a graph may be tried on copies before it is ordered itself.
 
-    The cache refers to no graph: its keys are problems by numbers, which tell two problems apart.
+    The cache refers to no graph: its keys are problems with numbers in place of nodes, which tell two problems apart.
     """
 
     def __init__(self) -> None:
@@ -61,12 +61,13 @@ def _is_perfect(found: Builder) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Style:
-    """One way to fill the slots.
+    """One way to fill the slots, that is, the gaps between compute nodes.
 
     Attributes:
-        gathers: when to start each: where its result is needed ("at_use"), early enough to be hidden ("ahead"), before
-            its link would become idle ("in_time"), or as soon as the limits allow ("at_once"). A gather started before
-            its link is free holds memory for nothing. Copies from the host start "at_use" if gathers do, else "ahead".
+        gathers: when to start each gather: where its result is needed ("at_use"), early enough to be hidden ("ahead"),
+            before its link becomes idle ("in_time"), or as soon as the limits allow ("at_once"). A gather that starts
+            before its link is free holds memory for nothing. Copies from the host start "at_use" if gathers do, else
+            "ahead".
         finish: when to compute nodes that only produce outputs: immediately ("at_once"), when their collective has
             finished ("done"), or when other nodes need their memory or would have to wait anyway ("late").
     """
@@ -88,7 +89,7 @@ STYLES = (
 
 
 class Greedy:
-    """Fills slot after slot in one style.
+    """Greedy search: fills slot after slot, that is, the gaps between compute nodes, in one style.
 
     Attributes:
         slot_peaks: most bytes alive in each slot.
@@ -150,7 +151,7 @@ class Greedy:
         return self.builder.is_there(self.problem.dependencies.after[start])
 
     def _runs_dry(self, start: int, slot: int) -> bool:
-        """Whether, at the program's next chance to start work, a link has less queued than fills it plus one start."""
+        """Whether, when the program can next issue a start, its link has less queued than fills it plus this start."""
         queues, clock, work = self.problem.queues, self.builder.clock, self.problem.work
         link = queues.link_of[start]
         capacity = queues.capacity_of[start]
@@ -198,7 +199,7 @@ class Greedy:
         self.builder.pull(start)
 
     def _make_room(self, number: int) -> None:
-        """Finish reductions if the next node needs their memory, or while it would have to wait anyway."""
+        """Finish reductions if the next node needs their memory, or while that node has to wait anyway."""
         builder, start_of = self.builder, self.problem.queues.start_of
         missing = builder.missing([number])
         waited_for = dict.fromkeys(start_of[one] for one in missing if one in start_of)
@@ -234,7 +235,7 @@ class Greedy:
                 return
 
     def _ready(self, start: int) -> float:
-        """When the last collective that the start depends on began."""
+        """Time, in microseconds, at which the last of the collectives began that the start depends on."""
         return max((self.builder.clock.begin[before] for before in self.problem.dependencies.after[start]), default=0.0)
 
 
@@ -263,7 +264,7 @@ class Skyline:
                 self._highest[node] = below + self._raised[node]
 
     def highest(self, begin: int, end: int) -> int:
-        """The highest of begin ... end - 1; the range must not be empty."""
+        """The highest of the heights begin ... end - 1; the range must not be empty."""
         found = [self._raised_above(node) + self._highest[node] for node in self._cover(begin, end)]
         return max(found)
 
@@ -285,10 +286,10 @@ class Skyline:
 
 
 def latest_starts(problem: Problem) -> dict[int, float]:
-    """Latest start of each gather and copy from the host that still hides it, in microseconds of compute done.
+    """For each gather and copy from the host, the latest start that still hides it, in microseconds of compute done.
 
-    Goes from the last to the first: each ends before its result is needed and before the next gather of its link
-    starts, and makes room for the reductions, which are assumed to run as soon as they can.
+    Goes from the last one to the first: each must end before its result is needed and before the next one on its link
+    starts. Reductions, which are assumed to run as soon as they can, occupy their link meanwhile.
     """
     dependencies = problem.dependencies
     starts: dict[str, list[int]] = {}
@@ -320,7 +321,7 @@ def _latest_on(
 
 
 def _hides(problem: Problem, start: int) -> float:
-    """Compute that can run during one collective of a continuous stream, in microseconds."""
+    """Microseconds of compute that can run during one collective in a continuous stream of collectives."""
     work = problem.work
     return work.us[start] * max(0.0, 1 / problem.queues.capacity_of[start] - work.sharing.compute_share)
 
@@ -338,7 +339,7 @@ def _reserved(problem: Problem, reductions: Sequence[int]) -> list[tuple[float, 
 
 
 def _back(until: float, us: float, busy: list[tuple[float, float]]) -> float:
-    """The latest time from which `us` are free up to `until`; drops later intervals from `busy`."""
+    """The latest time from which `us` microseconds outside of `busy` remain up to `until`; drops intervals passed."""
     while busy:
         begin, end = busy[-1]
         if begin < until:

@@ -41,9 +41,9 @@ class Problem:
         limits: memory limits.
         output_chains: see `Dependencies.output_chains`.
         output_chains_of: for each start, the keys of `output_chains` that contain it.
-        compute_at: microseconds of compute before each slot if every copy runs where its result is needed; the last
-            entry is the total.
-        compute_order_at: like `compute_at`, without copies, which may run in another slot.
+        compute_at: microseconds of compute before each slot (gap between compute nodes) if every copy runs where its
+            result is needed; the last entry is the total.
+        compute_order_at: like `compute_at`, without copies, because these may run in another slot.
     """
 
     work: Work
@@ -81,7 +81,7 @@ class Problem:
         )
 
     def by_numbers(self) -> Problem:
-        """The same problem without the nodes themselves; equal problems have equal schedules."""
+        """The same problem with numbers in place of nodes, to compare: equal problems have equal schedules."""
         return replace(self, work=replace(self.work, nodes=(), numbers={}))
 
 

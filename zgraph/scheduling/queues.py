@@ -24,8 +24,9 @@ class Queues:
         queue_of: index in `queues` of each start's queue, in program order.
         start_of: start that each wait waits for.
         wait_of: wait of each start, the first one if there are several.
-        link_of: link that each start's lane uses; "" if it takes no time.
-        capacity_of: throughput of the start's link, in transfers at the speed of one alone; 1 if it takes no time.
+        link_of: link that each start's lane uses; "" if the start takes no time.
+        capacity_of: throughput of each start's link, as a multiple of one transfer's speed; 1 if the start takes no
+            time.
         limited_bytes: bytes of each start, as `limited_bytes` counts them.
     """
 
@@ -66,11 +67,11 @@ class Queues:
 
 
 def limited_bytes(start: fx.Node) -> int:
-    """Bytes of a collective that count against `Limits.in_flight_bytes`: the unsharded tensor, if its end frees memory.
+    """Bytes of a collective that count against `Limits.in_flight_bytes`: the unsharded tensor, if waiting frees memory.
 
-    Waiting for a reduction whose result is as large as its input frees nothing, so it counts 0. Such are reductions of
-    replicated gradients, where each rank keeps the whole mean, and of codes. Copies between memory spaces count 0: the
-    activation needs the same bytes anyway.
+    A reduction counts 0 if its result is as large as its input, because waiting for it then frees nothing: reductions
+    of replicated gradients, where each rank keeps the whole mean, and of codes. Copies between memory spaces count 0,
+    because the activation needs the same bytes without them.
     """
     if nodes.is_copy_start(start):
         return 0
@@ -79,7 +80,7 @@ def limited_bytes(start: fx.Node) -> int:
 
 
 def _returned_bytes(start: fx.Node) -> int:
-    """Bytes of the graph outputs that communication nodes alone make from a collective's result."""
+    """Bytes of those graph outputs that are made from a collective's result by communication nodes alone."""
     pending, seen = [start], {start}
     returned = 0
     while pending:

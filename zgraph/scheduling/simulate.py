@@ -64,7 +64,7 @@ class Work:
         lanes: all lanes but compute.
         links: link that each of these lanes uses.
         capacities: capacity of each link.
-        lane: lane of each node: an index into `lanes`, or one of the constants below.
+        lane: lane of each node: an index into `lanes`, or one of ON_COMPUTE, IN_NO_TIME and WAITS.
         pending: for each node, the collectives and copies whose results it reads, directly or through views.
         update_of: for each wait for an update that runs concurrently with compute, that update.
         sharing: how lanes slow each other down.
@@ -181,7 +181,7 @@ class Clock:
         self._idle = 0.0  # how long the compute lane has waited so far
 
     def issue(self, node: int) -> None:
-        """Let the program issue a node and move past it."""
+        """Let the program issue a node, and go on to where it can issue the next node."""
         lane = self.work.lane[node]
         if lane == Work.IN_NO_TIME:
             self.begin[node] = self.end[node] = self.now
@@ -215,7 +215,7 @@ class Clock:
         return new
 
     def backlog_us(self, lane: int, until: int | None = None) -> float:
-        """Time that a lane needs for all work in its queue, one after another; or only up to and including a node."""
+        """Time that a lane needs for all work in its queue, one after another, or up to and including node `until`."""
         passed = self.now - self._stamp
         backlog = 0.0
         for node, left in self._left.items():  # ordered by when they began

@@ -19,9 +19,9 @@ class Sharing:
     Attributes:
         links: link that each lane uses. A lane that is not listed has its own link, of the same name.
         at_once: how many collectives of one group run concurrently; they begin in order.
-        gains: for each link, throughput of concurrent transfers relative to a single one, which on some transports
-            does not fill the link. n transfers run at gain/n of their speed alone, at most at full speed. 1 for links
-            that are not listed.
+        gains: for each link, throughput of concurrent transfers relative to that of one transfer: on some transports
+            one transfer does not fill the link. Each of n transfers runs at gain/n of its speed alone, at most at full
+            speed. The gain of a link that is not listed is 1.
         issue_us: time that the program spends on the compute lane to issue each collective.
         compute_share: share of a collective's time that it takes from concurrent compute: 0 if copies have engines of
             their own, up to 1 if one core does both (gloo).
@@ -86,7 +86,7 @@ class Timeline:
         step_us: time until every lane is done.
         spans: when each node ran; for a wait, the time for which it blocked.
         exposed_us: how long the compute lane waited for each collective or copy.
-        hidden_us: how long each ran while the compute lane did not wait.
+        hidden_us: how long each collective or copy ran while the compute lane did not wait.
         busy_us: busy time of each lane.
         memory: memory curve over the order; counts storages only.
         causes: for each node that took time or blocked, the node that had to end before it could begin.

@@ -95,7 +95,7 @@ NONE_OFFLOADED: Mapping[Value, None] = MappingProxyType({})
 
 
 class LifetimeModel:
-    """Base of models of a training step: its calls with their costs, and the storages of their results.
+    """Base of models of a training step: the step's calls with their costs, and the storages of their results.
 
     A forward or a backward is assumed to last as long as its busiest lane, because the schedule, which is found later,
     hides what it can.
@@ -167,14 +167,14 @@ class LifetimeModel:
         return links.device_to_host.us(self.bytes_of(value)), links.host_to_device.us(self.bytes_of(value))
 
     def copying(self, offloaded: Mapping[Value, None]) -> tuple[dict[Lane, float], dict[Lane, float]]:
-        """Time on the lane to the host in forward, and on the lane back in backward."""
+        """Time to copy the offloaded values: on the lane to the host in forward, and on the lane back in backward."""
         found = [self.copy_us(value) for value in offloaded]
         if not found:
             return {}, {}
         return {DEVICE_TO_HOST: sum(out for out, _ in found)}, {HOST_TO_DEVICE: sum(back for _, back in found)}
 
     def at_best(self, lane_us: Mapping[Lane, float]) -> float:
-        """Least time of a forward or backward that keeps its lanes busy for these times."""
+        """Least time of a forward or backward that keeps each lane busy for the given time."""
         links: dict[str, float] = {}
         taken = 0.0
         for lane, us in lane_us.items():

@@ -1,7 +1,7 @@
 """The model of a step whose forward and backward become two graphs: what forward saves, and what backward recomputes.
 
-forward   a b c d           saves a, c        costs the bytes of c from its last reader here to its first below
-backward      D  C b B A                      costs the time of b, recomputed from a just before it is read
+forward   a b c d           saves a, c        costs the bytes of c, from c's last reader here to its first in backward
+backward      D  C b B A                      costs the time of b, recomputed from a just before B reads b
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from zgraph.torch_compat.operators import written_arguments
 
 
 class PartitionedModel(LifetimeModel):
-    """A training step whose forward and backward become two graphs, before they are split.
+    """The model of a training step whose joint graph will be split into a forward and a backward graph.
 
-    Forward runs in the order of the joint graph, backward in the order of torch's
-    partitioner: a recomputed node runs just before its first reader.
+    Forward runs in the order of the joint graph, backward in the order of torch's partitioner: a recomputed node runs
+    just before its first reader.
 
     Args:
         joint: forward and backward in one graph.
@@ -79,7 +79,7 @@ class PartitionedModel(LifetimeModel):
     def _place(self, joint: fx.Graph, saved: Sequence[fx.Node]) -> None:
         """Find the saved nodes, and the storages that each call reads.
 
-        The base of a saved view is saved in its place: it needs no more memory, and serves all readers.
+        A saved view is replaced by its base, which needs no more memory and serves all readers.
         """
         self.saved = list(dict.fromkeys(self._base_of(node, self.placed.lies_in) for node in saved))
         # A getitem directly follows the call that it reads.
@@ -103,7 +103,7 @@ class PartitionedModel(LifetimeModel):
         return node
 
     def _parameters(self) -> Iterator[Value]:
-        """Gathered parameters that both forward and backward read; their cast, if all readers apply the same."""
+        """Values for gathered parameters that forward and backward read, or for their cast if all readers cast them."""
         recomputed = dict.fromkeys(self.base_recomputed)
         for gather in self.base_recomputed:
             if nodes.is_unshard(gather) and UnshardArgs.of(gather).layout.zero_stage == 3 and gather in self.required:
@@ -114,7 +114,7 @@ class PartitionedModel(LifetimeModel):
                     yield Value((kept,), gather)
 
     def _activations(self) -> Iterator[Value]:
-        """Saved activations, grouped by storage, whose memory no output of the user holds."""
+        """One value for each storage of saved activations that no output of the user keeps alive."""
         held = {number for node in self.user_outputs for number in self.lies_in[node]}
         by_storage: dict[tuple[int, ...], list[fx.Node]] = {}
         for node in self.saved:
@@ -211,7 +211,7 @@ class _StepReplay:
     """Live ranges of the storages of a step, including those that backward recomputes.
 
     If backward recomputes storage n, the copy is storage n + count. Readers of the recomputed node read the copy, so n
-    itself ends with its last reader in forward, or with its last reader in backward that reads the saved one. An
+    itself ends with its last reader in forward, or with the last reader in backward that reads n and not the copy. An
     offloaded storage n also comes back as storage n + count, at its first reader in backward.
     """
 
@@ -255,7 +255,7 @@ class _StepReplay:
         self.alive.keep(n for node in model.gradients if node in ran for n in placed.get(node, model.lies_in[node]))
 
     def gap(self, value: Value, is_dropped: bool) -> range:
-        """Positions from the last reader in forward to the first in backward, or to where it is recomputed."""
+        """Positions from a value's last reader in forward to its first in backward, or to where its copy is made."""
         numbers = self.model.lies_in[value.nodes[0]]
         begin = max(self.last_forward_read[number] for number in numbers) + 1
         if is_dropped:
@@ -275,7 +275,7 @@ def _ancestors(ends: Iterable[fx.Node], order: Sequence[fx.Node]) -> dict[fx.Nod
 
 
 def _from_first_tangent(calls: list[fx.Node]) -> list[fx.Node]:
-    """Calls from the first reader of a tangent on; earlier ones run just before their first reader."""
+    """Calls from the first reader of a tangent on; calls in front of it run just before their own first readers."""
     first = next(
         (position for position, node in enumerate(calls) if any(map(is_tangent, node.all_input_nodes))),
         0,

@@ -38,7 +38,7 @@ class Path:
 
 
 def greedy_frontier(model: LifetimeModel) -> Path:
-    """Steps that save ever less, dropping or offloading first what costs the least time per byte at the peak.
+    """Estimate steps that save less and less: first without the values that cost the least time per byte at the peak.
 
     Starts twice: from a step that saves everything, and from one that saves no gathered parameter. Values that turn out
     not to be alive at the peak are saved again, the most expensive to recompute first.
@@ -53,7 +53,7 @@ def greedy_frontier(model: LifetimeModel) -> Path:
 
 
 def _frontier_from(model: LifetimeModel, estimate: StepEstimate) -> list[StepEstimate]:
-    """Drop values as long as doing so does not raise the peak."""
+    """The given estimate and those found by dropping or offloading values as long as the peak does not rise."""
     estimates = [estimate]
     at_once = max(1, len(model.values) // MAX_ESTIMATES)
     barred: dict[Move, None] = {}
@@ -81,7 +81,7 @@ def _after(model: LifetimeModel, estimate: StepEstimate, moves: Iterable[Move]) 
 
 
 def _moves(model: LifetimeModel, estimate: StepEstimate, barred: Mapping[Move, None]) -> list[Move]:
-    """Values that are alive at the peak and can be dropped or offloaded, each the cheaper way, the cheapest first."""
+    """For each value alive at the peak, the cheaper move (drop or offload), if any is possible; cheapest move first."""
     peak = estimate.bytes_during.index(estimate.peak_bytes)
     busy = busy_us(model.costs[node] for node in (*model.backward, *estimate.recomputed))
     _, copying_back = model.copying(estimate.offloaded)
@@ -118,7 +118,7 @@ def _sum_of(one: Mapping[Lane, float], other: Mapping[Lane, float]) -> dict[Lane
 
 
 def _rollback(model: LifetimeModel, estimate: StepEstimate) -> StepEstimate:
-    """The step with dropped values saved again where they fit below the peak."""
+    """The step with dropped values saved again where they fit below the peak; the given step if that is not faster."""
     during, dropped = list(estimate.bytes_during), dict(estimate.dropped)
     peak = during.index(estimate.peak_bytes)
     gain = {value: sum(model.costs[node].us for node in value.nodes) for value in dropped}

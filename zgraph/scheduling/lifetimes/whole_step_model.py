@@ -36,7 +36,7 @@ class WholeStepModel(LifetimeModel):
     parameters are always dropped, because their gathers are free.
 
     Args:
-        graph: graph of the step, whose nodes know their parts; it is not changed.
+        graph: graph of the step, whose nodes record which forward or backward they belong to; it is not changed.
         cost_of: cost of each call.
         sharing: how lanes share links and compute.
         copies: links to the host and back; None: nothing is offloaded.
@@ -79,7 +79,7 @@ class WholeStepModel(LifetimeModel):
         return {node for node, numbers in places.items() if written & {*numbers}}
 
     def _crossing(self) -> dict[int, dict[fx.Node, None]]:
-        """For each storage, its nodes in a forward that the backward of that forward reads."""
+        """For each storage, those of its nodes that a forward makes and that the backward of this forward reads."""
         found: dict[int, dict[fx.Node, None]] = {}
         for node in self.backward:
             for source in self.reads[node]:
@@ -143,7 +143,7 @@ class WholeStepModel(LifetimeModel):
         return list(found)
 
     def is_alive(self, node: fx.Node, gone: Collection[int], forward: int) -> bool:
-        """Whether the backward of this forward finds a node alive if the `gone` storages are not kept for it."""
+        """Whether the backward of `forward` finds a node alive if the `gone` storages are not kept for it."""
         own = self.crossing if self.part[node] == forward else ()
         return all(
             number in self.gathered_once or (number in own and number not in gone) for number in self.lies_in[node]
@@ -155,7 +155,7 @@ class WholeStepModel(LifetimeModel):
         return {number for marker in markers if _stage(marker) in (1, 2) for number in self.lies_in[marker]}
 
     def base_of(self, value: Value) -> fx.Node | None:
-        """The node that owns the storage; backward may read views of it."""
+        """The node that allocates the value's storage, of which backward may read views; None: do not offload."""
         if value.gather is not None or any(node in self.spoiled for node in value.nodes):
             return None
         (base, *others) = dict.fromkeys(map(self._without_views, value.nodes))
@@ -205,7 +205,7 @@ class WholeStepModel(LifetimeModel):
         )
 
     def _copying_in_parts(self, offloaded: Mapping[Value, None]) -> dict[int, dict[Lane, float]]:
-        """Time on the lane to the host in each forward, and on the lane back in its backward."""
+        """Time to copy the offloaded values: on the lane to the host in each forward, and back in its backward."""
         by_forward: dict[int, dict[Value, None]] = {}
         for value in offloaded:
             by_forward.setdefault(self.part[value.nodes[0]], {})[value] = None
@@ -267,7 +267,7 @@ class _Replay:
         self.alive.keep(place for node in model.returned for place in self._place_of(node, False))
 
     def gap(self, numbers: tuple[int, ...], is_dropped: bool) -> range:
-        """Positions from the last reader in forward to the first in backward, or to where it is recomputed."""
+        """Positions from a value's last reader in forward to its first in backward, or to where its copy is made."""
         begin = max((self.last_forward_read.get(number, self.alive.first[number]) for number in numbers), default=0) + 1
         if is_dropped:
             ends = [self.alive.first[number + self.count] for number in numbers]

@@ -112,7 +112,7 @@ def plan_calls(order: Sequence[fx.Node], updates: Updates, most_numel: int) -> l
 
 
 def _homes(region: Sequence[fx.Node], updates: Updates) -> dict[fx.Node, float]:
-    """For each node, the arrival of the gradient of the parameter it serves; the earliest if it serves several."""
+    """For each node, when the gradient of the parameter that it serves arrives; of several parameters, the first."""
     known = updates.homes()
     followers: dict[fx.Node, list[fx.Node]] = {}
     for node in region:

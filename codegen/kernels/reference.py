@@ -79,7 +79,7 @@ class CodeBook:
         return 2 * (self.top + 1) // (self.high - self.low + 1)
 
     def slope(self, clip: float) -> float:
-        """Factor that maps u to codes without rotation, or to a share of the interval between both clips with it."""
+        """Factor that maps u to codes; with rotation, to a share of the interval between both clips."""
         return fp32(0.5 / (self.top + 1) / clip if self.rotated else self.high / self.top / clip)
 
     @property
@@ -89,7 +89,7 @@ class CodeBook:
 
 
 def sums_are_exact(method: BlockMethod) -> bool:
-    """Whether no order of additions changes the sums over a group's integers; see above."""
+    """Whether no order of additions changes the sums over a group's integers; see the text of this module."""
     return method.bits <= 4 and method.group <= 128
 
 
@@ -151,7 +151,7 @@ def is_unbiased(method: BlockMethod) -> bool:
 
 
 def best_levels(integers: Tensor, book: CodeBook) -> Tensor:
-    """Decoded values [..., group] without the scale, at the clipping level that aligns them best with u."""
+    """c + b [..., group] for integers u, at the clipping level for which c + b aligns best with u."""
     best, *others = (levels_of(integers, clip, book) for clip in book.clips)
     if not others:
         return best
@@ -247,9 +247,9 @@ def decode(levels: Tensor, scale: Tensor, signs: Tensor | None) -> Tensor:
 def to_blocks(values: Tensor) -> Tensor:
     """[..., group] as [..., blocks, 32], or as [..., 1, group] if group is less than 32.
 
-    A block consists of runs of 8 neighbours that are group / 4 apart: element 8 blocks a + 8 b + c is at place 8 a + c
-    of block b. So a GPU thread, which keeps a block in its registers, reads 8 elements at once, neighbouring threads
-    read neighbouring runs, and a byte of codes only has elements of one block.
+    A block consists of runs of 8 neighbours; the runs are group / 4 apart. With `blocks` blocks in a group, element
+    8 blocks a + 8 b + c is at place 8 a + c of block b. So a GPU thread, which keeps a block in its registers, reads 8
+    elements at once, neighbouring threads read neighbouring runs, and a byte of codes only has elements of one block.
     """
     places = min(values.shape[-1], HADAMARD)
     return values.unflatten(-1, (places // RUN, -1, RUN)).transpose(-3, -2).flatten(-2)
@@ -273,7 +273,7 @@ def hadamard(values: Tensor) -> Tensor:
 
 
 def fold(values: Tensor) -> Tensor:
-    """The sum over the last dim, a group, with keepdim: first within blocks, then over blocks.
+    """The sum over the last dim, which is a group, with keepdim: first within blocks, then over blocks.
 
     Both sums repeatedly add the second half of the numbers to the first half.
     """
@@ -288,7 +288,7 @@ def _halve(values: Tensor) -> Tensor:
 
 
 def draw_signs(groups: int, group: int, draw: RngKey, rank: int, device: torch.device | None = None) -> Tensor:
-    """[groups, group] of 1 and -1 on a device (default: CPU), determined by step, rank and place in the chunk.
+    """Random signs 1 and -1 [groups, group] on a device (default: CPU), given by step, rank and place in the chunk.
 
     The sign at place p of a block is bit 31 - p of a hash of the block's number in the chunk.
     """

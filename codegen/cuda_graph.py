@@ -1,12 +1,12 @@
 """A whole step as a CUDA graph: recorded once, then launched by one host call per step.
 
-    call 1, 2, 3    the program itself, on a stream of its own: kernels and communicators are made ready
+    call 1, 2, 3    the program itself, on a separate stream: kernels and communicators are made ready
     call 4          the program is recorded, which computes nothing, and the recording is replayed
     call 5, ...     arguments are copied to where the recording reads them, and the recording is replayed
 
 Tensors that stay from call to call, such as shards and the optimizer's state, are read and written in place. If the
 address of such a tensor or the value of a number changes, warm-up starts again. A step that turns out not to be
-recordable runs as in the first calls from then on, with a warning.
+recordable runs without a recording from then on, after a warning.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Recorder(Protocol):
     has_failed: bool
 
     def check(self, gm: fx.GraphModule, resident: int) -> None:
-        """Raise a ZgraphError if a replay would not do all that the graph does; `resident` as in `RecordedSteps`."""
+        """Raise a ZgraphError if a replay does not do all that the graph does; `resident` as in `RecordedSteps`."""
         ...
 
     def warm_up(self, program: Program, inputs: list[Any]) -> Any:
@@ -133,7 +133,7 @@ class _Recorded:
         """Drop the recording if it is not valid for these inputs.
 
         Raises:
-            ZgraphError: inputs change so often that no recording would be replayed.
+            ZgraphError: inputs change so often that recordings are not replayed.
         """
         key = [*map(Tensor.data_ptr, inputs[: self._resident])]
         key += [None if isinstance(value, Tensor) else value for value in inputs[self._resident :]]

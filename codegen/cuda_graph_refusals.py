@@ -1,4 +1,4 @@
-"""Checks whether a step can be recorded as a CUDA graph: a replay would skip host work, or run it incorrectly."""
+"""Checks whether a step can be recorded as a CUDA graph, whose replay skips work of the host or gets it wrong."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _READS = frozenset({aten._local_scalar_dense.default, aten.equal.default, aten.i
 
 
 def check_recordable(gm: fx.GraphModule, resident: int) -> None:
-    """Refuse a step that a CUDA graph cannot hold.
+    """Refuse a step that cannot be recorded as a CUDA graph.
 
     Args:
         gm: the final graph of the step.

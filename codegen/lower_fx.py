@@ -85,7 +85,7 @@ def lower_fx(
 
 
 def drop_dependences(graph: fx.Graph) -> None:
-    """Remove `depend` nodes; their readers read the value itself, or a copy if shared memory is visible to the user."""
+    """Remove `depend` nodes; their readers read the value itself, or a copy of it if sharing memory is visible."""
     found = list(nodes.call_functions(graph, lambda node: node.target is torch.ops.zgraph.depend.default))
     if not found:
         return
@@ -102,7 +102,7 @@ def drop_dependences(graph: fx.Graph) -> None:
 
 
 def _must_copy(node: fx.Node, written: set[fx.Node], returned: dict[fx.Node, None]) -> bool:
-    """Whether users see it if a `depend` node shares its value's memory: by a write, its strides, or a returned alias.
+    """Whether it is visible if a `depend` node shares its value's memory: by a write, strides, or a returned alias.
 
     A graph must not return an alias of its input if the trace promised a new tensor.
     """

@@ -31,7 +31,7 @@ class CompressGradients(GraphPass):
 
     Lossy: `zgraph.passes.LoCo` and the other methods document how far the mean is from the exact one. Each rank keeps
     error-feedback state for each parameter, see `zgraph.runtime_state`. Gradients are quantized from their own dtype,
-    not from the dtype in which they would otherwise be sent.
+    not from the dtype in which uncompressed gradients are sent.
     Leaves alone: gradients that are small, have few dims or a skipped name (LowerReductions sends them uncompressed),
     and gradients on a single rank, which are not sent. Gradients accumulated in a window are compressed once, at its
     end.

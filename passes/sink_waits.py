@@ -110,7 +110,7 @@ def _is_started(node: fx.Node) -> bool:
 
 
 def limit_reductions(graph: fx.Graph, in_flight: int, in_flight_bytes: int, ahead: Hazards) -> None:
-    """Move waits for the oldest reductions before each start of a reduction that exceeds the limits with them."""
+    """Wait for the oldest reductions in flight before each start of a reduction that otherwise exceeds the limits."""
     outstanding: list[fx.Node] = []
     for start in nodes.call_functions(graph, nodes.is_exchange):
         while outstanding and (
@@ -130,7 +130,7 @@ def limit_reductions(graph: fx.Graph, in_flight: int, in_flight_bytes: int, ahea
 
 
 def limit_offloads(graph: fx.Graph, in_flight: int) -> None:
-    """Move the wait for the oldest copy to the host, which frees its source, before a start that exceeds the limit."""
+    """Wait for the oldest copy to the host, which frees its source, before a start that otherwise exceeds the limit."""
     order = nodes.order_of(graph)
     outstanding: list[fx.Node] = []
     for start in nodes.call_functions(graph, nodes.is_offload):

@@ -2,7 +2,7 @@
 
 Every value is fp32, and every operation rounds separately, in the order in which it is written. Parameters are updated
 with the moments before rounding. Scalars shared by all elements are computed the same way in fp64. Powers are computed
-by repeated squaring: results of libraries differ between machines, and the GPU, which has the step count, needs them.
+by repeated squaring, which a GPU can do where the step count is, because results of libraries differ between machines.
 
     round(x) = the upper half of (bits of x + r),    r uniform in 0 ... 2^16 - 1
 

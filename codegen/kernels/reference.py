@@ -9,14 +9,14 @@ Each group of elements x is sent as integer codes c and one bf16 scale s, so tha
 
 Rotated values look Gaussian: codes represent the middles of their intervals (b = 1/2), and all levels are used. Without
 rotation y = x, s lacks the 1/32, codes are rounded to nearest, and zero has a code of its own (b = 0, one level fewer).
-The scale makes the result unbiased along y: <y, s (c + b)> = <y, y>; a least-squares scale would shrink each gradient
-by the loss due to clipping (as in Suresh et al. 2017, arXiv 1611.00429, rotation before quantization; Vargaftik et al.
+The scale makes the result unbiased along y: <y, s (c + b)> = <y, y>; a least-squares scale shrinks each gradient by
+the loss due to clipping (as in Suresh et al. 2017, arXiv 1611.00429, rotation before quantization; Vargaftik et al.
 2021, DRIVE, arXiv 2105.08339, section 4, unbiased scale).
 
 With error feedback and without rotation, s is the least-squares scale, max|y| / K <u, c + b> / |c + b|^2. The error is
-then never longer than the input; otherwise the errors of classic feedback could grow without bound, as they do with 2
-bits on heavy-tailed inputs, where the unbiased scale is many times the largest value. The amount by which the scale
-shrinks values is part of the error, and is sent later.
+then never longer than the input. With the unbiased scale, the errors of classic feedback can grow without bound, as
+they do with 2 bits on heavy-tailed inputs, where that scale is many times the largest value. The amount by which the
+least-squares scale shrinks values is part of the error, and is sent later.
 
 Every value is fp32 until it is stored, and every operation rounds separately, except three that are fused
 multiply-adds: rounding a product to an integer, `clip_share`, and a step of `reciprocal`. Sums over up to 128 integers
@@ -89,7 +89,7 @@ class CodeBook:
 
 
 def sums_are_exact(method: BlockMethod) -> bool:
-    """Whether no order of additions changes the sums over a group's integers; see the text of this module."""
+    """Whether no order of additions changes the sums over a group's integers; see the docstring of this module."""
     return method.bits <= 4 and method.group <= 128
 
 

@@ -20,7 +20,7 @@ def link_bytes(
         total_bytes: bytes that all collectives carry together.
         latency_us: latency of one collective.
         transfer_us: time to transfer these bytes, without latencies.
-        compute_us: time of the compute that could hide the transfers.
+        compute_us: time of the compute that can hide the transfers.
         latency_share: share of latency in the transfer, such as 0.1.
     """
     sizes = [1.0]

@@ -229,7 +229,7 @@ class CompressedReduction(ReductionBuilder):
         return self.node(operator.getitem, every, 0)
 
     def _quantized(self, pieces: fx.Node, hop: Hop) -> tuple[fx.Node, fx.Node]:
-        """Quantize pieces: return the payload [receivers * bytes] and the key of the random numbers that it needs."""
+        """Quantize pieces: return the payload [receivers * bytes] and the key of the random numbers used."""
         errors = self._errors(hop, meta.tensor_value(pieces).device)
         quantized = self.node(
             torch.ops.zgraph.quantize_grads.default,

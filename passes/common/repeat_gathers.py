@@ -49,8 +49,8 @@ def _repeat(
 ) -> None:
     """Let readers of a gathered parameter in one part (a forward or a backward) read a new gather in that part.
 
-    The gather goes before the first reader, and each of its views before the first reader of that view. A view placed
-    earlier becomes the first reader of its gather, so that a unit's gathers take the order in which the unit reads.
+    The gather goes before the first reader, and each of its views before the first reader of that view. Views must not
+    come earlier: they would be the first readers of gathers, which determine the order of a unit's gathers.
 
     Args:
         values: the gathered parameter and its views, in any part. A view made in another part, as by the first backward

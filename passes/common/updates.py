@@ -24,8 +24,8 @@ class Updates:
         reading: nodes that depend on a reduced gradient, through their inputs or through earlier writes.
         preparing: nodes that use only inputs of the graph and serve only `reading` nodes, such as the next step count.
         before: for each node of the graph, the nodes that must precede it, besides its inputs.
-        arrival: for each node that depends on reductions, the position of the start of the last of these. On a single
-            rank, where nothing is reduced, gradients count as arriving in buckets.
+        arrival: for each node that depends on reductions, the position where the last of these reductions starts. On a
+            single rank, where nothing is reduced, gradients count as arriving in buckets.
     """
 
     reading: Mapping[fx.Node, None]
@@ -68,7 +68,7 @@ class Updates:
         return not any(source in self for node in others for source in self.needs(node))
 
     def homes(self) -> dict[fx.Node, int]:
-        """For each value of a parameter, such as its moments, where the last reduction of its gradient starts.
+        """For each value of a parameter, such as a moment, the position where the gradient's last reduction starts.
 
         Values belong to one parameter if they have the same index in the lists of a call such as `_foreach_mul_`, or
         if one is computed from the other and neither is a scalar.

@@ -96,7 +96,7 @@ def plan_visits(order: Sequence[fx.Node], placed: Placements, apart: Container[f
 
 
 def is_computing(node: fx.Node) -> bool:
-    """Whether a node computes, rather than moves or views values or holds an input."""
+    """Whether a node computes; False for nodes that only move or view values, or hold an input."""
     return node.op == "call_function" and not (nodes.is_communication(node) or traits.is_free(node))
 
 

@@ -53,9 +53,9 @@ class HostUpdate:
 
 
 def split_apart(update: fx.Node) -> list[list[int]]:
-    """Group the places of a fused update's lists into those that can be updated on the host and those that cannot.
+    """Group the indices of a fused update's lists into those that can be updated on the host and those that cannot.
 
-    State that the step creates is created and updated on the device. Scalar parameters and their state also stay there.
+    State that the step creates is created and updated on the device. Scalar parameters and their state stay there too.
     """
     groups: dict[bool, list[int]] = {}
     written = frozenset(_updated(update)) if is_fused(update) else frozenset[fx.Node]()

@@ -183,7 +183,7 @@ def _reload_inputs(backward: fx.Graph, forward: fx.Graph) -> bool:
 
 
 def _offload_in_step(graph: fx.Graph, base: fx.Node, readers: Iterable[fx.Node]) -> None:
-    """Offload a value: readers in backward read the copy that comes back, or views of this copy in place of views."""
+    """Offload a value, and let readers in backward read the copy that comes back, or the same views of this copy."""
     first = min(readers)
     kept = _offload(graph, base, first)
     back = _reload(graph, kept, meta.tensor_value(base).device, first, base.name)

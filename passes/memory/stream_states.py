@@ -130,7 +130,7 @@ class StreamStates(GraphPass):
         return self._stream(graph, ctx, streamed, is_elsewhere)
 
     def _choose_streamed(self, gm: fx.GraphModule, ctx: PassContext, is_elsewhere: bool) -> list[fx.Node]:
-        """The updates of a step that can run on the host but run faster on the device: the last ones, or none."""
+        """The updates of a step that can run on the host but are better run on the device: the last ones, or none."""
         order = list(gm.graph.nodes)
         able = _able(order, is_elsewhere)
         if not able:
@@ -279,7 +279,7 @@ def _copy_of(graph: fx.Graph, alias: fx.Node, visit: Visit, use: fx.Node) -> fx.
 
 
 def _move_out(graph: fx.Graph, value: fx.Node, last: fx.Node, placed: Placements) -> fx.Node:
-    """Copy new state, after its last use, to the memory where it is kept; the graph returns this copy."""
+    """Copy new state, after its last use, to where it is kept, for the graph to return; return the start of the copy."""
     output = nodes.output_of(graph)
     firsts = [placed.storages[number].first for number in placed.lies_in[value]]
     tier = meta.rests_in(firsts[0])
@@ -304,7 +304,7 @@ def _move_out(graph: fx.Graph, value: fx.Node, last: fx.Node, placed: Placements
 def _prefetch(
     order: Sequence[fx.Node], visits: Sequence[Visit], joined: Sequence[Visit], prefetch: int, in_flight_bytes: int
 ) -> None:
-    """Move the start of the copies for each use up to where copies for an earlier use are awaited."""
+    """Move the starts of the copies for each use up to the waits of copies for an earlier use."""
     batches = list(_batches(order, visits))
     held: Counter[fx.Node] = Counter()  # bytes of copies that an update shares with backward
     for visit in joined:
@@ -392,7 +392,7 @@ def _batches(order: Sequence[fx.Node], visits: Sequence[Visit]) -> Iterator[list
 def _write_behind(
     graph: fx.Graph, outgoing: Iterable[tuple[fx.Node, fx.Node]], visits: Sequence[Visit], in_flight: int
 ) -> None:
-    """Wait for each copy back when copies of later uses have started, or by the next read of the value or the end."""
+    """Wait for each copy back once copies of later uses have started, but before the next read of the value or the end."""
     read_again: dict[fx.Node, fx.Node] = {}  # from the start of each store to the first read after it
     last_store: dict[fx.Node, fx.Node] = {}
     for visit in visits:

@@ -25,7 +25,7 @@ REDUCES = 4  # a reduction reads this many times its output's bytes; same limit 
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeActivations(GraphPass):
-    """Recompute activations of a whole step in backward, if the operators that read them there can fuse with that.
+    """Recompute activations of a whole step in backward, if this fuses with the operators that read them in backward.
 
     The rule is that of torch's partitioner, which handles the graphs of `torch.compile`: pointwise operators run
     again, such as those between the products of a gated layer, if their inputs are alive in backward anyway and only

@@ -113,7 +113,7 @@ def dequantize_each_bucket(received: Tensor, layout: BucketLayout, draw: RngKey,
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of a call of a C++ kernel that do not depend on tensors.
+    """A call of a C++ kernel, without the arguments that depend on tensors.
 
     Attributes:
         kernel: function in the library.

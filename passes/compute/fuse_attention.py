@@ -40,7 +40,7 @@ class FuseAttention(GraphPass):
     The pass has not been measured on GPUs.
 
     Leaves alone: graphs of the lowering "fx", which must be bitwise equal to eager torch; attention with active
-    dropout, whose masks the fused operator would draw differently; attention that matches none of the patterns. A note of
+    dropout, whose masks the fused operator draws differently; attention that matches none of the patterns. A note of
     the pass gives the reason.
     """
 

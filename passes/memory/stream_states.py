@@ -279,7 +279,7 @@ def _copy_of(graph: fx.Graph, alias: fx.Node, visit: Visit, use: fx.Node) -> fx.
 
 
 def _move_out(graph: fx.Graph, value: fx.Node, last: fx.Node, placed: Placements) -> fx.Node:
-    """Copy new state, after its last use, to where it is kept, for the graph to return; return the start of the copy."""
+    """Copy new state, after its last use, to where it is kept, for the graph to return; return the copy's start."""
     output = nodes.output_of(graph)
     firsts = [placed.storages[number].first for number in placed.lies_in[value]]
     tier = meta.rests_in(firsts[0])
@@ -392,7 +392,7 @@ def _batches(order: Sequence[fx.Node], visits: Sequence[Visit]) -> Iterator[list
 def _write_behind(
     graph: fx.Graph, outgoing: Iterable[tuple[fx.Node, fx.Node]], visits: Sequence[Visit], in_flight: int
 ) -> None:
-    """Wait for each copy back once copies of later uses have started, but before the next read of the value or the end."""
+    """Wait for each copy back once copies of later uses have started, but before the value's next read or the end."""
     read_again: dict[fx.Node, fx.Node] = {}  # from the start of each store to the first read after it
     last_store: dict[fx.Node, fx.Node] = {}
     for visit in visits:

@@ -43,7 +43,7 @@ class Outcome:
     compute_us: float
 
     def is_better(self, other: Outcome) -> bool:
-        """Whether this outcome exceeds the budgets by less, or equally and is faster by more than the prediction error."""
+        """Whether this outcome exceeds the budgets by less, or equally and is faster beyond the prediction error."""
         if self.excess_bytes != other.excess_bytes:
             return self.excess_bytes < other.excess_bytes
         return self.step_us < other.step_us * (1 - SAME)

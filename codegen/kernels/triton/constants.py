@@ -67,9 +67,9 @@ class QuantizeConstants(BlockConstants):
         contracts: whether products that are added are exact, so that multiply-add may be fused.
         exact_sums: whether sums over a group's integers have the same bits in any order.
         unbiased: whether the scale is the unbiased one rather than the least-squares one.
-        slopes: factor for integers, at each clipping level.
+        slopes: factor for integers at each clipping level, see `CodeBook.slope`.
         clipped: whether each clipping level is below the largest magnitude.
-        begins: first level of each clipping level, relative to the first level of the grid of non-negative integers.
+        begins: for each clipping level, the number to add to the grid, rounded down and divided by step, to get levels.
         top: largest integer u.
         intervals: number of intervals of the grid between both clips.
         step: number of integers that share a level.

@@ -64,7 +64,7 @@ def update_on_gpu(
 ) -> None:
     """Update tensors of one GPU as specified by `zgraph::fused_adam_`, with two launches in stream order.
 
-    The kernels read scalars on the GPU, and the host reads a learning rate on the CPU: it never waits for the GPU.
+    The kernels read scalars on the GPU, and the host reads a learning rate on the CPU, so the host never waits.
     """
     if not parameters:
         return

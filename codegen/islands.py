@@ -65,7 +65,7 @@ def is_compute(node: fx.Node) -> bool:
     False for communication and other operators of zgraph, operators that write to their inputs, random operators
     (which must draw in program order) and views of tensors on the host of a GPU. On CPU, also False for copies in and
     out of collectives' buffers: compiling does not make them faster, and their strides depend on the bucket, so that
-    every kernel around them needs a compilation of its own, at two seconds of C++ each.
+    every kernel around them is compiled separately, at two seconds of C++ each.
     """
     if nodes.is_getitem(node):
         source = node.args[0]

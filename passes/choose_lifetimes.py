@@ -25,8 +25,8 @@ from zgraph.scheduling.timeline import Sharing
 class ChooseLifetimes(GraphPass):
     """Save as many values for backward as fit the budget, and recompute the others, which cost the least time.
 
-    With a budget in the target, one plan decides for each parameter of stage 3 whether backward gathers it again, and
-    for each activation that torch's partitioner would save whether backward recomputes it. Without a budget, and always
+    With a budget in the target, one plan decides which parameters of stage 3 backward gathers again, and which of the
+    activations that torch's partitioner saves are recomputed by backward instead. Without a budget, and always
     for replicated parameters, gathers are repeated and activations are left to the partitioner. A repeated gather is
     tagged for recomputation together with all views and casts of its result, lest the partitioner save unsharded
     weights. A replicated parameter is tagged too: its gather is free, and saving it means saving its cast copy.

@@ -44,8 +44,8 @@ class CompressGradients(GraphPass):
             such blocks, compile the whole model.
         warmup_steps: number of initial optimizer steps in which gradients are not compressed.
         mean_codec: how the means of replicated parameters' gradients are gathered after each rank has averaged a part:
-            in the given dtype, or as codes of the given BlockMethod, with its own error feedback. Other gradients use
-            `mean_dtype` of `zgraph.shard` instead. Not used by LowRank: each rank rebuilds all means.
+            in the given dtype, or as codes of the given BlockMethod, with its own error feedback. Gradients sent
+            uncompressed use `mean_dtype` of `zgraph.shard` instead. Not used by LowRank: each rank rebuilds all means.
     """
 
     method: CompressionMethod | TwoHop | LowRank = field(default_factory=LoCo)

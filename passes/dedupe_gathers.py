@@ -23,7 +23,7 @@ class DedupeGathers(GraphPass):
     `reduce(a) + reduce(b)` becomes `reduce(a + b)`: the same sum as in the replicated model, for half the bytes.
     Leaves alone: reads in another dtype or of another parameter; sums with anything but a reduction of the same
     parameter. In a whole training step also: reads of stage 0 and 3 parameters in different forwards and backwards,
-    reads before and after an update, and sums of the reductions of several backwards: eager torch reduces each, too.
+    reads before and after an update, and sums of the reductions of several backwards: eager torch has the same sums.
     """
 
     name: ClassVar[str] = "dedupe_gathers"

@@ -50,7 +50,7 @@ def _repeat(
     """Let readers of a gathered parameter in one part (a forward or a backward) read a new gather in that part.
 
     The gather goes before the first reader, and each of its views before the first reader of that view. Views must not
-    come earlier: they would be the first readers of gathers, which determine the order of a unit's gathers.
+    come earlier: the first readers of gathers determine the order of a unit's gathers.
 
     Args:
         values: the gathered parameter and its views, in any part. A view made in another part, as by the first backward

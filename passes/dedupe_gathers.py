@@ -66,7 +66,7 @@ def plan_shared_gathers(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
 
 
 def next_fold(graph: fx.Graph) -> tuple[fx.Node, fx.Node, fx.Node] | None:
-    """(add, left, right), where only `add` reads `left` and `right`, two reductions of one parameter; else None."""
+    """The first (add, left, right) where only `add` reads two reductions of one parameter; None: there is none."""
     for add in nodes.call_functions(graph, lambda node: node.target is aten.add.Tensor):
         if add.kwargs or len(add.all_input_nodes) != 2:
             continue

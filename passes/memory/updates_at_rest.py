@@ -138,7 +138,7 @@ def may_run_beside(update: fx.Node) -> bool:
 
 
 def update_beside(graph: fx.Graph, updates: Sequence[fx.Node], in_flight: int, unlimited: Container[fx.Node]) -> int:
-    """Let updates run beside compute until a node touches their tensors or later updates start; return their number.
+    """Let updates run beside compute until a node touches their tensors or later updates start; return how many do.
 
     Args:
         graph, updates: the graph and the updates in it.

@@ -25,7 +25,8 @@ class FuseUpdates(GraphPass):
     Independent calls of one operation become one call of its `_foreach` variant, which on a CPU runs the same kernels
     one after another: results are bitwise equal.
     Leaves alone: large tensors, because the overhead of a call is negligible for them, and the temporary results of a
-    shared call are all alive together; other devices, where optimizers are foreach by default; graphs that a compiler fuses.
+    shared call are all alive together; other devices, where optimizers are foreach by default; graphs that a compiler
+    fuses.
 
     Attributes:
         most_numel: number of elements of the largest tensor that shares a call.

@@ -64,7 +64,7 @@ def update_on_gpu(
 ) -> None:
     """Update tensors of one GPU as specified by `zgraph::fused_adam_`, with two launches in stream order.
 
-    Scalars on the GPU are read there, and a learning rate on the CPU is read by the host: nothing waits for the GPU.
+    The kernels read scalars on the GPU, and the host reads a learning rate on the CPU, so the host never waits.
     """
     if not parameters:
         return
@@ -105,7 +105,7 @@ def update_on_gpu(
 
 
 def _number(tensor: Tensor, device: torch.device) -> Tensor:
-    """The number as fp32 on a device; copied there in stream order if necessary."""
+    """A scalar tensor as fp32 on a device; copied to the device in stream order if necessary."""
     return tensor.to(device, torch.float32, non_blocking=True)
 
 

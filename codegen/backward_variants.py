@@ -1,7 +1,7 @@
 """Variants of a backward: by optimizer step, such as one without compression for warm-up, and in two halves.
 
-If a pipeline schedule needs the gradients of a stage's inputs first, backward computes these and leaves the gradients
-of weights for later.
+If a pipeline schedule needs the gradients of a stage's inputs first, the first half of a backward computes them, and
+the second half, run later, computes the gradients of weights.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class WeightGradients:
     """Which outputs of a backward are gradients of weights.
 
     Attributes:
-        handle: place of a parameter's handle among the inputs of backward.
-        late: places of the outputs that are gradients of weights.
-        tensors: for each output, the place of its tensor among the inputs of the compiled function; None: its input is
-            a number.
+        handle: index of a parameter's handle (the tensor that leads to its state) among the inputs of backward.
+        late: indices of the outputs that are gradients of weights.
+        tensors: for each output, the index of the tensor it is the gradient of among the inputs of the compiled
+            function; None: that input is a number.
     """
 
     handle: int
@@ -39,16 +39,16 @@ class WeightGradients:
     tensors: tuple[int | None, ...]
 
     def in_order(self, outputs: Sequence[Any]) -> Gradients:
-        """The outputs that are gradients of tensors, in order."""
+        """The outputs that are gradients of tensors, without those of numbers, in order."""
         return [value for place, value in zip(self.tensors, outputs, strict=False) if place is not None]
 
 
 def saying_that_it_splits(forward: Program, handle: int) -> Program:
-    """Let each call of a forward record that its backward can leave gradients of weights for later.
+    """A forward each of whose calls records that its backward can leave gradients of weights for later.
 
     Args:
-        forward: a lowered graph.
-        handle: place of a parameter's handle among the inputs of `forward`.
+        forward: the lowered forward.
+        handle: index of a parameter's handle (the tensor that leads to its scope) among the inputs of `forward`.
     """
 
     def run(args: list[Any]) -> Any:
@@ -63,12 +63,12 @@ def saying_that_it_splits(forward: Program, handle: int) -> Program:
 def in_halves(
     whole: Program, weights: WeightGradients, halves: Halves, lower: Callable[[fx.GraphModule], Program]
 ) -> Program:
-    """Run a whole backward or, if the schedule defers gradients of weights, only the half that computes the others.
+    """A backward that runs whole or, if the schedule defers gradients of weights, computes only the other gradients.
 
     Args:
         whole: the lowered backward.
-        weights: its outputs that are gradients of weights.
-        halves: halves of its graph, from before lowering.
+        weights: the outputs of `whole` that are gradients of weights.
+        halves: both halves of the backward's graph, not lowered.
         lower: lowers each half when it is first needed.
     """
     programs: list[Program] = []
@@ -108,12 +108,13 @@ def _placed(count: int, places: Sequence[int], values: Sequence[Any]) -> list[An
 def switch_by_step(
     programs: Sequence[tuple[int, Program]], gm: fx.GraphModule, weights: WeightGradients | None = None
 ) -> Program:
-    """Run, in each optimizer step, the latest program whose first step has been reached.
+    """A program that runs, in each optimizer step, the latest of several programs whose first step has been reached.
 
     Args:
-        programs: programs with equal inputs and outputs, each with its first optimizer step; the first one begins at 0.
+        programs: programs with equal inputs and outputs, each with its first optimizer step, in order; the first is 0.
         gm: graph of the last program; steps are counted for the parameters of its compressed reductions.
-        weights: gradients of weights, if programs may run in halves; then a step counts when its second half has run.
+        weights: which outputs are gradients of weights, if programs may run in halves; a step then counts when the
+            second half has run.
     """
     (*earlier, (last_step, last)) = programs
     quantized = list(nodes.call_functions(gm.graph, nodes.is_quantize))

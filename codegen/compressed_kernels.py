@@ -143,7 +143,7 @@ def _begin(handles: Sequence[Tensor], kept: Sequence[Feedback]) -> None:
 
 @dataclass(frozen=True)
 class Kernels:
-    """Kernel implementations of one device; each module has the functions of the reference."""
+    """The kernels of one type of device: modules with the functions of `zgraph.codegen.kernels.reference`."""
 
     quantize: ModuleType
     dequantize: ModuleType

@@ -1,12 +1,12 @@
 """A whole step as a CUDA graph: recorded once, then launched by one host call per step.
 
-    call 1, 2, 3    the program itself, on a stream of its own: kernels and communicators are made ready
-    call 4          recorded, which computes nothing, and replayed
-    call 5, ...     arguments are copied to where the recording reads them; replayed
+    call 1, 2, 3    the program itself, on a separate stream: kernels and communicators are made ready
+    call 4          the program is recorded, which computes nothing, and the recording is replayed
+    call 5, ...     arguments are copied to where the recording reads them, and the recording is replayed
 
 Tensors that stay from call to call, such as shards and the optimizer's state, are read and written in place. If the
 address of such a tensor or the value of a number changes, warm-up starts again. A step that turns out not to be
-recordable continues as in its first calls, with a warning.
+recordable runs without a recording from then on, after a warning.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MOST_CHANGES = 8  # consecutive changes of inputs without a replay in between
 
 
 class Recording(NamedTuple):
-    """A recorded program, for fixed addresses of its inputs.
+    """A recorded program, which reads its inputs at fixed addresses.
 
     Attributes:
         replay: runs the program once more.
@@ -50,13 +50,13 @@ class Recorder(Protocol):
     """Records programs on a device, all for one training step.
 
     Attributes:
-        has_failed: whether recording has failed once; then nothing is recorded or replayed any more.
+        has_failed: whether a recording has failed; from then on, nothing is recorded or replayed.
     """
 
     has_failed: bool
 
     def check(self, gm: fx.GraphModule, resident: int) -> None:
-        """Raise a ZgraphError if a replay would not do all that the graph does; `resident` as in `RecordedSteps`."""
+        """Raise a ZgraphError if a replay does not do all that the graph does; `resident` as in `RecordedSteps`."""
         ...
 
     def warm_up(self, program: Program, inputs: list[Any]) -> Any:
@@ -133,7 +133,7 @@ class _Recorded:
         """Drop the recording if it is not valid for these inputs.
 
         Raises:
-            ZgraphError: inputs change so often that no recording would be replayed.
+            ZgraphError: inputs change so often that recordings are not replayed.
         """
         key = [*map(Tensor.data_ptr, inputs[: self._resident])]
         key += [None if isinstance(value, Tensor) else value for value in inputs[self._resident :]]
@@ -222,7 +222,8 @@ class CudaGraphs:
 def _leave_capture(stream: torch.cuda.Stream) -> None:
     """Undo the state that a failed capture leaves behind (torch 2.11 - 2.13).
 
-    Its stream is still the current one, and the GPU's generator is in capture mode, in which ordinary draws fail.
+    The stream of the capture is still the current one, and the GPU's generator is in capture mode, in which ordinary
+    draws of random numbers fail.
     """
     torch.cuda.set_stream(stream)
     with contextlib.suppress(RuntimeError):  # if the GPU is lost, the capture's own error says more

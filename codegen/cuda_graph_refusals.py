@@ -1,4 +1,4 @@
-"""Checks whether a step can be recorded as a CUDA graph: a replay would skip host work, or run it incorrectly."""
+"""Checks whether a step can be recorded as a CUDA graph, whose replay skips work of the host or gets it wrong."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _READS = frozenset({aten._local_scalar_dense.default, aten.equal.default, aten.i
 
 
 def check_recordable(gm: fx.GraphModule, resident: int) -> None:
-    """Refuse a step that a CUDA graph cannot hold.
+    """Refuse a step that cannot be recorded as a CUDA graph.
 
     Args:
         gm: the final graph of the step.
         resident: as in `zgraph.codegen.cuda_graph.RecordedSteps`.
 
     Raises:
-        ZgraphError: names the operator, why, and what to do.
+        ZgraphError: the step cannot be recorded; the message names the operator, the reason, and what to do.
     """
     for node, reason in _reasons(gm.graph, resident):
         line = meta.source_line(node)
@@ -53,7 +53,7 @@ def _reasons(graph: fx.Graph, resident: int) -> Iterator[tuple[fx.Node, str]]:
 
 
 def _of_operator(node: fx.Node) -> str:
-    """Why an operator cannot be recorded, and what to do instead; "" if it can."""
+    """Why an operator cannot be recorded, and what to do instead; "" if it can be recorded."""
     assert isinstance(node.target, OpOverload)
     if node.target in _READS:
         return "reads a tensor's value on the host in each call; use an optimizer with fused=True"

@@ -1,8 +1,9 @@
 """Turns a final graph into a callable whose islands of compute are compiled by Inductor, in the order passes chose.
 
-If Inductor compiled the whole graph, every node's place would have to be pinned against its reordering, fusion and
-buffer reuse. Here the generated program itself fixes the order. Equal blocks have equal islands, which are compiled
-once. Islands contain no communication, so Inductor's cache can share them with other processes.
+Inductor reorders and fuses nodes and reuses buffers, so in a graph that it compiles whole, every node's place has to be
+pinned. Here the generated program fixes the order of islands, which are runs of compute, and of all other nodes. Equal
+blocks have equal islands, which are compiled once. Islands contain no communication, so Inductor's cache can share them
+with other processes.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class InductorLowering:
         title: str = "a graph",
         recorded: RecordedSteps | None = None,
     ) -> Compiled:
-        """Lower a graph like `lower_fx`, with each island replaced by a call; shows the title while compiling."""
+        """Lower a graph like `lower_fx`, but with each island compiled; the progress line shows the title."""
         gm = lazy_graph_module(gm, gm.graph)
         drop_dependences(gm.graph)
         self.islands += self.place(gm, title)
@@ -62,8 +63,8 @@ class InductorLowering:
     def _compile(self, islands: Iterable[Island], title: str) -> None:
         """Compile new islands; rank 0 shows the progress.
 
-        Ranks compile in different orders. Ranks of a host share Inductor's cache, where each finds the islands that
-        others have compiled meanwhile.
+        Ranks compile in different orders. Ranks of a host share Inductor's cache, in which each rank finds the islands
+        that other ranks have compiled meanwhile.
         """
         new = {key: island for island in islands if (key := _key(island)) not in self.compiled}
         names = {key: f"island_{len(self.compiled) + number}" for number, key in enumerate(new)}
@@ -80,8 +81,8 @@ class InductorLowering:
 def order_of_rank(rank: int, ranks: int, count: int) -> list[int]:
     """The order in which a rank compiles islands.
 
-    Two neighbouring ranks share a range of islands: one begins at its start, the other at its end, so that they meet
-    when both have worked equally long. They then continue around the ring of ranges.
+    Two neighbouring ranks share a range of islands: one rank begins at the start of the range, the other at its end, so
+    that they meet when both have worked equally long. Both then continue around the ring of ranges.
     """
     pair, goes_back = divmod(rank, 2)
     pairs = (ranks + 1) // 2
@@ -113,7 +114,7 @@ def _layout(node: fx.Node) -> object:
 
 
 def hand_over(*values: Any) -> list[Any]:
-    """A list that holds the only references to values at their last use; the callee empties it to free them early."""
+    """Put values at their last use into a list, which the callee empties to free the values early."""
     return list(values)
 
 

@@ -43,7 +43,7 @@ class Island:
 
 
 def find_islands(graph: fx.Graph) -> list[list[fx.Node]]:
-    """The runs of nodes that are worth compiling, in order; all other nodes run one by one.
+    """The runs of nodes that are worth compiling, in order; all other nodes are to run one by one.
 
     Moves each `getitem` up to the call whose result it selects, and changes nothing else.
     """
@@ -62,10 +62,10 @@ def find_islands(graph: fx.Graph) -> list[list[fx.Node]]:
 def is_compute(node: fx.Node) -> bool:
     """Whether a compiler may compile the node together with its neighbours, and reorder them.
 
-    Excluded are communication and other operators of zgraph, operators that write to their inputs, random operators
-    (which must draw in program order) and views of tensors on the host of a GPU. On CPU, copies in and out of
-    collectives' buffers are excluded as well: compiling does not make them faster, and because their strides
-    depend on the bucket, every kernel around them would be a new one, at two seconds of C++ compilation each.
+    False for communication and other operators of zgraph, operators that write to their inputs, random operators
+    (which must draw in program order) and views of tensors on the host of a GPU. On CPU, also False for copies in and
+    out of collectives' buffers: compiling does not make them faster, and their strides depend on the bucket, so that
+    every kernel around them is compiled separately, at two seconds of C++ each.
     """
     if nodes.is_getitem(node):
         source = node.args[0]
@@ -102,7 +102,7 @@ def _join_getitems(graph: fx.Graph) -> None:
 
 
 def cut_out(members: Sequence[fx.Node]) -> Island:
-    """Copy these nodes into a new graph, which shares nothing with their own graph."""
+    """Copy a run of nodes into a new graph, which shares nothing with the old one; return both as an island."""
     inside = set(members)
     inputs = list(dict.fromkeys(source for node in members for source in node.all_input_nodes if source not in inside))
     outputs = [node for node in members if any(user not in inside for user in node.users)]

@@ -23,7 +23,7 @@ from zgraph.torch_compat.operators import arguments_by_name
 
 
 def sources_of(graph: fx.Graph) -> dict[str, str]:
-    """Sources by file name, one for each operator of `zgraph.dialect.compressed`; none for user-defined methods."""
+    """Sources by file name, one for each compression or decompression node; none for user-defined methods."""
     found: dict[str, str] = {}
     for node in nodes.call_functions(graph, _has_kernel):
         launches = [launch for launch in _launches(node) if isinstance(launch.layout.method, BlockMethod)]
@@ -65,7 +65,7 @@ class Quantize:
 
 @dataclass(frozen=True)
 class Dequantize:
-    """One launch of the kernel that decodes the payloads of all ranks, into sums or into each rank's values."""
+    """One launch of the kernel that decodes the payloads of all ranks, and stores their sums or each rank's values."""
 
     layout: BucketLayout
     dtype: torch.dtype

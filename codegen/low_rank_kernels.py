@@ -136,7 +136,7 @@ def first_right(name: str, like: Tensor) -> Tensor:
 def next_right(right: Tensor, before: Tensor) -> Tensor:
     """The right factor for the next step; only directions matter, so each row is scaled to a largest magnitude of 1.
 
-    A row that is zero or not finite would stay so forever, so it is replaced by the row of the previous step.
+    A row that is zero or not finite cannot recover, so it is replaced by the row of the previous step.
 
     Args:
         right, before: [..., rank, columns].
@@ -147,10 +147,10 @@ def next_right(right: Tensor, before: Tensor) -> Tensor:
 
 
 def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """Multiply batches; on a CPU one by one, so that results do not depend on other members of the batch.
+    """Multiply batches of matrices; on a CPU one by one, so that results do not depend on other members of the batch.
 
-    Operands are aligned, because MKL multiplies by a thin matrix in another order if one does not begin at a multiple
-    of 16 bytes (seen on an AMD EPYC).
+    On a CPU, operands are aligned first: if an operand does not begin at a multiple of 16 bytes, MKL multiplies by a
+    thin matrix in another order (seen on an AMD EPYC).
     """
     if out.device.type == "cpu":
         for one, other, product in zip(left, right, out, strict=True):

@@ -85,7 +85,7 @@ def lower_fx(
 
 
 def drop_dependences(graph: fx.Graph) -> None:
-    """Remove `depend` nodes; readers read the value itself, or a copy of it if sharing memory would be visible."""
+    """Remove `depend` nodes; their readers read the value itself, or a copy of it if sharing memory is visible."""
     found = list(nodes.call_functions(graph, lambda node: node.target is torch.ops.zgraph.depend.default))
     if not found:
         return
@@ -102,7 +102,7 @@ def drop_dependences(graph: fx.Graph) -> None:
 
 
 def _must_copy(node: fx.Node, written: set[fx.Node], returned: dict[fx.Node, None]) -> bool:
-    """Whether sharing memory would be visible: through a write, different strides, or an alias returned by the graph.
+    """Whether it is visible if a `depend` node shares its value's memory: by a write, strides, or a returned alias.
 
     A graph must not return an alias of its input if the trace promised a new tensor.
     """
@@ -149,8 +149,8 @@ def _divide_in_place(graph: fx.Graph) -> None:
 def _copy_beside_compute(graph: fx.Graph) -> None:
     """Run copies between memory spaces on their lanes; a start then returns an object that only its wait understands.
 
-    Before the program returns, it waits for copies from and to state kept on the host of a GPU or on disk, which the
-    host may then use again.
+    Before the program returns, it waits for copies from and to state kept on the host of a GPU or on disk, because the
+    host may use this state afterwards.
     """
     touched: dict[int, StreamLanes] = {}
     for node in nodes.call_functions(graph, lambda node: nodes.is_copy_start(node) or nodes.is_copy_wait(node)):
@@ -178,13 +178,13 @@ def _device_of(start: fx.Node) -> torch.device:
 
 
 def _touches_resting(start: fx.Node) -> bool:
-    """Whether a copy reads or writes state on the host or disk that outlives the step, unlike activations."""
+    """Whether a copy reads or writes state on the host or disk that outlives the step; False for activations."""
     touched = (start, *start.all_input_nodes)
     return any(meta.kept_as(node) is not None and is_offloaded(meta.space(node)) for node in touched)
 
 
 def _update_beside_compute(graph: fx.Graph) -> None:
-    """Run updates of state kept on the host on a lane of their own."""
+    """Run updates of state kept on the host on a separate lane, concurrently with compute."""
     started: dict[int, fx.Node] = {}
     devices = (_device_of(start) for start in nodes.call_functions(graph, nodes.is_copy_start))
     device = next((one for one in devices if one.type != "cpu"), torch.device("cpu"))
@@ -232,7 +232,7 @@ def _instrumented(gm: fx.GraphModule, probe: Probe, starts: Sequence[str], waits
 
 
 def _program(gm: fx.GraphModule, guarded: Mapping[str, Guarded], called_for: CalledFor) -> Program:
-    """The generated code of a graph, with errors of collectives that name the collective."""
+    """A function that runs the generated code of a graph; errors of a collective name it and its parameters."""
     gm.graph.set_codegen(BoxedCodeGen())
     # The class's forward, not the module's __call__, which would print its own report of a failing line.
     forward = generate_code(gm)
@@ -277,7 +277,7 @@ Guarded = tuple[str, str, tuple[str, ...], tuple[str, ...]]
 
 
 def _guarded_lines(gm: fx.GraphModule) -> dict[str, Guarded]:
-    """(kind, group, handles, parameters) of every collective, by the name that its line of code assigns to."""
+    """(kind, group, handles, parameters) of every collective, by the names of its start and waits."""
     guarded: dict[str, Guarded] = {}
     for start in nodes.call_functions(gm.graph, nodes.is_collective):
         about = (str(start.target).split(".")[1], nodes.group_of(start), meta.handles(start), meta.parameters(start))

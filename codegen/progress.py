@@ -15,8 +15,8 @@ _log = logging.getLogger(__name__)
 def shown(islands: Iterable[T], title: str) -> Iterator[T]:
     """Yield each island when it is about to be compiled, and show the progress.
 
-    On a terminal, a line on stderr counts the islands and is removed at the end. At level INFO, which is not shown
-    with the default configuration of loggers, their number and compile time are logged.
+    On a terminal, a line on stderr counts the islands and is removed at the end. The number of islands and their
+    compile time are logged at level INFO, which is not shown with the default configuration of loggers.
 
     Args:
         islands: islands of one graph; nothing is shown if there are none.

@@ -35,7 +35,7 @@ MOST_PART_NUMEL, MOST_NUMEL = 2**10, 2**14
 
 
 def shorten_calls(graph: fx.Graph) -> None:
-    """Shorten a graph that will only be run node by node: other uses fail, as it no longer consists of operators."""
+    """Shorten a graph that only runs node by node; other uses of it fail, because not all its calls are operators."""
     with without_fake_mode():  # leaves the fake mode of the surrounding compile
         _drop_kept_dims(graph)
         _join_copies_in(graph)
@@ -131,7 +131,7 @@ def _source(view: fx.Node) -> fx.Node:
 
 
 def _divided(part: fx.Node, rows: int) -> fx.Node:
-    """The base of a part's views if its first dim is divisible by `rows`, else the part itself."""
+    """The base of a part's views if the first dim of the base is divisible by `rows`, else the part itself."""
     source = _source(part)
     shape = _shape(source)
     return source if shape and shape[0] and shape[0] % rows == 0 else part
@@ -149,7 +149,7 @@ class Part(NamedTuple):
 
 
 def _reshape_once(graph: fx.Graph) -> None:
-    """Replace a copy and the view that needs it with one reshape, in the place of the copy."""
+    """Replace a copy, and the view that needs this copy, with one reshape in the place of the copy."""
     for clone in nodes.call_functions(graph, lambda node: node.target is aten.clone.default):
         if len(clone.users) != 1 or clone.kwargs != {"memory_format": torch.contiguous_format}:
             continue
@@ -190,7 +190,7 @@ def _is_returned(node: fx.Node) -> bool:
 
 
 def _is_written(base: fx.Node) -> bool:
-    """Whether a filled buffer is written to, so that the time of reading it matters."""
+    """Whether a node writes to a filled buffer, so that the order of reads and writes matters."""
     while traits.is_view(base):
         base = base.all_input_nodes[0]
     views = [base]
@@ -346,9 +346,9 @@ def _is_on_cpu(node: fx.Node) -> bool:
 
 
 def _can_view(node: fx.Node, shape: Sequence[int]) -> bool:
-    """Whether a view with this shape exists: each run of densely packed dimensions is cut separately.
+    """Whether a tensor can be viewed with a shape: each of its runs of densely packed dimensions is cut separately.
 
-    Same rule as ATen's `computeStride`, which cannot be asked because it would run in the mode of the compile.
+    Same rule as ATen's `computeStride`, which cannot be called because it runs in the fake mode of the compile.
     """
     value = cast(Tensor, _value(node))
     if not value.numel():

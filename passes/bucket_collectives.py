@@ -34,30 +34,31 @@ NCCL_BYTES = 64 * MIB
 class BucketCollectives(GraphPass):
     """Merge neighbouring collectives of the same kind, group and dtype into buckets of limited size.
 
-    A gather bucket replaces its first member, a reduction bucket its last. The order of summation over ranks does not
-    change: a bucket is summed element by element, like its members.
-    A bucket of replicated gradients is one flat vector, padded once. Its means are gathered together into one storage,
-    and each gradient is a view of it. A different rank may then sum an element, which changes nothing if
-    `LowerReductions` sums in rank order. Buckets with sharded gradients, with parts over replicas (hybrid sharding) or
-    with compressed gradients keep the chunks of their members separate.
-    Leaves alone: collectives larger than a bucket, collectives that depend on each other, and gathers kept by a window,
-    which run once for several forwards, directly into the kept storage.
+    A bucket of gathers takes the place of its first member, a bucket of reductions that of its last member. The order
+    of summation over ranks does not change: a bucket is summed element by element, like its members.
+    A bucket of replicated gradients is one flat vector, padded once. Its means are gathered into one storage, of which
+    each gradient is a view. Bucketing may change which rank sums an element; if `LowerReductions` sums in rank order,
+    the result is the same. Buckets with sharded gradients, with parts over replicas (hybrid sharding) or with
+    compressed gradients keep the chunks of their members separate.
+    Leaves alone: collectives larger than a bucket, collectives that depend on each other, and gathers whose result is
+    kept by a window (`no_sync`): they run once for several forwards, directly into the kept storage.
 
     Attributes:
         bucket_bytes: maximum bytes per collective, counted on unsharded parameters and gradients; replicated gradients
-            count without padding. None: the size that suits the link of the target's hardware (`link_bytes`); a member
-            is left out if, by the costs, waiting for it would expose more time than the latency it saves, assuming
-            that each kind has its link to itself. "auto": on NCCL the same, with the figures of the GPUs' preset, or
-            64 MiB without a preset; on other backends 2 MiB, large enough to make Ethernet latency a small part.
+            count without padding. None: the size that suits the link of the target's hardware (`link_bytes`); by the
+            costs, a collective stays out of a bucket if waiting for it exposes more time than the latency it saves.
+            These costs assume that each kind of collective has the link to itself. "auto": on NCCL as for None, with
+            the target's hardware or else the preset for these GPUs, or 64 MiB if neither is known; on other backends
+            2 MiB, large enough to make Ethernet latency a small part.
         gathers: how parameters share a gather.
-            "flat": through one flat buffer, from which each is copied, or decoded if it is sent as codes.
-            "coalesced": each directly into its own storage; NCCL launches them as one, other backends run them one
-            after another.
-            "sequential": not at all. Each is gathered at its reader and nothing is prefetched, so that hardly more than
-            one is unsharded at a time. A parameter that is read twice stays unsharded in between.
-            "auto": for each bucket the cheaper of the first two on the target's hardware if it fits the budget, else
-            the third; without a target, "coalesced" on NCCL and "flat" on other backends.
-        latency_share: with bucket_bytes=None, a bucket is large enough if latency is this share of its transfer.
+            "flat": through one flat buffer, from which each parameter is copied, or decoded if it is sent as codes.
+            "coalesced": each parameter directly into its own storage; NCCL launches these gathers as one, other
+            backends run them one after another.
+            "sequential": not at all. Each parameter is gathered just before its first reader and none is prefetched, so
+            that hardly more than one is unsharded at a time. A parameter that is read twice stays unsharded in between.
+            "auto": for each bucket, the cheaper of "flat" and "coalesced" that fits the budget on the target's
+            hardware, or else "sequential"; without a target, "coalesced" on NCCL and "flat" on other backends.
+        latency_share: with bucket_bytes=None, the share of latency in a transfer at which a bucket is large enough.
     """
 
     bucket_bytes: int | Literal["auto"] | None
@@ -121,7 +122,7 @@ class BucketCollectives(GraphPass):
         return merged > 0
 
     def _chosen(self, graph: fx.Graph, ctx: PassContext) -> tuple[BucketCollectives, PassContext]:
-        """The pass with the bucket size that suits the backend, and the context with this machine's known costs."""
+        """The pass with a bucket size that suits the backend, and a context with the costs that this pass needs."""
         start = next(nodes.call_functions(graph, nodes.is_collective), None)
         sent = [] if start is None else nodes.sent_by(start)
         device = meta.tensor_value(sent[0]).device if sent else torch.device("cpu")
@@ -170,11 +171,11 @@ class BucketCollectives(GraphPass):
 
 @dataclass(frozen=True)
 class Filling:
-    """How buckets of one kind are filled.
+    """Rules for filling the buckets of collectives that can be merged.
 
     Attributes:
         limit_bytes: maximum bytes of a bucket.
-        queue: decides for each member whether it joins; None: it joins if there is room.
+        queue: decides by costs whether a collective joins the open bucket; None: every one joins if there is room.
     """
 
     limit_bytes: int
@@ -188,12 +189,12 @@ def plan_buckets(
     *,
     one_by_one: bool = False,
 ) -> list[Bucket]:
-    """Fill buckets greedily in program order; only buckets of two or more are returned.
+    """Fill buckets greedily in program order; return those with two or more members.
 
     Args:
         graph, predicate: the collectives to consider.
-        limits: returns how to fill buckets, given collectives that could be merged into one.
-        one_by_one: return gathers of parameters as buckets of one.
+        limits: returns the rules for filling buckets, given all collectives that can share one.
+        one_by_one: return each gather of a parameter as a bucket of its own.
     """
     order = nodes.order_of(graph)
     compatible: dict[tuple[object, ...], list[fx.Node]] = {}
@@ -237,7 +238,7 @@ def _fill(starts: Sequence[fx.Node], filling: Filling, order: Mapping[fx.Node, i
 
 
 def carried_bytes(start: fx.Node) -> int:
-    """Bytes of a collective's unsharded tensor; for a replicated gradient, in the wider of its collectives' dtypes."""
+    """Bytes of a collective's unsharded tensor; for a replicated gradient, in its wider dtype on the wire."""
     found = None if nodes.is_gather(start) else ReplicatedReduction.of(start)
     return nodes.unsharded_bytes(start) if found is None else found.carried_bytes
 
@@ -248,7 +249,7 @@ def gathers_parameter(start: fx.Node) -> bool:
 
 
 def compute_ahead(graph: fx.Graph, cost_of: Callable[[fx.Node], NodeCost]) -> dict[fx.Node, float]:
-    """Microseconds of compute before each node, without copies of communicated data, which may differ between ranks."""
+    """Microseconds of compute before each node, not counting copies for collectives, which may differ between ranks."""
     ahead: dict[fx.Node, float] = {}
     spent = 0.0
     for node in graph.nodes:
@@ -263,7 +264,7 @@ def compute_ahead(graph: fx.Graph, cost_of: Callable[[fx.Node], NodeCost]) -> di
 
 
 def plan_modes(graph: fx.Graph, plan: Sequence[Bucket], gathers: Gathers, ctx: PassContext) -> list[Mode]:
-    """Choose how the members of each bucket share a collective."""
+    """The mode of each bucket: how its members share a collective."""
     alive_bytes: list[int] | None = None
     modes: list[Mode] = []
     for bucket in plan:
@@ -299,7 +300,7 @@ def _cheaper_mode(bucket: Bucket, ctx: PassContext) -> Mode:
 
 
 def _fitting_mode(bucket: Bucket, ctx: PassContext, room_bytes: int) -> Mode:
-    """The cheaper mode if it fits into the room, else "coalesced" if that fits, else "sequential"."""
+    """The cheaper mode if it needs at most `room_bytes`, else "coalesced" if that does, else "sequential"."""
     sizes = [*map(nodes.unsharded_bytes, bucket.starts)]
     needed: dict[Mode, int] = {"flat": sum(sizes), "coalesced": sum(sizes) - min(sizes), "sequential": 0}
     options: tuple[Mode, ...] = (_cheaper_mode(bucket, ctx), "coalesced")
@@ -316,7 +317,7 @@ def _alive_bytes(graph: fx.Graph, *, inputs_die: bool) -> list[int]:
 
 
 def _highest(graph: fx.Graph, bucket: Bucket, alive_bytes: Sequence[int]) -> int:
-    """The peak of bytes alive between a bucket's place and its last reader."""
+    """The most bytes alive between a bucket's place in the graph and the last reader of its results."""
     order = nodes.order_of(graph)
     results = [cast(fx.Node, nodes.wait_of(start)) for start in bucket.starts]
     readers = [order[user] for result in results for node in dataflow.reshaped_values(result) for user in node.users]
@@ -327,7 +328,7 @@ def _highest(graph: fx.Graph, bucket: Bucket, alive_bytes: Sequence[int]) -> int
 
 
 def _key(start: fx.Node) -> tuple[object, ...] | None:
-    """A key that is equal for collectives that can be merged; None if the result is used in an unknown way."""
+    """A key that is equal for collectives that can be merged; None for a collective that cannot be merged at all."""
     wait = nodes.wait_of(start)
     if wait is None or len(start.users) != 1 or not meta.parameters(start) or meta.is_tagged_at_use(start):
         return None
@@ -358,7 +359,7 @@ def _key(start: fx.Node) -> tuple[object, ...] | None:
 
 
 def _anchor(members: Sequence[fx.Node], order: Mapping[fx.Node, int]) -> fx.Node | None:
-    """The node to put the merged collective before; None if its members depend on each other."""
+    """The node before which the merged collective can run; None if its members depend on each other."""
     last = members[-1]
     results = [cast(fx.Node, nodes.wait_of(start)) for start in members]
     if all(order[user] > order[last] for wait in results[:-1] for user in _readers(wait)):
@@ -370,7 +371,7 @@ def _anchor(members: Sequence[fx.Node], order: Mapping[fx.Node, int]) -> fx.Node
 
 
 def _readers(wait: fx.Node) -> list[fx.Node]:
-    """Nodes that compute with the result, beyond the sums over ranks, copies and collectives that only pass it on."""
+    """Nodes that compute with a wait's result, directly or through sums over ranks, copies and further collectives."""
     pending, found = dict.fromkeys(wait.users), dict[fx.Node, None]()
     while pending:
         user = pending.popitem()[0]
@@ -382,7 +383,7 @@ def _readers(wait: fx.Node) -> list[fx.Node]:
 
 
 def _can_precede(node: fx.Node, anchor: fx.Node, order: Mapping[fx.Node, int]) -> bool:
-    """Whether the node is before the anchor, or is a copy of inputs that can be moved there."""
+    """Whether the node is before the anchor, or is a copy of inputs that can be moved before it."""
     if order[node] < order[anchor]:
         return True
     if nodes.is_start(node) or nodes.is_wait(node) or not (nodes.is_communication(node) or traits.is_reshaping(node)):

@@ -23,17 +23,17 @@ from zgraph.scheduling.timeline import Sharing
 
 @dataclass(frozen=True, kw_only=True)
 class ChooseLifetimes(GraphPass):
-    """Save as many values for backward as fit the budget, and recompute those that cost the least time.
+    """Save as many values for backward as fit the budget, and recompute the others, which cost the least time.
 
-    With a budget in the target, one plan decides for each parameter of stage 3 whether backward gathers it again, and
-    for each activation that torch's partitioner would save whether backward recomputes it. Without a budget, and always
-    for replicated parameters, gathers are repeated and activations are left to the partitioner. A gather and every view
-    and cast after it are tagged, because the partitioner would save unsharded weights otherwise. A replicated parameter
-    is tagged as well: its gather is free, and only its cast copy would be saved.
-    A whole training step is not partitioned: the nodes that backward repeats are copied to where it reads them. Without
-    a budget each backward gets a gather of its own there, and activations are kept as eager torch keeps them.
+    With a budget in the target, one plan decides which parameters of stage 3 backward gathers again, and which of the
+    activations that torch's partitioner saves are recomputed by backward instead. Without a budget, and always
+    for replicated parameters, gathers are repeated and activations are left to the partitioner. A repeated gather is
+    tagged for recomputation together with all views and casts of its result, lest the partitioner save unsharded
+    weights. A replicated parameter is tagged too: its gather is free, and saving it means saving its cast copy.
+    A whole training step is not partitioned: nodes that backward repeats are copied to just before their readers there.
+    Without a budget, each backward gets its own gathers, and activations are kept as eager torch keeps them.
     If offloading is allowed, each value is kept, recomputed or offloaded, whichever costs the least time per byte at
-    the peak; `OffloadActivations` then copies the chosen values.
+    the peak; `OffloadActivations` then copies the values to offload.
     Leaves alone: parameters of stages 1 and 2, which are gathered once per window and saved for its backwards;
     parameters that the graph returns, as before a graph break, because their receiver keeps them alive; operators that
     are random, write, or communicate for the model; and decisions made by activation checkpointing.
@@ -135,7 +135,7 @@ class ChooseLifetimes(GraphPass):
 
 
 def plan_regathers(graph: fx.Graph, user_outputs: int | None) -> list[fx.Node]:
-    """The gathers that backward repeats: stages 0 and 3, unless forward returns the result to the user."""
+    """The gathers that backward repeats: of ZeRO stages 0 and 3, unless forward returns their results to the user."""
     returned = nodes.returned_by(graph)[:user_outputs]
     return [
         node
@@ -156,7 +156,7 @@ def plan_lifetimes(
     target_bytes: int,
     copies: HostLinks | None = None,
 ) -> tuple[StepEstimate, StepEstimate]:
-    """The fastest step within the target, or else the one with least memory; and the step that saves everything."""
+    """Estimates of the fastest step within the target (else the one with least memory), and of saving every value."""
     model = PartitionedModel(
         joint, forward, backward, user_outputs=user_outputs, cost_of=cost_of, sharing=sharing, copies=copies
     )

@@ -26,12 +26,12 @@ from zgraph.runtime.window_state import OPEN
 class CompressGradients(GraphPass):
     """Reduce large gradients as low-bit codes, exchanged by one all_to_all per bucket; the mean is computed in fp32.
 
-    With `LowRank`, gradients are instead sent as two thin factors, each reduced like a replicated gradient, with one
-    reduction of each per bucket.
+    With `LowRank`, gradients are instead sent as two thin factors. Each factor is reduced like a replicated gradient,
+    with one reduction for the first factors of a bucket and one for the second factors.
 
     Lossy: `zgraph.passes.LoCo` and the other methods document how far the mean is from the exact one. Each rank keeps
     error-feedback state for each parameter, see `zgraph.runtime_state`. Gradients are quantized from their own dtype,
-    not from the dtype in which they would otherwise be sent.
+    not from the dtype in which uncompressed gradients are sent.
     Leaves alone: gradients that are small, have few dims or a skipped name (LowerReductions sends them uncompressed),
     and gradients on a single rank, which are not sent. Gradients accumulated in a window are compressed once, at its
     end.
@@ -40,12 +40,12 @@ class CompressGradients(GraphPass):
         method: LoCo, ErrorFeedback, NoFeedback, TwoHop, LowRank, or your own subclass of `zgraph.passes.TensorMethod`.
         min_numel, min_dims: minimum size and number of dims of a parameter whose gradient is compressed.
         skip: names of parameters whose gradients are not compressed, as shell patterns ("*.embed*"). Blocks that share
-            a compiled graph are all treated like the block it was compiled for; for a pattern that distinguishes them,
-            compile the whole model.
+            a compiled graph are all treated like the block for which it was compiled; if a pattern must distinguish
+            such blocks, compile the whole model.
         warmup_steps: number of initial optimizer steps in which gradients are not compressed.
         mean_codec: how the means of replicated parameters' gradients are gathered after each rank has averaged a part:
-            in this dtype, or compressed by a BlockMethod with error feedback of its own. Uncompressed gradients use
-            `mean_dtype` of `zgraph.shard` instead. Not used by LowRank: each rank rebuilds all means.
+            in the given dtype, or as codes of the given BlockMethod, with its own error feedback. Gradients sent
+            uncompressed use `mean_dtype` of `zgraph.shard` instead. Not used by LowRank: each rank rebuilds all means.
     """
 
     method: CompressionMethod | TwoHop | LowRank = field(default_factory=LoCo)
@@ -135,6 +135,6 @@ class CompressGradients(GraphPass):
 
 
 def _sent_bytes(args: ReduceArgs, grad: torch.Tensor) -> int:
-    """Bytes sent for an uncompressed gradient: each element to the rank that sums it and, if replicated, back."""
+    """Bytes sent for an uncompressed gradient: each element goes to the rank that sums it; if replicated, also back."""
     wire = wire_dtype_of(grad.dtype, args.wire_dtype)
     return grad.numel() * (wire.itemsize if args.layout.is_sharded else 2 * wire.itemsize)

@@ -23,7 +23,7 @@ class DedupeGathers(GraphPass):
     `reduce(a) + reduce(b)` becomes `reduce(a + b)`: the same sum as in the replicated model, for half the bytes.
     Leaves alone: reads in another dtype or of another parameter; sums with anything but a reduction of the same
     parameter. In a whole training step also: reads of stage 0 and 3 parameters in different forwards and backwards,
-    reads before and after an update, and sums of the reductions of several backwards, which eager torch also computes.
+    reads before and after an update, and sums of the reductions of several backwards: eager torch has the same sums.
     """
 
     name: ClassVar[str] = "dedupe_gathers"
@@ -47,7 +47,7 @@ class DedupeGathers(GraphPass):
 
 
 def plan_shared_gathers(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
-    """(duplicate, first) for every gather that an earlier one can replace."""
+    """The pairs (duplicate, first) of gathers in which the first can replace the duplicate."""
     first: dict[tuple[object, ...], fx.Node] = {}
     plan: list[tuple[fx.Node, fx.Node]] = []
     writes: Counter[fx.Node] = Counter()
@@ -66,7 +66,7 @@ def plan_shared_gathers(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
 
 
 def next_fold(graph: fx.Graph) -> tuple[fx.Node, fx.Node, fx.Node] | None:
-    """(add, left, right) where add sums two reductions of one parameter and is their only reader."""
+    """The first (add, left, right) where only `add` reads two reductions of one parameter; None: there is none."""
     for add in nodes.call_functions(graph, lambda node: node.target is aten.add.Tensor):
         if add.kwargs or len(add.all_input_nodes) != 2:
             continue

@@ -1,4 +1,4 @@
-"""Start each gather early, while the parameters of an earlier one are still in use."""
+"""Start each gather early, while the parameters of an earlier gather are still in use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zgraph.runtime.chunks import MIB
 
 @dataclass(frozen=True, kw_only=True)
 class HoistStarts(GraphPass):
-    """Move each gather's start to just before the wait of an earlier one, as early as the limits allow.
+    """Move the start of each gather to just before the wait of an earlier gather, as early as the limits allow.
 
     Likewise the copy of an offloaded tensor back to the device starts before the wait of an earlier copy. Reductions
     already start where their gradients are ready.
@@ -24,9 +24,9 @@ class HoistStarts(GraphPass):
     gathers pinned to their use to save memory.
 
     Attributes:
-        prefetch: number of gathers, and of copies from the host, that may be in flight besides the awaited one.
-        in_flight_bytes: maximum bytes of unsharded parameters in flight, and separately of copies from the host; one
-            of each is always prefetched.
+        prefetch: number of gathers that may be in flight besides the awaited one; likewise for copies from the host.
+        in_flight_bytes: maximum bytes of unsharded parameters in flight; likewise for copies from the host. One gather
+            and one copy are always prefetched, whatever their size.
     """
 
     prefetch: int = 1
@@ -66,7 +66,7 @@ def _reads_inputs_alone(start: fx.Node, ahead: Hazards) -> bool:
 
 
 def plan_hoists(graph: fx.Graph, prefetch: int, in_flight_bytes: int) -> list[tuple[fx.Node, fx.Node]]:
-    """(start, node to put it before), in program order.
+    """The starts to move, each with the node to put it before: first gathers, then copies, each in program order.
 
     The first gathers go to the top of the graph; with prefetch 0 nothing moves.
     """
@@ -91,7 +91,7 @@ def plan_hoists(graph: fx.Graph, prefetch: int, in_flight_bytes: int) -> list[tu
 def _ahead(
     graph: fx.Graph, starts: Sequence[fx.Node], prefetch: int, in_flight_bytes: int
 ) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Starts of one lane in their order, each with the node to put it before."""
+    """Yield the starts of one lane (a link) in their order, each with the node to put it before."""
     if not starts:
         return
     # Before the first compute, or the first wait if that comes first: after it they would overtake nothing.

@@ -21,9 +21,9 @@ aten = torch.ops.aten
 class LowerGathers(GraphPass):
     """Cast the local shard, gather it just before its first use, and remove the padding.
 
-    Both the marker's own cast and a cast that every reader applies (as under autocast) happen before the gather, so
-    that the narrow dtype is sent. A replicated parameter, or a group of one rank, needs no collective.
-    Leaves alone: nothing; every marker is lowered.
+    A cast by the `unshard` node itself, and one that every reader applies (as under autocast), happen before the
+    gather, so that the narrow dtype is sent. A replicated parameter, or a group of one rank, needs no collective.
+    Leaves alone: nothing; every `unshard` is lowered.
     """
 
     name: ClassVar[str] = "lower_gathers"
@@ -43,8 +43,8 @@ class LowerGathers(GraphPass):
 def _read_after_dependences(graph: fx.Graph) -> None:
     """Move views of gathered parameters after the `depend` node that reads all of a unit's gathers.
 
-    Otherwise these views would be the first readers, and gathers would take the order in which this rank reads the
-    parameters (such as the weights that backward transposes) instead of the unit's order.
+    Each gather is put before its first reader. If this is an earlier view, such as a weight transposed for backward,
+    gathers take the order in which this rank reads the parameters, instead of the unit's order.
     """
     for node in list(nodes.call_functions(graph, lambda node: node.target is torch.ops.zgraph.depend.default)):
         order = nodes.order_of(graph)
@@ -82,8 +82,8 @@ def replace_marker(graph: fx.Graph, marker: fx.Node, narrow: torch.dtype | None,
 
     Args:
         graph, marker: the graph and the unshard node in it.
-        narrow: dtype to which every reader casts; the result replaces these casts. None: it replaces the marker itself.
-        build: builds the result at the graph's insertion point.
+        narrow: dtype to which every reader casts; the built nodes replace these casts. None: they replace the marker.
+        build: builds the nodes at the graph's insertion point, and returns the one with the result.
     """
     replaced = list(marker.users) if narrow is not None else [marker]
     readers = [user for node in replaced for user in node.users]

@@ -19,11 +19,11 @@ from zgraph.passes.common.reduction_algorithms import ALGORITHMS, Algorithm
 
 @dataclass(frozen=True, kw_only=True)
 class LowerReductions(GraphPass):
-    """Exchange and sum the chunks of each gradient; each rank keeps its own, or gathers all for replicated parameters.
+    """Exchange and sum the chunks of each gradient; a rank keeps its own sum, or all sums of a replicated parameter.
 
     A gradient that was only widened to be reduced (autocast) is sent in the narrow dtype; since sums are fp32 anyway,
     the result is bitwise the same.
-    Leaves alone: nothing; every marker is lowered.
+    Leaves alone: nothing; every `reduce_grad` is lowered.
 
     Attributes:
         algorithm: how gradients are reduced.
@@ -71,7 +71,7 @@ class LowerReductions(GraphPass):
 
 
 def _let_wait(graph: fx.Graph, markers: Sequence[fx.Node]) -> None:
-    """Add the call, at the end of a graph, that prepares for gradients accumulated in `.grad`."""
+    """Add a call at the end of a graph that lets the gradients of these markers wait (accumulate) in `.grad`."""
     handles = list(dict.fromkeys(ReduceArgs.of(marker).handle for marker in markers))
     if not handles:
         return

@@ -35,9 +35,9 @@ def default(
     offload_activations: bool = False,
     **unknown: Never,
 ) -> list[GraphPass]:
-    """Bucket and overlap gathers and reductions; the ZeRO stage comes from each parameter.
+    """The default passes, which bucket and overlap gathers and reductions for the ZeRO stage of each parameter.
 
-    Uses rules that need no costs: three gathers are prefetched, and three reductions may be in flight.
+    They use rules that need no costs: three gathers are prefetched, and three reductions may be in flight.
 
     Args:
         bucket_bytes: maximum bytes per collective, counted on whole parameters and gradients. None: on NCCL, the size
@@ -48,7 +48,7 @@ def default(
         gather_compression: lossy parameter compression, such as `zgraph.passes.NoFeedback(bits=8)`: parameters are
             sent as codes and forward reads the decoded values, see `QuantizeGathers`. None: sent uncompressed.
         offload_activations: keep the activations saved for backward on the host, see `OffloadActivations`. If the
-            target has a budget, only those that are faster to copy than to recompute.
+            target has a budget, only activations that are faster to copy than to recompute are kept there.
 
     Raises:
         TypeError: unknown argument; the message says where hardware and budget go.
@@ -74,7 +74,7 @@ def planned(
     State offloaded to the host is updated there or on the device, whichever makes the step faster (see `StreamStates`).
 
     Args:
-        bucket_bytes: as for `default`. None: the size that suits the links of that hardware.
+        bucket_bytes: as for `default`. None: the size that suits the links of the target's hardware.
         compression, gather_compression, offload_activations: as for `default`.
 
     Raises:
@@ -86,10 +86,10 @@ def planned(
 
 
 def with_streams(passes: PassList | None) -> PassList:
-    """Add the passes that stream offloaded tensors to a list without them; by costs if it schedules by costs.
+    """The list with the passes that stream offloaded tensors, by costs if its other passes schedule by costs.
 
     Args:
-        passes: the list to extend. None: `default`.
+        passes: the list to extend; returned as it is if it streams already. None: `default`.
     """
     found = passes or PassList(default())
     if any(isinstance(one, StreamStates) for one in found.passes):
@@ -100,7 +100,7 @@ def with_streams(passes: PassList | None) -> PassList:
 
 
 def _refuse(preset: str, unknown: Mapping[str, object]) -> None:
-    """Raise TypeError as Python would; for an argument that belongs to the target, show the line to write instead."""
+    """Raise TypeError for unknown arguments; if one belongs to the target, the message shows what to write instead."""
     of_target = {field.name for field in fields(Target)}
     for name in unknown:
         if name in of_target:

@@ -26,12 +26,11 @@ QUANTIZED = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizeGathers(GraphPass):
-    """Gather large parameters as codes, 8 bits by default; each rank decodes them where they are read.
+    """Gather large parameters as codes, 8 bits by default; each rank decodes them where it reads the parameters.
 
     Lossy: forward and backward read the decoded values, which are identical on all ranks and do not change until the
-    parameter does. The shards stay exact, and receive gradients as if they had been read themselves. Evaluation
-    in a compiled graph reads the same weights as training. A window (`no_sync`) keeps the codes and decodes them for
-    each forward.
+    parameter does. The shards stay exact, and receive the gradients of the decoded values. Evaluation in a compiled
+    graph reads the same weights as training. A window (`no_sync`) keeps the codes and decodes them for each forward.
     Leaves alone: parameters that are small, have few dims or a skipped name (LowerGathers gathers them uncompressed);
     parameters that are not sent at all because they are replicated or on a single rank.
 
@@ -115,7 +114,7 @@ def _replace(graph: fx.Graph, marker: fx.Node, method: BlockMethod) -> None:
 
 
 def _gathered(graph: fx.Graph, marker: fx.Node, shard: fx.Node, method: BlockMethod, dtype: torch.dtype) -> fx.Node:
-    """[N * numel]: the decoded values of each rank's codes, one rank after another."""
+    """Quantize, gather and decode the shards of all ranks: [N * numel], one rank after another."""
     args, label = UnshardArgs.of(marker), meta.label(marker)
     layout = args.layout
     world, chunk, text = layout.world, layout.param_chunk, to_text(method)

@@ -30,12 +30,12 @@ class ScheduleOverlap(GraphPass):
     """Start gathers early enough and reductions immediately, wait late, and stay within the budget, by simulation.
 
     The candidates are the orders found by a search, the present order, and the order of the rules in `presets.default`.
-    Picks the fastest within the limits; among those within 1 % of it, the one with the lowest peak. So in the simulator
-    the result is never slower than the rules, and at equal speed never needs more memory, unless the rules exceed the
-    budget. Costs must be equal on all ranks, so those of a rank's own rows, which may differ, are ignored. Within each
-    group, gathers keep their order and so do reductions; their interleaving is planned.
-    Leaves alone: the order of compute, and the model's own collectives, whose waits sink by a rule. A graph without
-    collectives only gets each update moved to where its gradient is ready.
+    Among the orders within 1 % of the fastest within the limits, picks the one with the lowest peak. So in the
+    simulator the result is never slower than the rules, and at equal speed never needs more memory, unless the rules
+    exceed the budget. Costs must be equal on all ranks, so the costs of copying a rank's own rows, whose number may
+    differ, are ignored. Within each group, gathers keep their order, and reductions keep theirs; how the two alternate
+    is planned. Leaves alone: the order of compute, and the model's own collectives, whose waits move down by a rule.
+    In a graph without collectives, each update moves to where its gradient is ready.
 
     Attributes:
         in_flight_bytes: maximum bytes of unsharded parameters and gradients with a collective in flight. Two
@@ -106,7 +106,7 @@ class ScheduleOverlap(GraphPass):
 
 
 def order_by_rules(gm: fx.GraphModule, ctx: PassContext, in_flight_bytes: int) -> list[fx.Node]:
-    """The order that `RULES` would give to a graph; the graph itself is not changed."""
+    """The order in which `RULES` put the nodes of a graph; the graph keeps its present order."""
     before = list(gm.graph.nodes)
     for rule in RULES:
         if isinstance(rule, SinkWaits | HoistStarts):

@@ -17,16 +17,16 @@ from zgraph.runtime.chunks import MIB
 class SinkWaits(GraphPass):
     """Move each wait, and the copies out of its buffer, to just before the first user.
 
-    The only user of a reduced gradient is the graph's output: if waits sank that far, all send buffers would stay alive
-    to the end. Therefore a reduction is awaited when `reductions_in_flight` later ones have started. In whole steps,
-    so is the gather of a replicated gradient's mean; its update then runs while later means arrive. Likewise a copy to
-    the host is awaited, and its source freed, when `offloads_in_flight` later copies have started.
+    The only user of a reduced gradient is the graph's output, and a wait there keeps the send buffer alive to the end.
+    Therefore a reduction is awaited when `reductions_in_flight` later reductions have started. In whole steps, gathers
+    of replicated gradients' means follow the same rule, so that an update runs while later means arrive. A copy to the
+    host is awaited, and its source freed, when `offloads_in_flight` later copies have started.
     Reads of a value stay before the writes that overwrite it.
     Leaves alone: waits that are already next to their first user.
 
     Attributes:
         reductions_in_flight: maximum number of reductions in flight.
-        in_flight_bytes: maximum bytes of unsharded gradients held by those reductions; one may always be in flight.
+        in_flight_bytes: maximum bytes of unsharded gradients in flight; one reduction may always be in flight.
         offloads_in_flight: maximum number of copies to the host in flight.
     """
 
@@ -63,7 +63,7 @@ class SinkWaits(GraphPass):
 
 
 def sink(graph: fx.Graph, ahead: Hazards) -> None:
-    """Move waits and copies to just before their first users, each chain as a unit; other nodes keep their order."""
+    """Move waits, and the copies of their results, to just before the first users; other nodes keep their order."""
     of_gradients = _copies_of_gradients(graph)
     sinkable = {
         node
@@ -94,7 +94,7 @@ def sink(graph: fx.Graph, ahead: Hazards) -> None:
 
 
 def _copies_of_gradients(graph: fx.Graph) -> set[fx.Node]:
-    """Casts and copies of values computed in this graph: moving them later would only keep those values alive."""
+    """Casts and copies of values computed in this graph: moving them later only keeps these values alive longer."""
     found: set[fx.Node] = set()
     for node in nodes.call_functions(graph, nodes.is_communication):
         if not nodes.is_start(node) and not nodes.is_wait(node):
@@ -105,12 +105,12 @@ def _copies_of_gradients(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _is_started(node: fx.Node) -> bool:
-    """Whether the node is a start, or one result of a start that has several."""
+    """Whether the node is a start, or selects one of the results of a start."""
     return nodes.is_start(node) or (nodes.is_getitem(node) and nodes.is_start(node.all_input_nodes[0]))
 
 
 def limit_reductions(graph: fx.Graph, in_flight: int, in_flight_bytes: int, ahead: Hazards) -> None:
-    """Finish the oldest reductions before starting one would exceed the limits."""
+    """Wait for the oldest reductions in flight before each start of a reduction that otherwise exceeds the limits."""
     outstanding: list[fx.Node] = []
     for start in nodes.call_functions(graph, nodes.is_exchange):
         while outstanding and (
@@ -130,7 +130,7 @@ def limit_reductions(graph: fx.Graph, in_flight: int, in_flight_bytes: int, ahea
 
 
 def limit_offloads(graph: fx.Graph, in_flight: int) -> None:
-    """Wait for the oldest copy to the host, which frees its source, before another would exceed the limit."""
+    """Wait for the oldest copy to the host, which frees its source, before a start that otherwise exceeds the limit."""
     order = nodes.order_of(graph)
     outstanding: list[fx.Node] = []
     for start in nodes.call_functions(graph, nodes.is_offload):
@@ -149,7 +149,7 @@ def finish_means(graph: fx.Graph, in_flight: int, ahead: Hazards) -> None:
 
 
 def carries_mean(node: fx.Node) -> bool:
-    """Whether the node starts the gather of a replicated gradient's mean: the second half of its reduction."""
+    """Whether the node starts the gather of a replicated gradient's mean, which is the second half of a reduction."""
     if not nodes.is_all_gather(node) or nodes.gathers_addends(node):
         return False
     return bool(meta.parameters(node)) and dataflow.copy_in(node) is None
@@ -158,7 +158,7 @@ def carries_mean(node: fx.Node) -> bool:
 def finish_before(graph: fx.Graph, start: fx.Node, anchor: fx.Node, ahead: Hazards) -> None:
     """Move the wait of a reduction, and the nodes that turn its result into a gradient, to just before the anchor.
 
-    If the mean is gathered afterwards (replicated parameters), its gather starts here and is waited for later.
+    For a replicated parameter, the start of the gather of the mean moves too, but not the wait for that gather.
     """
     order = nodes.order_of(graph)
     wait = cast(fx.Node, nodes.wait_of(start))

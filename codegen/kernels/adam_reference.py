@@ -2,13 +2,13 @@
 
 Every value is fp32, and every operation rounds separately, in the order in which it is written. Parameters are updated
 with the moments before rounding. Scalars shared by all elements are computed the same way in fp64. Powers are computed
-by repeated squaring, because library results differ between machines, and a GPU computes them where the step count is.
+by repeated squaring, which a GPU can do where the step count is, because results of libraries differ between machines.
 
     round(x) = the upper half of (bits of x + r),    r uniform in 0 ... 2^16 - 1
 
-is unbiased: it is one of the two neighbours of x in bf16, each with a probability equal to the distance of x from the
-other one, as a fraction of the gap. The 32 random bits are a hash of element and update, and depend on nothing else:
-the lower half is for the first moment, the upper half for the second.
+is unbiased: the result is one of the two neighbours of x in bf16. The probability of each neighbour is the distance of
+x from the other neighbour, as a fraction of their gap. The 32 random bits are a hash of element and update, and depend
+on nothing else: the lower half is for the first moment, the upper half for the second.
 
 Source: stochastic rounding for training in low precision, Gupta et al. 2015, arXiv 1502.02551, section 3; of optimizer
 states in bf16, Zamirai et al. 2020, arXiv 2010.06192. Adam: Kingma and Ba 2015, arXiv 1412.6980; AdamW: Loshchilov and
@@ -43,7 +43,7 @@ class AdamOptions:
     maximize: bool
 
     def factors(self, step: float, grad_scale: float | None) -> Factors:
-        """The scalars of one parameter's update number `step`."""
+        """The scalars for update number `step` of one parameter."""
         return Factors(
             grad_scale=1.0 if grad_scale is None else grad_scale,
             sign=-1.0 if self.maximize else 1.0,

@@ -36,7 +36,7 @@ def orthonormalize(rows: Tensor) -> None:
 
 
 def sum_in_blocks(values: Tensor) -> Tensor:
-    """The sum over the last dim, independent of the number of threads: torch would split one long sum between them."""
+    """The sum over the last dim, in blocks: torch splits one long sum by the number of threads, which changes bits."""
     length = values.shape[-1]
     whole = length // BLOCK * BLOCK
     total = values[..., whole:].sum(-1)

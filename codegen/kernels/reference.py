@@ -9,14 +9,14 @@ Each group of elements x is sent as integer codes c and one bf16 scale s, so tha
 
 Rotated values look Gaussian: codes represent the middles of their intervals (b = 1/2), and all levels are used. Without
 rotation y = x, s lacks the 1/32, codes are rounded to nearest, and zero has a code of its own (b = 0, one level fewer).
-The scale makes the result unbiased along y: <y, s (c + b)> = <y, y>; a least-squares scale would shrink each gradient
-by the loss due to clipping (as in Suresh et al. 2017, arXiv 1611.00429, rotation before quantization; Vargaftik et al.
+The scale makes the result unbiased along y: <y, s (c + b)> = <y, y>; a least-squares scale shrinks each gradient by
+the loss due to clipping (as in Suresh et al. 2017, arXiv 1611.00429, rotation before quantization; Vargaftik et al.
 2021, DRIVE, arXiv 2105.08339, section 4, unbiased scale).
 
 With error feedback and without rotation, s is the least-squares scale, max|y| / K <u, c + b> / |c + b|^2. The error is
-then never longer than the input; otherwise the errors of classic feedback could grow without bound, as they do with 2
-bits on heavy-tailed inputs, where the unbiased scale is many times the largest value. The amount by which the scale
-shrinks values is part of the error, and is sent later.
+then never longer than the input. With the unbiased scale, the errors of classic feedback can grow without bound, as
+they do with 2 bits on heavy-tailed inputs, where that scale is many times the largest value. The amount by which the
+least-squares scale shrinks values is part of the error, and is sent later.
 
 Every value is fp32 until it is stored, and every operation rounds separately, except three that are fused
 multiply-adds: rounding a product to an integer, `clip_share`, and a step of `reciprocal`. Sums over up to 128 integers
@@ -79,7 +79,7 @@ class CodeBook:
         return 2 * (self.top + 1) // (self.high - self.low + 1)
 
     def slope(self, clip: float) -> float:
-        """Factor that maps u to codes without rotation, or to a share of the interval between both clips with it."""
+        """Factor that maps u to codes; with rotation, to a share of the interval between both clips."""
         return fp32(0.5 / (self.top + 1) / clip if self.rotated else self.high / self.top / clip)
 
     @property
@@ -89,7 +89,7 @@ class CodeBook:
 
 
 def sums_are_exact(method: BlockMethod) -> bool:
-    """Whether no order of additions changes the sums over a group's integers; see above."""
+    """Whether no order of additions changes the sums over a group's integers; see the docstring of this module."""
     return method.bits <= 4 and method.group <= 128
 
 
@@ -151,7 +151,7 @@ def is_unbiased(method: BlockMethod) -> bool:
 
 
 def best_levels(integers: Tensor, book: CodeBook) -> Tensor:
-    """Decoded values [..., group] without the scale, at the clipping level that aligns them best with u."""
+    """c + b [..., group] for integers u, at the clipping level for which c + b aligns best with u."""
     best, *others = (levels_of(integers, clip, book) for clip in book.clips)
     if not others:
         return best
@@ -247,9 +247,9 @@ def decode(levels: Tensor, scale: Tensor, signs: Tensor | None) -> Tensor:
 def to_blocks(values: Tensor) -> Tensor:
     """[..., group] as [..., blocks, 32], or as [..., 1, group] if group is less than 32.
 
-    A block consists of runs of 8 neighbours that are group / 4 apart: element 8 blocks a + 8 b + c is at place 8 a + c
-    of block b. So a GPU thread, which keeps a block in its registers, reads 8 elements at once, neighbouring threads
-    read neighbouring runs, and a byte of codes only has elements of one block.
+    A block consists of runs of 8 neighbours; the runs are group / 4 apart. With `blocks` blocks in a group, element
+    8 blocks a + 8 b + c is at place 8 a + c of block b. So a GPU thread, which keeps a block in its registers, reads 8
+    elements at once, neighbouring threads read neighbouring runs, and a byte of codes only has elements of one block.
     """
     places = min(values.shape[-1], HADAMARD)
     return values.unflatten(-1, (places // RUN, -1, RUN)).transpose(-3, -2).flatten(-2)
@@ -273,7 +273,7 @@ def hadamard(values: Tensor) -> Tensor:
 
 
 def fold(values: Tensor) -> Tensor:
-    """The sum over the last dim, a group, with keepdim: first within blocks, then over blocks.
+    """The sum over the last dim, which is a group, with keepdim: first within blocks, then over blocks.
 
     Both sums repeatedly add the second half of the numbers to the first half.
     """
@@ -288,7 +288,7 @@ def _halve(values: Tensor) -> Tensor:
 
 
 def draw_signs(groups: int, group: int, draw: RngKey, rank: int, device: torch.device | None = None) -> Tensor:
-    """[groups, group] of 1 and -1 on a device (default: CPU), determined by step, rank and place in the chunk.
+    """Random signs 1 and -1 [groups, group] on a device (default: CPU), given by step, rank and place in the chunk.
 
     The sign at place p of a block is bit 31 - p of a hash of the block's number in the chunk.
     """

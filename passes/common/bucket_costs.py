@@ -12,15 +12,15 @@ def link_bytes(
 ) -> int:
     """The bucket size that suits a link.
 
-    This is the smallest size at which latency is only the given share of the transfer, or less if such a bucket could
-    not be hidden. Nothing hides the first bucket of a pipeline (or the compute after the last one, if that is shorter):
-    its time grows with the bucket size, while the sum of all latencies falls. Their total is least at the square root.
+    This is the smallest size at which latency is only the given share of the transfer, or a smaller size if such a
+    bucket cannot be hidden. With n buckets, nothing hides n latencies and 1 / n of the transfer (or of the compute, if
+    that is shorter); the sum of both is least at n = sqrt(min(transfer, compute) / latency).
 
     Args:
-        total_bytes: bytes of everything to be carried.
+        total_bytes: bytes that all collectives carry together.
         latency_us: latency of one collective.
-        transfer_us: time to transfer everything, without latencies.
-        compute_us: time of the compute that could hide the transfers.
+        transfer_us: time to transfer these bytes, without latencies.
+        compute_us: time of the compute that can hide the transfers.
         latency_share: share of latency in the transfer, such as 0.1.
     """
     sizes = [1.0]
@@ -33,7 +33,7 @@ def link_bytes(
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One collective.
+    """A collective that may join a bucket.
 
     Attributes:
         at_us: compute time before a gather's result is read, or before a reduction's input is ready.
@@ -47,9 +47,9 @@ class Member:
 class GatherQueue:
     """Gathers of a graph in program order, on a link that starts with the graph and never pauses.
 
-    Decides for each gather whether it joins the previous bucket. If it does, the bucket's first reader also waits for
-    it; if not, it arrives one latency later. It stays out if joining would make the graph end later, counting all later
-    gathers without latency:
+    Decides for each gather whether it joins the previous bucket. A gather that joins delays the first reader of the
+    bucket; a gather that stays out arrives one latency later. The gather joins unless the graph then ends later, if all
+    later gathers are counted without latency:
 
         joined   link [lat a b      ]      compute ...........[a][b]
         apart    link [lat a][lat b ]      compute .......[a]....[b]
@@ -96,8 +96,9 @@ class GatherQueue:
 class ReductionQueue:
     """Reductions of a graph in program order; each starts when its input is ready.
 
-    Decides for each whether it joins the previous bucket, which then cannot start before the new member is ready. It
-    stays out if joining would make the last reduction end later, counting all later reductions without latency.
+    Decides for each reduction whether it joins the previous bucket, which then cannot start before the new member is
+    ready. The reduction joins unless the last reduction of the graph then ends later, if all later reductions are
+    counted without latency.
     """
 
     def __init__(self, members: Sequence[Member], latency_us: float, compute_us: float) -> None:

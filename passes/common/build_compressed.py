@@ -38,8 +38,8 @@ class Hop:
         salt: salt of random numbers; differs between groups along the same axis, and between hops.
         chunk: part of the gradient that the collective carries.
         numel: number of elements of one chunk.
-        receivers: number of ranks that get separate chunks of the payload: `world`, or 1 if all get the same.
-        stretches: number of chunks for each receiver, which the next hop sends to different ranks.
+        receivers: number of ranks that get separate chunks of the payload: `world`, or 1 if all ranks get the same.
+        stretches: number of chunks for each receiver; the next hop sends each of them to a different rank.
     """
 
     group_name: str
@@ -59,7 +59,7 @@ class Hop:
 
     @property
     def keeps_on_host(self) -> bool:
-        """Whether its error-feedback state is kept on the host between steps."""
+        """Whether the error-feedback state of the hop is kept on the host between steps."""
         method = self.method
         return (
             isinstance(method, BlockMethod)
@@ -69,7 +69,7 @@ class Hop:
 
 
 class CompressedReduction(ReductionBuilder):
-    """Builds one reduction whose collectives carry codes."""
+    """Builds the nodes of one reduction whose collectives carry codes."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class CompressedReduction(ReductionBuilder):
     # --- hops -------------------------------------------------------------------------------------------------------
 
     def _resolved(self, method: LoCo) -> CompressionMethod | TwoHop:
-        """The method with its hops decided: one, or two as a TwoHop."""
+        """The method with the number of hops decided: LoCo for one hop, TwoHop for two."""
         one_hop = replace(method, hops=1)
         if method.hops == 1 or (
             method.hops == "auto" and self.layout.num_replicas == 1 and self._known_ranks_per_host() is None
@@ -131,9 +131,9 @@ class CompressedReduction(ReductionBuilder):
         return TwoHop(inter_host=one_hop)
 
     def _known_ranks_per_host(self) -> int | None:
-        """Number of neighbouring ranks of the group on each host of the target's hardware.
+        """Number of consecutive ranks of the group on each host of the target's, or else this machine's, hardware.
 
-        None if each host has one rank, all ranks are on one host, or hosts have different numbers of ranks.
+        None if the hardware is unknown, each host has one rank, one host has all ranks, or hosts have unequal numbers.
         """
         machine, world = self.ctx.hardware or self.ctx.machine, self.layout.world
         if machine is None or world == 1:
@@ -144,7 +144,7 @@ class CompressedReduction(ReductionBuilder):
         return found if 1 < found < world and on_nodes == neighbours else None
 
     def _hops(self, chunk: Chunk, numel: int) -> list[Hop]:
-        """The hops that sum a chunk over its last group."""
+        """The hops that sum a chunk over the last of its groups, in order."""
         if isinstance(self.method, TwoHop) and self.layout.num_replicas == 1:
             return self._hops_by_host(self.method, chunk, numel)
         is_second = len(chunk.group_names) > 1  # over the replicas: hybrid sharding is two hops by itself
@@ -156,7 +156,7 @@ class CompressedReduction(ReductionBuilder):
         return [self._hop(chunk.group_names[-1], method, slot, salt, chunk, numel)]
 
     def _hops_by_host(self, method: TwoHop, chunk: Chunk, numel: int) -> list[Hop]:
-        """Hops over the ranks of a host, then over ranks at the same place in their hosts; none over a single rank."""
+        """Hops over the ranks of a host, then over ranks with equal places in their hosts; omits hops of one rank."""
         per_host = self._ranks_per_host(method)
         intra_host, inter_host = self.ctx.host_groups(chunk.group_names[-1], per_host)
         host, place = divmod(self.layout.rank, per_host)
@@ -203,7 +203,7 @@ class CompressedReduction(ReductionBuilder):
     # --- nodes ------------------------------------------------------------------------------------------------------
 
     def _exchange(self, pieces: fx.Node, hop: Hop, divisor: int, dtype: torch.dtype) -> fx.Node:
-        """[world * stretches * numel] of every rank -> the sum of this rank's [stretches * numel], divided."""
+        """Exchange and sum [world * stretches * numel] of every rank -> this rank's [stretches * numel], divided."""
         payload, draw = self._quantized(pieces, hop)
         splits = [meta.tensor_value(payload).shape[0] // hop.world] * hop.world
         start = self.node(all_to_all_op(), payload, splits, splits, hop.group_name, name=f"all_to_all_{self.label}")
@@ -217,7 +217,7 @@ class CompressedReduction(ReductionBuilder):
         return self.node(operator.getitem, sums, 0)
 
     def _gather(self, piece: fx.Node, hop: Hop) -> fx.Node:
-        """[numel] of every rank -> [world * numel]."""
+        """Gather [numel] of every rank as codes -> [world * numel], decoded."""
         payload, draw = self._quantized(piece, hop)
         start = self.node(all_gather_op(), payload, hop.world, hop.group_name, name=f"all_gather_grad_{self.label}")
         meta.set_chunks(start, chunk_unit(hop.method, hop.chunk, hop.stretches))
@@ -229,7 +229,7 @@ class CompressedReduction(ReductionBuilder):
         return self.node(operator.getitem, every, 0)
 
     def _quantized(self, pieces: fx.Node, hop: Hop) -> tuple[fx.Node, fx.Node]:
-        """The payload [receivers * bytes] and the key of its random numbers."""
+        """Quantize pieces: return the payload [receivers * bytes] and the key of the random numbers used."""
         errors = self._errors(hop, meta.tensor_value(pieces).device)
         quantized = self.node(
             torch.ops.zgraph.quantize_grads.default,
@@ -241,7 +241,7 @@ class CompressedReduction(ReductionBuilder):
         return self.node(operator.getitem, quantized, 0), self.node(operator.getitem, quantized, 1)
 
     def _errors(self, hop: Hop, device: torch.device) -> list[fx.Node]:
-        """Fetch error-feedback state from the host while the previous gradient is reduced."""
+        """Fetch error feedback kept on the host while the previous gradient is reduced; none if the device keeps it."""
         if not hop.keeps_on_host:
             return []
         with nullcontext() if self.previous is None else self.graph.inserting_before(self.previous):

@@ -24,7 +24,7 @@ SPARED_BYTES = 512 * 1024
 
 
 def plan_low_rank_buckets(markers: Sequence[fx.Node], bucket_bytes: int) -> list[list[fx.Node]]:
-    """Bucket reductions over the same ranks, up to `bucket_bytes` of fp32 each; buckets are sorted by last member."""
+    """Buckets of reductions over the same ranks, each up to `bucket_bytes` in fp32; sorted by their last members."""
     buckets: list[list[fx.Node]] = []
     filled: dict[tuple[object, ...], tuple[list[fx.Node], int]] = {}
     for marker in markers:
@@ -43,15 +43,16 @@ def plan_low_rank_buckets(markers: Sequence[fx.Node], bucket_bytes: int) -> list
 
 
 def build_low_rank(graph: fx.Graph, markers: Sequence[fx.Node], ctx: PassContext, method: LowRank) -> None:
-    """Replace the markers; the factors become markers of their own, which are lowered like any other.
+    """Replace reduce_grad nodes (markers) with low-rank reductions, bucket by bucket.
 
-    To give every exchange time to overlap, a bucket's second factor is sent together with the first factor of the next
-    bucket, and its means are rebuilt after the bucket after that has been sent:
+    Factors are gathered and summed, or are reduced by new markers, which are lowered like any others. To give every
+    exchange time to overlap, the second (right) factor of a bucket is sent together with the first (left) factor of the
+    next bucket. The means of a bucket are rebuilt after the left factor of the second next bucket has been sent:
 
         left 0 ... right 0, left 1 ... right 1, left 2, means 0 ... right 2, means 1, means 2
 
-    In a whole step, each backward finishes before its means are read, because their readers may write to them, and
-    because the next backward needs the updated error feedback.
+    In a whole step, all means of a backward are rebuilt before any of them is read, because readers may write to means,
+    and because the next backward needs the updated error feedback.
     """
     order = nodes.order_of(graph)
     parts = _parts(markers) if ctx.direction == "step" else [markers] if markers else []
@@ -78,7 +79,7 @@ def build_low_rank(graph: fx.Graph, markers: Sequence[fx.Node], ctx: PassContext
 
 
 def _parts(markers: Sequence[fx.Node]) -> list[list[fx.Node]]:
-    """The markers of each backward."""
+    """The markers, grouped by the backward that they belong to."""
     found: dict[int | None, list[fx.Node]] = {}
     for marker in markers:
         found.setdefault(meta.part(marker), []).append(marker)
@@ -86,7 +87,7 @@ def _parts(markers: Sequence[fx.Node]) -> list[list[fx.Node]]:
 
 
 def _readers_behind(markers: Sequence[fx.Node], order: Mapping[fx.Node, int]) -> list[fx.Node]:
-    """Readers of reduced gradients after the last marker; readers before it may be moved after it."""
+    """Readers of reduced gradients that come after the last marker; earlier readers can be moved after that marker."""
     values = [value for marker in markers for value in dataflow.reshaped_values(marker)]
     readers = [user for value in values for user in value.users if not traits.is_reshaping(user)]
     return [user for user in readers if order[user] > order[markers[-1]]]
@@ -138,7 +139,7 @@ class _Bucket:
             marker.replace_all_uses_with(self._shaped(mean, args, marker))
 
     def _shaped(self, mean: fx.Node, args: ReduceArgs, marker: fx.Node) -> fx.Node:
-        """[kept rows, columns] in the marker's shape; a chunk is cut to the rows that this rank has."""
+        """A mean [kept rows, columns] in the marker's shape, cut to the rows that this rank has."""
         layout, rows = args.layout, args.layout.local_rows
         if len(layout.shape) > 2:
             unflattened = [layout.chunk_rows, *layout.shape[1:]]
@@ -148,7 +149,7 @@ class _Bucket:
         return meta.create(self.graph, aten.slice.Tensor, (mean, 0, 0, rows), like=marker)
 
     def _grad(self, args: ReduceArgs, marker: fx.Node) -> fx.Node:
-        """The whole gradient before any widening; at the end of a window, the sum of all accumulated gradients."""
+        """The whole gradient before a widening cast; at the end of a window, the sum of all accumulated gradients."""
         if args.layout.gradients_wait(args.window):
             waited = (args.grad, args.handle, args.dtype, args.layout.zero_stage)
             return meta.create(self.graph, torch.ops.zgraph.add_accumulated.default, waited, like=marker)
@@ -172,7 +173,7 @@ class _Bucket:
         return self._communicate(torch.ops.zgraph.reduce_grad.default, *reduction.flat())
 
     def _summed_by_all(self, factor: fx.Node, group_name: str, world: int) -> fx.Node:
-        """Gather all addends and sum them: with more than two ranks this sends more bytes, but in a single exchange."""
+        """Gather a factor of all ranks and sum: with more than two ranks this sends more bytes, but in one exchange."""
         numel = meta.tensor_value(factor).shape[0]
         start = self._communicate(all_gather_op(), factor, world, group_name, name=f"all_gather_factor_{self.label}")
         meta.set_chunks(start, [Chunk(numel, 1, ("",))])
@@ -196,7 +197,7 @@ class _Bucket:
         return node
 
     def _call(self, target: object, *args: object) -> list[fx.Node]:
-        """The results of an operator that returns a list.
+        """Call an operator that returns a list, and return the nodes of its results.
 
         The call has no parameters in its meta, so that it counts as compute (unlike copies in and out of buffers) and
         is not moved.

@@ -31,7 +31,7 @@ class ReductionBuilder:
     Args:
         graph, marker: the graph and the reduce_grad node in it.
         ctx: context of the pass, which knows the groups.
-        algorithms: algorithm for each group, by name; all_to_all for groups that are not listed.
+        algorithms: reduction algorithms by the names of groups; groups that are not listed use all_to_all.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class ReductionBuilder:
         return self.cast(source, dtype)
 
     def mean_dtype(self, grad: torch.dtype) -> torch.dtype:
-        """The dtype in which the parts of the mean of a gradient of this dtype are gathered."""
+        """The dtype in which ranks gather the parts of a mean, given the dtype of the gradient."""
         return mean_dtype_of(grad, self.args.dtype, self.args.wire_dtype, self.args.mean_dtype)
 
     def padded(self, pieces: fx.Node, world: int) -> fx.Node:
@@ -113,7 +113,7 @@ class ReductionBuilder:
         return self.node(aten.constant_pad_nd.default, pieces, [0, 0] * (len(shape) - 1) + [0, missing])
 
     def sum(self, pieces: fx.Node, chunk: Chunk, divisor: int, dtype: torch.dtype) -> fx.Node:
-        """[N * chunk, ...] of every rank -> the sum of this rank's [chunk, ...], divided."""
+        """Sum [N * chunk, ...] of every rank -> this rank's [chunk, ...] of the sum, divided."""
         group_name = chunk.group_names[-1]
         world = self.ctx.group_size(group_name)
         if world == 1:
@@ -132,7 +132,7 @@ class ReductionBuilder:
         return self.divided(self.node(wait_op(), start, name=f"wait_grad_{self.label}"), divisor, dtype)
 
     def all_reduce(self, partial: fx.Node, chunk: Chunk, mean_dtype: torch.dtype) -> fx.Node:
-        """The sum of this shard's partial sums over its replicas, in the dtype in which means are gathered."""
+        """Sum a shard's partial sums over its replicas, and divide; in mean_dtype if ranks gather the means later."""
         found = meta.tensor_value(partial)
         numel = math.prod(found.shape)
         flat = self.on_the_wire(self.node(aten.view.default, partial, [numel]))
@@ -140,7 +140,7 @@ class ReductionBuilder:
         return self.node(aten.view.default, self.mean(flat, chunk, mean_dtype, dtype), list(found.shape))
 
     def mean(self, flat: fx.Node, chunk: Chunk, mean_dtype: torch.dtype, dtype: torch.dtype) -> fx.Node:
-        """[numel] of every rank -> the complete mean [numel] in `dtype` on each."""
+        """Average [numel] of every rank -> the complete mean [numel] in `dtype` on each rank."""
         group_name = chunk.group_names[-1]
         numel = meta.tensor_value(flat).shape[0]
         if self.algorithms.get(group_name) != "all_reduce":
@@ -151,13 +151,13 @@ class ReductionBuilder:
         return self.divided(self.node(wait_op(), start, name=f"wait_grad_{self.label}"), self.divisor, dtype)
 
     def divided(self, total: fx.Node, divisor: int, dtype: torch.dtype) -> fx.Node:
-        """Divide a sum computed by the backend, with the same operator as for our own sums."""
+        """Divide a sum that the backend computed, with the operator that also divides the sums of zgraph."""
         if divisor == 1 and meta.tensor_value(total).dtype == dtype:
             return total
         return self.node(torch.ops.zgraph.sum_ranks.default, total, 1, divisor, dtype)
 
     def gathered(self, piece: fx.Node, chunk: Chunk, numel: int, dtype: torch.dtype) -> fx.Node:
-        """[n] of every rank -> the first [numel] elements of their concatenation, cast on arrival."""
+        """Gather [n] of every rank -> the first [numel] elements of the concatenation, cast on arrival."""
         group_name = chunk.group_names[-1]
         world = self.ctx.group_size(group_name)
         if world > 1:
@@ -231,7 +231,7 @@ def _kind(marker: fx.Node, group_name: str, reduction: Reduction) -> tuple[objec
 
 
 def _hops_of(marker: fx.Node) -> dict[str, Reduction]:
-    """The reduction of a reduce_grad over each of its groups, by name; empty if it communicates nothing."""
+    """The reduction of a reduce_grad over each of its groups, by group name; empty if nothing is sent."""
     args = ReduceArgs.of(marker)
     layout, world = args.layout, args.layout.world
     waits = layout.gradients_wait(args.window)
@@ -256,7 +256,7 @@ def _hops_of(marker: fx.Node) -> dict[str, Reduction]:
 
 
 def _travelling(grad: fx.Node, asked: torch.dtype | None) -> tuple[fx.Node, torch.dtype]:
-    """The node to send for a gradient (the cast's source, if it was only widened), and its dtype on the wire."""
+    """The node to send for a gradient (the source of the cast if it was only widened), and the dtype to send it in."""
     dtype = meta.tensor_value(grad).dtype
     if traits.cast_dtype(grad) == torch.float32 and wire_dtype_of(dtype, asked) == dtype:
         source = grad.all_input_nodes[0]

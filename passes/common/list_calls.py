@@ -31,7 +31,7 @@ _TENSORS: Mapping[object, int] = MappingProxyType(
 
 @dataclass(frozen=True)
 class ListCall:
-    """One call as an element of a call over lists.
+    """A call on single tensors, as one element of a call over lists.
 
     Attributes:
         target: operator of the call.
@@ -71,7 +71,7 @@ class ListCall:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Key that is equal for calls that can be merged."""
+        """A key that is equal for calls that can be merged."""
         return self.target, len(self.tensors), self.number is None, self.common, self.options
 
 

@@ -31,9 +31,9 @@ class Bucket:
 
 
 def merge(graph: fx.Graph, bucket: Bucket, mode: Mode = "flat") -> None:
-    """Replace the members by one collective over their concatenation; the order of nodes is restored later.
+    """Replace the members of a bucket by one collective over their concatenation; the caller restores node order.
 
-    Gathers of parameters may also be "coalesced", each into a tensor of its own, or stay separate ("sequential").
+    Gathers of parameters may also be "coalesced", each into a separate tensor, or not be merged ("sequential").
     """
     if mode == "sequential":
         for start in bucket.starts:
@@ -74,7 +74,7 @@ def put_at_use(start: fx.Node) -> None:
 
 
 def result_of(start: fx.Node) -> fx.Node | None:
-    """A member's result: its wait, or the node that sums or divides it; None if an exchange has other readers."""
+    """The result of a collective: its wait, or the node that sums or divides; None for an unsummed all_to_all."""
     wait = nodes.wait_of(start)
     if wait is None or not nodes.is_reduction(start):
         return wait
@@ -98,7 +98,7 @@ def _bring_before(node: fx.Node, anchor: fx.Node, order: dict[fx.Node, int]) -> 
 
 
 def _merge_gathers(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[fx.Node]:
-    """Concatenate the flat chunks and gather once; each member is a contiguous copy of its columns of [N, total]."""
+    """Concatenate flat chunks and gather once to [N, total], of which each member copies its columns."""
     waits = [cast(fx.Node, nodes.wait_of(start)) for start in starts]
     world = cast(int, starts[0].args[1])
     sent = [start.all_input_nodes[0] for start in starts]
@@ -124,7 +124,7 @@ def _merge_gathers(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 def _merge_quantized_gathers(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[fx.Node]:
-    """Quantize all shards into one payload and gather once; each member is decoded from it where it is needed."""
+    """Quantize all shards into one payload and gather once; each parameter is decoded where it is read."""
     waits = [cast(fx.Node, nodes.wait_of(start)) for start in starts]
     codes = [start.all_input_nodes[0] for start in starts]
     shards, numels = ([item for node in codes for item in cast("list[Any]", node.args[place])] for place in (0, 2))
@@ -150,7 +150,7 @@ def _merge_quantized_gathers(graph: fx.Graph, starts: Sequence[fx.Node]) -> list
 
 
 def _group_gathers(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[fx.Node]:
-    """Use one start, and one wait with a result for each member; shards to be cast first share one cast."""
+    """Merge into one start, and one wait with a result for each member; shards that are cast first share one cast."""
     waits = [cast(fx.Node, nodes.wait_of(start)) for start in starts]
     sent = [start.all_input_nodes[0] for start in starts]
     sent, replaced = _cast_all(graph, starts, sent)
@@ -165,7 +165,7 @@ def _group_gathers(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 def _cast_all(graph: fx.Graph, starts: Sequence[fx.Node], sent: list[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
-    """The tensors to send, with the casts of all shards merged into one node, and the nodes that it replaces."""
+    """The tensors to send, with the casts of all shards merged into one node; and the nodes it replaces."""
     chains = {place: chain for place, node in enumerate(sent) if (chain := _source_cast(node))}
     if len(chains) < 2:
         return sent, []
@@ -182,7 +182,7 @@ def _cast_all(graph: fx.Graph, starts: Sequence[fx.Node], sent: list[fx.Node]) -
 
 
 def _source_cast(sent: fx.Node) -> list[fx.Node]:
-    """The chain from the tensor a member sends back to its cast: padding, copy, cast; empty if there is no cast."""
+    """The nodes that make a sent tensor, the last one first: padding, copy, cast; empty if there is no cast."""
     chain = [sent]
     while len(chain[-1].users) == 1:
         node = chain[-1]
@@ -197,7 +197,7 @@ def _source_cast(sent: fx.Node) -> list[fx.Node]:
 def _merge_replicated(graph: fx.Graph, members: Sequence[ReplicatedReduction]) -> list[fx.Node]:
     """Concatenate the flat gradients, pad, exchange, sum and gather once; each member's mean is a view of the result.
 
-    A mean keeps the storage of the whole bucket alive; members do not overlap in it.
+    A mean keeps the storage of the whole bucket alive; the means do not overlap in this storage.
     """
     starts = [member.steps[0] for member in members]
     world = cast(int, members[0].gather.args[1])

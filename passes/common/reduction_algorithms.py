@@ -18,7 +18,7 @@ ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
 
 @dataclass(frozen=True, kw_only=True)
 class Reduction:
-    """Gradients of one kind that a graph reduces over one group; they may share collectives.
+    """The gradients of one kind that a graph reduces over one group, and that can share collectives.
 
     Attributes:
         numel: total number of elements of the unsharded gradients.
@@ -38,18 +38,18 @@ def choose_algorithm(
 ) -> Algorithm:
     """The cheapest algorithm that keeps sums in fp32.
 
-    gloo's own reductions are never used: they send twice as much as an all_to_all, and sum in their own order. On NCCL
-    an all_to_all sends gradients in their narrow dtype, which a reduce_scatter has to widen first; but each rank then
-    sends to other hosts itself, whereas a ring leaves a host once. If ranks gather the means, one all_reduce saves a
-    launch, but every rank divides all means; it is considered only within a host. At equal costs, prefers
-    reduce_scatter, then all_to_all, then all_reduce.
+    gloo's own reductions are never used: they send twice as much as an all_to_all, and sum in another order. On NCCL,
+    an all_to_all sends gradients in their narrow dtype, while a reduce_scatter has to widen them first. However, in an
+    all_to_all every rank sends to other hosts, while the ring of a reduce_scatter leaves each host once. If ranks
+    gather the means, one all_reduce saves a launch, but every rank divides all means; it is considered only within a
+    host. At equal costs, prefers reduce_scatter, then all_to_all, then all_reduce.
 
     Args:
         reduction: what to reduce.
         backend: backend of the group.
         world: number of ranks of the group.
         stride: distance between neighbours of the group in global ranks.
-        hardware: hardware of each rank, the same on all; None: unknown, and NCCL uses a reduce_scatter.
+        hardware: hardware of each rank, equal on all ranks; None: unknown, so that NCCL uses a reduce_scatter.
     """
     if not kind_of_backend(backend).is_gpu:
         return "all_to_all"

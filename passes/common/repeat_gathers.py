@@ -11,13 +11,13 @@ from zgraph.graph.operator_arguments import UnshardArgs
 
 
 def repeat_gathers(graph: fx.Graph, kept: Collection[fx.Node] = ()) -> int:
-    """Give each forward and each backward that reads a parameter of stage 0 or 3 a gather of its own.
+    """Give each forward and each backward a separate gather of every stage 0 or 3 parameter that it reads.
 
-    Views and casts of the gathered parameter, such as its transpose, are repeated with it.
+    Views and casts of a gathered parameter, such as its transpose, are repeated with its gather.
 
     Args:
         graph: graph of a whole step.
-        kept: gathers that later parts continue to read, so that they are not repeated.
+        kept: gathers not to repeat, because later forwards and backwards continue to read their results.
 
     Returns:
         The number of gathers that were added.
@@ -47,15 +47,15 @@ def _repeat(
     part: int,
     originals: dict[fx.Node, fx.Node],
 ) -> None:
-    """Let these readers of a gathered parameter, all in one part, read a new gather in that part.
+    """Let readers of a gathered parameter in one part (a forward or a backward) read a new gather in that part.
 
-    The gather goes before the first reader, and each view of it before the first reader of that view. Earlier views
-    would become the gather's first readers, and the gathers that a unit depends on would be reordered by its reads.
+    The gather goes before the first reader, and each of its views before the first reader of that view. Views must not
+    come earlier: the first readers of gathers determine the order of a unit's gathers.
 
     Args:
         values: the gathered parameter and its views, in any part. A view made in another part, as by the first backward
             of a second derivative, may already read a copy.
-        originals: the original of every copy; copies made here are added.
+        originals: maps each copied node to its original; the copies made here are added.
     """
     copies: dict[fx.Node, fx.Node] = {}
 

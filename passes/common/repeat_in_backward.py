@@ -16,8 +16,8 @@ def repeat_in_backward(graph: fx.Graph, repeated: Iterable[tuple[fx.Node, fx.Nod
 
     Args:
         graph: graph of a whole step.
-        repeated: pairs of a node to run again and the backward node to put its copy before, in program order. The
-            inputs of each node are alive there, or repeated earlier in the list.
+        repeated: pairs (node to run again, backward node to put its copy before), in program order. The inputs of each
+            node are alive at that place, or are repeated by an earlier pair.
     """
     part = dataflow.parts_of(graph)
     copies: dict[fx.Node, fx.Node] = {}

@@ -20,7 +20,7 @@ class ReplicatedReduction:
 
     Attributes:
         steps: the exchange, its wait, the sum and division, the gather of the means and its wait, and a cast if means
-            are sent in a narrower dtype than they are kept in; each reads only the step before it.
+            are sent in a narrower dtype than they are kept in; each step reads only the previous one.
         numel: number of elements of the gradient, without padding.
         mean: [numel], the complete mean.
     """
@@ -33,8 +33,8 @@ class ReplicatedReduction:
     def of(cls, start: fx.Node) -> ReplicatedReduction | None:
         """The reduction that begins with an exchange; None if its result is not gathered over the same ranks.
 
-        Also None for gradients sent as codes, and for reductions of sharded gradients over replicas: the number of
-        elements does not determine which part of those a rank holds.
+        Also None for gradients sent as codes, and for reductions of sharded gradients over replicas: which part of such
+        a gradient a rank holds does not follow from the number of elements.
         """
         chunks, steps = meta.chunks(start), _steps_from(start)
         gather = _gather_of(steps)
@@ -56,12 +56,12 @@ class ReplicatedReduction:
 
     @property
     def carried_bytes(self) -> int:
-        """Bytes of the whole gradient in the wider dtype of the two collectives; the means may be the wider ones."""
+        """Bytes of the whole gradient in the wider dtype of its two collectives: exchange and gather of means."""
         return self.numel * max(meta.tensor_value(start).dtype.itemsize for start in (self.steps[0], self.gather))
 
     @property
     def policy(self) -> list[Any]:
-        """Key that is equal for reductions that can be merged, provided that their exchanges can."""
+        """A key that is equal for reductions that can be merged, provided that their exchanges can be merged."""
         return [(step.target, step.args[1:], step.kwargs) for step in self.steps[1:]]
 
     def flat(self, graph: fx.Graph) -> fx.Node:

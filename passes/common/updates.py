@@ -18,14 +18,14 @@ BUCKET_BYTES = 2 * MIB  # bytes of gradients that are updated together if nothin
 
 @dataclass(frozen=True)
 class Updates:
-    """Nodes of a step that may run whenever the gradients they need have been reduced.
+    """Nodes of a step that may run as soon as the gradients they need have been reduced.
 
     Attributes:
         reading: nodes that depend on a reduced gradient, through their inputs or through earlier writes.
         preparing: nodes that use only inputs of the graph and serve only `reading` nodes, such as the next step count.
-        before: nodes that must precede each node of the graph, besides its inputs.
-        arrival: position of the start of the last reduction that each node depends on, for all nodes that depend on
-            any. On a single rank, where nothing is reduced, gradients count as arriving in buckets.
+        before: for each node of the graph, the nodes that must precede it, besides its inputs.
+        arrival: for each node that depends on reductions, the position where the last of these reductions starts. On a
+            single rank, where nothing is reduced, gradients count as arriving in buckets.
     """
 
     reading: Mapping[fx.Node, None]
@@ -68,10 +68,10 @@ class Updates:
         return not any(source in self for node in others for source in self.needs(node))
 
     def homes(self) -> dict[fx.Node, int]:
-        """For each value of a parameter, the position of the start of the last reduction of its gradient.
+        """For each value of a parameter, such as a moment, the position where the gradient's last reduction starts.
 
-        Values belong to one parameter if they are at the same place in the lists of a call such as `_foreach_mul_`,
-        or if one is computed from the other and neither is a scalar.
+        Values belong to one parameter if they have the same index in the lists of a call such as `_foreach_mul_`, or
+        if one is computed from the other and neither is a scalar.
         """
         family = _Families()
         for node in [*self.reading, *self.preparing]:
@@ -95,7 +95,7 @@ def carries_parameter(node: fx.Node) -> bool:
 
 
 def _arrivals_alone(order: Iterable[fx.Node]) -> dict[fx.Node, int]:
-    """Gradients that need no reduction, with the position at which the last one of their bucket is computed."""
+    """Gradients that need no reduction, each with the position at which the last gradient of its bucket is computed."""
     found: dict[fx.Node, int] = {}
     bucket: dict[fx.Node, None] = {}
     held = 0
@@ -127,7 +127,7 @@ def lists_of(node: fx.Node) -> list[Sequence[object]]:
 
 
 def split_call(node: fx.Node, groups: Sequence[Sequence[int]]) -> None:
-    """Replace a call over lists of tensors with one call for each group of places; a single group changes nothing."""
+    """Replace a call over lists of tensors with one call for each group of list indices; one group changes nothing."""
     if len(groups) < 2:
         return
     results = {cast(int, user.args[1]): user for user in node.users}
@@ -151,7 +151,7 @@ def split_call(node: fx.Node, groups: Sequence[Sequence[int]]) -> None:
 
 
 def _at(argument: Any, places: Sequence[int]) -> Any:
-    """The elements of a list at these places; any other argument unchanged."""
+    """The elements of a list at the given indices; an argument that is not a list is returned unchanged."""
     if not isinstance(argument, list | tuple) or not argument:
         return argument
     return type(argument)(argument[place] for place in places)
@@ -186,7 +186,7 @@ def _preparing(
 
 
 def _is_of_one_parameter(node: fx.Node) -> bool:
-    """Whether a call computes element by element, so that it does not mix the tensors of several parameters."""
+    """Whether a call returns a non-scalar tensor and packs no tensors in lists, so that it serves one parameter."""
     packs = any(isinstance(argument, list | tuple) and _nodes_in(argument) for argument in node.args)
     return _has_elements(node) and not packs
 

@@ -1,4 +1,4 @@
-"""Visits: the times at which values of offloaded inputs are on the device."""
+"""Visits: the periods in which values of offloaded inputs are on the device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zgraph.torch_compat.operators import is_fused_update, overwritten, written_
 
 @dataclass(eq=False)
 class Visit:
-    """A stay of one offloaded input's values on the device.
+    """A period in which the values of one offloaded input are on the device, in a copy.
 
     Attributes:
         resting: the offloaded input.
@@ -27,8 +27,8 @@ class Visit:
         last_write: the last use that writes; None: no use writes, and the copy is dropped.
         is_first: whether nothing was stored to the input before this visit.
         previous: the previous visit of the same input.
-        reload, ready, store: start and wait of the copy in, and the copy back; None until built.
-        copies: for each alias, the value in the copy that replaces it.
+        reload, ready, store: start and wait of the copy to the device, and start of the copy back; None until built.
+        copies: for each alias, the value in the copy that replaces this alias.
     """
 
     resting: fx.Node
@@ -45,10 +45,10 @@ class Visit:
 
 
 def plan_split(update: fx.Node, most_bytes: int) -> list[list[int]]:
-    """Group the places in a fused update's lists so that each group has at most `most_bytes` offloaded bytes.
+    """Group the indices of a fused update's lists so that each group has at most `most_bytes` offloaded bytes.
 
-    One parameter always fits. An update that no reduction has split, as on one rank, would otherwise bring everything
-    to the device together. All ranks split alike.
+    A group always holds at least one parameter. An update that no reduction has split, as on one rank, otherwise brings
+    all its tensors to the device together. All ranks split alike.
     """
     groups: list[list[int]] = []
     held = 0
@@ -66,8 +66,8 @@ def plan_split(update: fx.Node, most_bytes: int) -> list[list[int]]:
 def plan_visits(order: Sequence[fx.Node], placed: Placements, apart: Container[fx.Node] = ()) -> list[Visit]:
     """The visits of all offloaded inputs, in the order of their first uses.
 
-    One visit serves consecutive uses of a kind: reads by the gathers or the compute of one forward or backward, or
-    updates. Updates in `apart` get visits of their own.
+    A visit (a period on the device) serves consecutive uses of one kind: gathers, other reads or updates, all in one
+    forward or backward. Uses in `apart` and other uses do not share a visit.
     """
     resting = [
         node
@@ -96,12 +96,12 @@ def plan_visits(order: Sequence[fx.Node], placed: Placements, apart: Container[f
 
 
 def is_computing(node: fx.Node) -> bool:
-    """Whether a node computes, rather than moves or views values or holds an input."""
+    """Whether a node computes; False for nodes that only move or view values, or hold an input."""
     return node.op == "call_function" and not (nodes.is_communication(node) or traits.is_free(node))
 
 
 def _gathers_of_copies(order: Sequence[fx.Node], position: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
-    """The position of the gather that each copy of rows is made for, because only some ranks need to pad their rows."""
+    """For each copy of rows, the position of its gather, which all ranks have, while only some ranks pad their rows."""
     found: dict[fx.Node, int] = {}
     for start in order:
         if nodes.is_gather(start) and meta.parameters(start):
@@ -111,7 +111,7 @@ def _gathers_of_copies(order: Sequence[fx.Node], position: Mapping[fx.Node, int]
 
 
 def _updates(order: Sequence[fx.Node], resting: Container[fx.Node]) -> Container[fx.Node]:
-    """The nodes of updates: those that depend on reduced gradients or, without any, all from the first write on."""
+    """The nodes of updates: those that depend on reduced gradients; if there are none, all from the first write on."""
     found = Updates.of(order)
     if found.reading:
         return found
@@ -147,7 +147,7 @@ def _carries(node: fx.Node) -> bool:
 
 
 def _moves(node: fx.Node, aliases: Mapping[fx.Node, fx.Node]) -> bool:
-    """Whether a node only views the values, or is already a copy between memory spaces."""
+    """Whether a node only views the input's values, or is already a copy between memory spaces."""
     return (node in aliases and not written_arguments(node)) or nodes.is_copy_start(node)
 
 

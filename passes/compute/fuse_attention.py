@@ -26,7 +26,7 @@ class FuseAttention(GraphPass):
     one number per row instead of the probabilities, whose size grows with the square of the sequence length. Results
     are as close to eager torch as those of `torch.compile`, but not bitwise equal.
 
-    Not in `presets.default()`, because it may make a step slower. Put it first:
+    This pass is not in `presets.default()`, because it may make a step slower. Put it first in the list:
 
         zgraph.PassList([FuseAttention(), *presets.default()])
 
@@ -37,11 +37,11 @@ class FuseAttention(GraphPass):
         length 1,024, bf16     837 ->  962 ms    168 -> 49 MiB
         length 256, bf16       107 ->  145 ms    18.5 -> 12.6 MiB
 
-    It has not been measured on GPUs.
+    The pass has not been measured on GPUs.
 
     Leaves alone: graphs of the lowering "fx", which must be bitwise equal to eager torch; attention with active
-    dropout, whose masks the fused operator would draw differently; attention that matches none of the patterns. A note
-    gives the reason.
+    dropout, whose masks the fused operator draws differently; attention that matches none of the patterns. A note of
+    the pass gives the reason.
     """
 
     name: ClassVar[str] = "fuse_attention"
@@ -69,7 +69,7 @@ class FuseAttention(GraphPass):
 
 
 def device_of_products(graph: fx.Graph) -> torch.device | None:
-    """The device of a graph's batched matrix products; None without two of them and an exponential: no attention."""
+    """The device of a graph's batched matrix products; None for fewer than two, or without exp: no attention."""
     products = graph.find_nodes(op="call_function", target=aten.bmm.default, sort=False)
     if len(products) < 2 or not graph.find_nodes(op="call_function", target=aten.exp.default, sort=False):
         return None
@@ -110,7 +110,7 @@ def _traced_value(node: fx.Node, before: Mapping[fx.Node, Sequence[Any]]) -> Ten
 
 
 def _read_a_copy(node: fx.Node, readers: Sequence[fx.Node], traced: Tensor) -> None:
-    """Let readers read a copy of a node with the traced strides, or the node itself if they copy it anyway."""
+    """Let readers read a copy of a node with the traced strides; a reader that copies anyway reads the node itself."""
     order = sorted(range(traced.dim()), key=lambda dim: size_hint(traced.stride(dim)), reverse=True)
     back = [order.index(dim) for dim in range(traced.dim())]
     with node.graph.inserting_before(node.next):
@@ -134,7 +134,7 @@ def _copies(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _spare(copy: fx.Node, copied: fx.Node, node: fx.Node) -> None:
-    """Bypass a copy of `copied` or of a view of it, if the node itself already has the layout of that copy."""
+    """Bypass `copy`, which copies `copied` or a view of it, if `node` already has the layout of `copy`."""
     source = copy.all_input_nodes[0]
     direct = node
     if source is not copied:

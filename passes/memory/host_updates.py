@@ -33,12 +33,12 @@ class HostUpdate:
     """A fused update that runs on the host, where its state is kept, concurrently with compute on the GPU.
 
     Attributes:
-        update: the call.
-        brought: inputs kept on the GPU: gradients, step counts, parameters.
+        update: the call of the fused update.
+        brought: its inputs that are kept on the GPU, and are copied to the host: gradients, step counts, parameters.
         returned: the inputs in `brought` that the update writes to.
         on_host: for each input in `brought`, its copy on the host; filled when copies are inserted.
-        counts: the step counts stacked in one tensor, which is copied instead of them; None: at most one step count.
-        prepared: the waits for the copies and the views of them, just before the update.
+        counts: all step counts stacked in one tensor, which is copied in their place; None: at most one step count.
+        prepared: the waits for the copies on the host, and views of these copies, all just before the update.
         deadline: the first node after the update that touches its tensors, or the output; None until copies are
             inserted.
     """
@@ -53,9 +53,9 @@ class HostUpdate:
 
 
 def split_apart(update: fx.Node) -> list[list[int]]:
-    """Group the places of a fused update's lists into those that can be updated on the host and those that cannot.
+    """Group the indices of a fused update's lists into those that can be updated on the host and those that cannot.
 
-    State that the step creates is created and updated on the device. Scalar parameters and their state also stay there.
+    State that the step creates is created and updated on the device. Scalar parameters and their state stay there too.
     """
     groups: dict[bool, list[int]] = {}
     written = frozenset(_updated(update)) if is_fused(update) else frozenset[fx.Node]()
@@ -65,7 +65,7 @@ def split_apart(update: fx.Node) -> list[list[int]]:
 
 
 def unscale_ahead(graph: fx.Graph, update: fx.Node) -> None:
-    """Divide the loss scale out of gradients on the device, where the step returns them, instead of in their update.
+    """Divide gradients by the loss scale on the device, where the step returns them, instead of in the update.
 
     As in the update, a step skipped because of an inf leaves the gradients unchanged.
     """
@@ -96,7 +96,7 @@ def plan_host_updates(order: Sequence[fx.Node]) -> list[HostUpdate]:
 
 
 def _first_followers(order: Sequence[fx.Node], updates: Mapping[fx.Node, frozenset[fx.Node]]) -> dict[fx.Node, fx.Node]:
-    """The first node after each update that touches its tensors, or the output.
+    """For each update, the first later node that touches its tensors, or else the output.
 
     Args:
         order: nodes of the graph.
@@ -117,7 +117,7 @@ def can_run_on_host(node: fx.Node) -> bool:
 
 
 def _updated(update: fx.Node) -> list[fx.Node]:
-    """Parameters and state that an update writes to; not gradients, which it may write to when it unscales them."""
+    """Parameters and state that an update writes to; not gradients, although an update may unscale them."""
     grads = _list_of(update, "grads")
     return [one for one in overwritten(update) if one not in grads]
 
@@ -147,8 +147,8 @@ def on_gpu(order: Sequence[fx.Node]) -> bool:
 def bring_to_host(graph: fx.Graph, found: Sequence[HostUpdate]) -> None:
     """Let each update read copies on the host, which start as soon as their sources are computed.
 
-    An update starts after the copies of the next update, so that the device never waits for a copy that has just begun.
-    Copies of parameters kept on the device start one update earlier.
+    An update starts after the copies for the next update, so that the device never waits for a copy that has just
+    begun. Copies of parameters that are kept on the device start one update earlier.
     """
     updates = {one.update: frozenset(overwritten(one.update)) for one in found}
     deadlines = _first_followers(list(graph.nodes), updates)
@@ -198,7 +198,7 @@ def _counts(found: HostUpdate) -> list[fx.Node]:
 
 
 def _read_on_host(graph: fx.Graph, found: HostUpdate) -> None:
-    """Let an update read the copies on the host, and the tensors kept there."""
+    """Let an update read the copies on the host, and the tensors that are kept on the host."""
     update = found.update
     found.prepared = list(found.on_host.values())
     if found.counts is not None:
@@ -218,7 +218,7 @@ def _read_on_host(graph: fx.Graph, found: HostUpdate) -> None:
 
 
 def return_to_device(graph: fx.Graph, found: Sequence[HostUpdate], in_flight: int) -> None:
-    """Copy updated parameters back over the originals on the device, when later updates have started."""
+    """Copy updated parameters back over those on the device, once `in_flight` later updates have started."""
     output = nodes.output_of(graph)
     anchors: list[fx.Node] = []
     for number, one in enumerate(found):
@@ -253,7 +253,7 @@ def _longest_numel(update: fx.Node) -> dict[fx.Node, int]:
 
 
 def _last_write(one: HostUpdate) -> fx.Node | None:
-    """The last node before an update that writes to one of its parameters on the device; None if no node does."""
+    """The last node that, before an update, writes to one of its parameters on the device; None if no node does."""
     found: fx.Node | None = None
     for node in one.update.graph.nodes if one.returned else ():
         if node is one.update:

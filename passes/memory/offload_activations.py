@@ -28,7 +28,7 @@ class OffloadActivations(GraphPass):
     With a budget in the target, offloads the activations chosen by `ChooseLifetimes(offload_least_bytes=...)`; without
     one, all saved activations of at least `least_bytes`. A copy to the host starts where the activation is computed,
     and is awaited when the activation must be freed; the copy back starts before the first reader in backward. Later
-    passes place both. Values are copied, never recomputed: results are bitwise equal.
+    passes decide where exactly. Values are copied, never recomputed: results are bitwise equal.
     Leaves alone: parameters, inputs and values returned to the user, which stay alive anyway; views, whose memory
     belongs to another value; values that are written to; storages of which backward reads more than one value.
 
@@ -102,7 +102,7 @@ def plan_saved(forward: fx.Graph, user_outputs: int, least_bytes: int | None) ->
 
 
 def plan_in_step(graph: fx.Graph, least_bytes: int | None) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
-    """The activations of a whole step's forwards that only the following backwards read, with these readers.
+    """Yield the activations of a whole step that only the following backward still reads, each with these readers.
 
     Args:
         graph: graph of the step, before gathers are lowered.
@@ -147,7 +147,7 @@ def _offload(graph: fx.Graph, node: fx.Node, wait_before: fx.Node) -> fx.Node:
 
 
 def _reload(graph: fx.Graph, kept: fx.Node, device: torch.device, reader: fx.Node, name: str) -> fx.Node:
-    """Copy a value from the host back, just before its first reader."""
+    """Copy a value back from the host just before its first reader; return the wait for the copy."""
     with graph.inserting_before(reader):
         start = meta.create(graph, reload_op(), (kept, device), like=reader, name=f"reload_{name}")
         meta.set_transit(start, HOST, to_device=True)
@@ -183,7 +183,7 @@ def _reload_inputs(backward: fx.Graph, forward: fx.Graph) -> bool:
 
 
 def _offload_in_step(graph: fx.Graph, base: fx.Node, readers: Iterable[fx.Node]) -> None:
-    """Let readers in backward read the copy that comes back, or views of it if they read views of the value."""
+    """Offload a value, and let readers in backward read the copy that comes back, or the same views of this copy."""
     first = min(readers)
     kept = _offload(graph, base, first)
     back = _reload(graph, kept, meta.tensor_value(base).device, first, base.name)

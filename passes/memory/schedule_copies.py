@@ -20,13 +20,14 @@ from zgraph.scheduling.problem import Limits
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleCopies(GraphPass):
-    """Start each copy to the device just early enough, and wait for copies back and for updates as late as it pays.
+    """Start each copy to the device just early enough, and wait for copies back and for updates as late as is useful.
 
     `StreamStates` inserts copies by rules, after `ScheduleOverlap`, which has not seen them. This pass schedules the
     final graph again, copies and collectives together, on the simulator, where each link, the disk and the host's
-    worker is a lane. It stays within the budget or, without one, within the peak of the rules, lest a slow link bring
-    all offloaded tensors to the device together. The present order is one of the candidates, so in the simulator the
-    step is never slower than by rules, and at equal speed never needs more memory, unless the rules exceed the budget.
+    worker is a lane. The order stays within the budget; without a budget, within the peak of the rules, because with a
+    slow link the fastest order brings all offloaded tensors to the device together. The present order is a candidate,
+    so in the simulator the step is never slower than by rules, and at equal speed never needs more memory, unless the
+    rules exceed the budget.
     Leaves alone: the order of compute, and where updates start; graphs without offloaded tensors.
 
     Attributes:
@@ -86,7 +87,7 @@ def plan_copies(order: Sequence[fx.Node], ctx: PassContext, in_flight_bytes: int
 
 
 def _rests_elsewhere(node: fx.Node) -> bool:
-    """Whether a node copies offloaded state or updates it on the host; activations are already scheduled."""
+    """Whether a node copies offloaded state, or updates it on the host; copies of activations do not count."""
     if meta.beside(node) is not None or nodes.is_store(node) or nodes.is_spill(node):
         return True
     is_kept = meta.longest_bytes(node) is not None or bool(meta.parameters(node))

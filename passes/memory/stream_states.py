@@ -47,24 +47,25 @@ aten = torch.ops.aten
 class StreamStates(GraphPass):
     """Copy offloaded tensors to the device before each use, and copy written values back after it.
 
-    Inputs of a whole step carry the memory they are kept in (`zgraph.Offload`). A gather or an update reads a copy that
-    was started some uses earlier and is freed right after. Copies that were only read are dropped; copies written by an
-    update are stored over the input. That store is awaited when later ones have started, at the latest at the end of
-    the step. If an update's own copy would have started before backward reads the tensor, both share one copy.
-    State created by an optimizer's first step is moved to the memory where it will be kept. Values are copied, never
-    recomputed: results are bitwise equal.
-    Put this pass after those that order updates and gathers; with costs, follow it by `ScheduleCopies`. In forward,
-    backward and inference graphs without an optimizer, it copies the inputs of gathers. Leaves alone: inputs on the
-    device, and the order of everything else.
+    Each input of a whole step is marked with the memory where it is kept (`zgraph.Offload`). A gather or an update
+    reads a copy that was started some uses earlier and is freed right after. Copies that were only read are dropped;
+    copies written by an update are stored over the input. A store is awaited when later stores have started, at the
+    latest at the end of the step. If the copy for an update has to start before backward has read the tensor, backward
+    and the update share one copy. State created by an optimizer's first step is moved to the memory where it will be
+    kept. Values are copied, never recomputed: results are bitwise equal.
+    Put this pass after those that order updates and gathers; with costs, put `ScheduleCopies` after it. In forward,
+    backward and inference graphs without an optimizer, this pass copies the inputs of gathers. Leaves alone: inputs on
+    the device, and the order of everything else.
 
     Attributes:
         prefetch: number of uses whose copies are in flight besides the awaited one.
-        in_flight_bytes: maximum bytes of these copies, including the awaited ones. One use is always prefetched, so
-            that this limits nothing up to prefetch=1. The default is three updates of `update_bytes`, two of them read
-            ahead.
+        in_flight_bytes: maximum bytes of copies in flight, including the awaited ones. The copies for one use are
+            always prefetched, so that the limit has no effect up to prefetch=1. The default holds three updates of
+            `update_bytes`, two of them prefetched.
         update_bytes: maximum bytes of offloaded tensors that one call of a fused update reads; larger calls are split
             by parameters.
-        stores_in_flight: number of later writing uses after which a copy back, or an update beside compute, is awaited.
+        stores_in_flight: a copy back, or an update that runs beside (concurrently with) compute, is awaited when this
+            many later uses that write have started.
         updates: where offloaded state is updated. State on disk is always streamed to the device.
             "at_rest": on the host, for state kept there. Fused updates run in a thread beside compute, bucket by
             bucket. If the device is a GPU, gradients go to the host, and parameters kept on the GPU go there and come
@@ -128,7 +129,7 @@ class StreamStates(GraphPass):
         return self._stream(graph, ctx, streamed, is_elsewhere)
 
     def _choose_streamed(self, gm: fx.GraphModule, ctx: PassContext, is_elsewhere: bool) -> list[fx.Node]:
-        """The updates of a step that could run on the host but should run on the device: its last ones, if any."""
+        """The updates of a step that can run on the host but are better run on the device: the last ones, or none."""
         order = list(gm.graph.nodes)
         able = _able(order, is_elsewhere)
         if not able:
@@ -148,7 +149,7 @@ class StreamStates(GraphPass):
         return able[choice.best.on_host :]
 
     def _stream(self, graph: fx.Graph, ctx: PassContext, streamed: Sequence[fx.Node], is_elsewhere: bool) -> bool:
-        """Copy tensors used on the device; run updates of state on the host there, except those in `streamed`."""
+        """Copy tensors used on the device; update state kept on the host there, except by the updates in `streamed`."""
         stays = self.updates != "streamed"
         on_device = dict.fromkeys(streamed)
         for node in list(graph.nodes) if stays and is_elsewhere else ():
@@ -193,19 +194,19 @@ class StreamStates(GraphPass):
 
 
 def computes_elsewhere(order: Sequence[fx.Node], ctx: PassContext) -> bool:
-    """Whether the graph is for a GPU; it may be planned with CPU tensors in place of the GPU's."""
+    """Whether the graph is for a GPU, even if it is planned with CPU tensors in place of the GPU's."""
     return ctx.planned_device is not None or on_gpu(order)
 
 
 def _able(order: Sequence[fx.Node], is_elsewhere: bool) -> list[fx.Node]:
-    """The fused updates of state kept on the host that may run either there or on the device, in order."""
+    """The fused updates of state kept on the host that can run on the host or on the device, in order."""
     if is_elsewhere:
         return [one.update for one in plan_host_updates(order)]
     return [node for node in order if can_run_on_host(node)]
 
 
 def _stays(visit: Visit, on_host: Sequence[HostUpdate], on_device: Container[fx.Node], is_elsewhere: bool) -> bool:
-    """Whether a visit is not needed because its update runs on the host, where its tensors are kept."""
+    """Whether a visit (a copy on the device) is not needed, because the update runs on the host, where the input is."""
     tier = meta.space(visit.resting)
     if tier is None or not tier.updates or not visit.is_update or any(use in on_device for use in visit.uses):
         return False
@@ -238,7 +239,7 @@ def _is_only_view(node: fx.Node, placed: Placements) -> bool:
 
 
 def _visit(graph: fx.Graph, visit: Visit, placed: Placements) -> None:
-    """Let the uses of a visit read a copy, and store it if they write to it."""
+    """Let the uses of a visit read a copy on the device, which is stored over the input if they write to the copy."""
     resting, first = visit.resting, visit.uses[0]
     tier = meta.space(resting) or DEVICE
     device = meta.tensor_value(resting).device
@@ -264,7 +265,7 @@ def _visit(graph: fx.Graph, visit: Visit, placed: Placements) -> None:
 
 
 def _copy_of(graph: fx.Graph, alias: fx.Node, visit: Visit, use: fx.Node) -> fx.Node:
-    """The value in the visit's copy that corresponds to an alias of the input."""
+    """The value, in a visit's copy of the input, that corresponds to an alias of the input."""
     if alias not in visit.copies:
         source = visit.aliases[alias]
         behind = _copy_of(graph, source, visit, use)
@@ -277,7 +278,7 @@ def _copy_of(graph: fx.Graph, alias: fx.Node, visit: Visit, use: fx.Node) -> fx.
 
 
 def _move_out(graph: fx.Graph, value: fx.Node, last: fx.Node, placed: Placements) -> fx.Node:
-    """Start copying new state to the memory it is kept in, after its last use, and return the copy from the graph."""
+    """Copy new state, after its last use, to where it is kept, for the graph to return; return the copy's start."""
     output = nodes.output_of(graph)
     firsts = [placed.storages[number].first for number in placed.lies_in[value]]
     tier = meta.rests_in(firsts[0])
@@ -302,7 +303,7 @@ def _move_out(graph: fx.Graph, value: fx.Node, last: fx.Node, placed: Placements
 def _prefetch(
     order: Sequence[fx.Node], visits: Sequence[Visit], joined: Sequence[Visit], prefetch: int, in_flight_bytes: int
 ) -> None:
-    """Start the copies of each use while the copies of earlier uses are awaited."""
+    """Move the starts of the copies for each use up to the waits of copies for an earlier use."""
     batches = list(_batches(order, visits))
     held: Counter[fx.Node] = Counter()  # bytes of copies that an update shares with backward
     for visit in joined:
@@ -333,7 +334,7 @@ def _prefetch(
 def _join_updates(
     order: Sequence[fx.Node], visits: Sequence[Visit], prefetch: int, in_flight_bytes: int
 ) -> list[Visit]:
-    """Let an update write to the copy that backward reads, if its own copy would have started by then.
+    """Let an update write to the copy that backward reads, if a separate copy has to start before that read anyway.
 
     Returns:
         The visits of updates that were merged into earlier visits.
@@ -359,7 +360,7 @@ def _join_updates(
 
 
 def _last_reductions(order: Iterable[fx.Node], uses: Container[fx.Node]) -> dict[fx.Node, fx.Node | None]:
-    """The last start of a reduction before each of these nodes."""
+    """For each node of `uses`, the last start of a reduction before it, or None."""
     found: dict[fx.Node, fx.Node | None] = {}
     last: fx.Node | None = None
     for node in order:
@@ -371,7 +372,7 @@ def _last_reductions(order: Iterable[fx.Node], uses: Container[fx.Node]) -> dict
 
 
 def _batches(order: Sequence[fx.Node], visits: Sequence[Visit]) -> Iterator[list[Visit]]:
-    """Group visits without compute between their first uses, such as those of a bucket's gathers or of an update."""
+    """Group visits between whose first uses nothing computes, such as those of a bucket of gathers or of one update."""
     position = {node: place for place, node in enumerate(order)}
     before = [0, *accumulate(map(is_computing, order))]  # computing nodes before each position
     batch: list[Visit] = []
@@ -390,7 +391,7 @@ def _batches(order: Sequence[fx.Node], visits: Sequence[Visit]) -> Iterator[list
 def _write_behind(
     graph: fx.Graph, outgoing: Iterable[tuple[fx.Node, fx.Node]], visits: Sequence[Visit], in_flight: int
 ) -> None:
-    """Wait for each copy back when copies of later uses have started, before the value is read again, or at the end."""
+    """Wait for each copy back once copies of later uses have started, but before the value's next read or the end."""
     read_again: dict[fx.Node, fx.Node] = {}  # from the start of each store to the first read after it
     last_store: dict[fx.Node, fx.Node] = {}
     for visit in visits:

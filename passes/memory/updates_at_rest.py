@@ -42,7 +42,7 @@ class Outcome:
     compute_us: float
 
     def is_better(self, other: Outcome) -> bool:
-        """Whether it exceeds the budgets by less, or by the same and is faster by more than the prediction error."""
+        """Whether this outcome exceeds the budgets by less, or equally and is faster beyond the prediction error."""
         if self.excess_bytes != other.excess_bytes:
             return self.excess_bytes < other.excess_bytes
         return self.step_us < other.step_us * (1 - SAME)
@@ -83,8 +83,9 @@ class Choice:
 def choose_updates(count: int, by_rules: Callable[[int], Outcome], by_costs: Callable[[int], Outcome]) -> Choice:
     """Choose how many of a step's updates run on the host: all, none, or the first ones.
 
-    Mixtures, in steps of one eighth, are first ranked with copies placed by rules; the best is then compared with the
-    two pure choices. All updates stay on the host unless another choice is better.
+    Mixtures run a multiple of one eighth of the updates on the host. They are first ranked with copies placed by rules;
+    the best mixture is then compared with "all" and "none". All updates stay on the host unless another choice is
+    better.
 
     Args:
         count: number of updates that can run on the host.
@@ -104,7 +105,7 @@ def choose_updates(count: int, by_rules: Callable[[int], Outcome], by_costs: Cal
 
 
 def predicted(graph: fx.Graph, ctx: PassContext, on_host: int, *, by_costs: bool) -> Outcome:
-    """Predict a step with the given number of updates on the host, equally on all ranks.
+    """Predict a step with the given number of updates on the host; the result is equal on all ranks.
 
     Args:
         graph: graph of the step, with copies placed by rules; reordered if by_costs.
@@ -134,12 +135,12 @@ def may_run_beside(update: fx.Node) -> bool:
 
 
 def update_beside(graph: fx.Graph, updates: Sequence[fx.Node], in_flight: int, unlimited: Container[fx.Node]) -> int:
-    """Let updates run beside compute until another node touches their tensors, or too many later updates have started.
+    """Let updates run beside compute until a node touches their tensors or later updates start; return how many do.
 
     Args:
         graph, updates: the graph and the updates in it.
         in_flight: number of later updates that may start before an update is awaited.
-        unlimited: updates without that limit.
+        unlimited: updates to which `in_flight` does not apply.
     """
     followers: dict[fx.Node, list[fx.Node]] = {update: [] for update in updates}
     for node, earlier in hazards(list(graph.nodes)).items():

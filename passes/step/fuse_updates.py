@@ -24,8 +24,9 @@ class FuseUpdates(GraphPass):
     An optimizer that is neither fused nor foreach, which is the default on CPUs, makes about ten calls per parameter.
     Independent calls of one operation become one call of its `_foreach` variant, which on a CPU runs the same kernels
     one after another: results are bitwise equal.
-    Leaves alone: large tensors, for which the overhead of a call is negligible and temporary results would all be alive
-    together; other devices, where optimizers are foreach by default; graphs that a compiler fuses.
+    Leaves alone: large tensors, because the overhead of a call is negligible for them, and the temporary results of a
+    shared call are all alive together; other devices, where optimizers are foreach by default; graphs that a compiler
+    fuses.
 
     Attributes:
         most_numel: number of elements of the largest tensor that shares a call.
@@ -112,7 +113,7 @@ def plan_calls(order: Sequence[fx.Node], updates: Updates, most_numel: int) -> l
 
 
 def _homes(region: Sequence[fx.Node], updates: Updates) -> dict[fx.Node, float]:
-    """For each node, the arrival of the gradient of the parameter it serves; the earliest if it serves several."""
+    """For each node, when the gradient of the parameter that it serves arrives; of several parameters, the first."""
     known = updates.homes()
     followers: dict[fx.Node, list[fx.Node]] = {}
     for node in region:

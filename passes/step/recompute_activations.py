@@ -25,18 +25,18 @@ REDUCES = 4  # a reduction reads this many times its output's bytes; same limit 
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeActivations(GraphPass):
-    """Recompute activations of a whole step in backward if this fuses with the operators that read them there.
+    """Recompute activations of a whole step in backward, if this fuses with the operators that read them in backward.
 
     The rule is that of torch's partitioner, which handles the graphs of `torch.compile`: pointwise operators run
     again, such as those between the products of a gated layer, if their inputs are alive in backward anyway and only
-    pointwise operators read the result there. For a matrix product it would have to be written to memory again.
+    pointwise operators read the result there. A result that a matrix product reads must be in memory, so it is kept.
     Leaves alone: reductions, whose results are small; operators that are random, write or communicate; values that are
     overwritten before backward ends; gathered parameters, which `ChooseLifetimes` handles; and values that activation
     checkpointing recomputes.
 
     Attributes:
-        longest: maximum number of consecutive operators to recompute an activation. Activations that need more are
-            kept, because the results of a long sequence, computed together, would all be alive together.
+        longest: maximum number of consecutive operators with which an activation is recomputed. Activations that need
+            more are kept, because the results of a long sequence of operators are all alive together.
         least_bytes: minimum size of an activation to recompute; smaller ones are kept.
     """
 
@@ -62,7 +62,7 @@ class RecomputeActivations(GraphPass):
 
 
 def plan_recomputation(graph: fx.Graph, *, longest: int, least_bytes: int) -> StepEstimate:
-    """The step in which backward recomputes everything that costs nothing; arguments as for the pass."""
+    """Estimate of the step whose backward recomputes all activations that cost nothing; arguments as for the pass."""
     model = WholeStepModel(graph, cost_of=lambda node: FREE, sharing=Sharing())
     return model.estimate(dict.fromkeys(_free_values(model, longest, least_bytes)))
 
@@ -93,7 +93,7 @@ def _free_values(model: WholeStepModel, longest: int, least_bytes: int) -> Itera
 def _calls_to_make(
     node: fx.Node, model: WholeStepModel, calls: Mapping[fx.Node, int], fusible: Collection[object]
 ) -> int | None:
-    """Number of consecutive calls to recompute this node; None if backward cannot or should not recompute it."""
+    """Number of consecutive calls with which backward recomputes a node; None if it cannot or should not do so."""
     if nodes.is_unshard(node):
         return 0 if UnshardArgs.of(node).layout.zero_stage == 0 else None  # nothing is sent
     if node in model.spoiled or not traits.is_repeatable(node) or not _is_one_of(fusible, node) or _reduces(node):
@@ -111,7 +111,7 @@ def _calls_to_make(
 
 
 def _is_fused(value: Value, number: int, model: WholeStepModel, fusible: Collection[object]) -> bool:
-    """Whether a storage holds one node and its views, and only fusible operators read it in backward."""
+    """Whether a storage holds only one node with its views, and only fusible operators read them in backward."""
     storage = model.placed.storages[number]
     forward = model.part[storage.first]
     return all(node is storage.first or _is_selected(node) for node in value.nodes) and all(

@@ -20,7 +20,7 @@ class SplitUpdates(GraphPass):
 
     A fused or foreach optimizer updates all parameters in one call, which waits for the last gradient. This pass splits
     each such call, and the norms of clipping, into one call per reduction; on a single rank, which reduces nothing,
-    into one per 2 MiB of gradients. All of them go to the end of the step, in the order in which the reductions start,
+    into one per 2 MiB of gradients. The new calls go to the end of the step, in the order in which reductions start,
     so that earlier updates hide later reductions. Each element is computed as before: results are bitwise equal.
     Leaves alone: forward and backward, and steps that compute with reduced gradients before their last backward.
     """
@@ -49,7 +49,7 @@ class SplitUpdates(GraphPass):
 
 
 def _split(node: fx.Node, homes: Mapping[fx.Node, int]) -> None:
-    """Replace a call over many tensors with one for each reduction that their gradients come from."""
+    """Replace a call over many tensors with one call for each reduction that the gradients come from."""
     by_home: dict[int | None, list[int]] = {}
     for place, elements in enumerate(zip(*lists_of(node), strict=True)):
         found = [homes[element] for element in elements if element in homes]

@@ -16,10 +16,10 @@ from zgraph.passes.common.updates import Updates
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateAsReduced(GraphPass):
-    """Move each update to just after the reduction of its gradient, which is freed there.
+    """Move each update to just after the reduction of its gradient, so that the gradient is freed early.
 
-    Norms for clipping are computed as gradients arrive; nodes that need the total norm come after the last one. Nodes
-    that only prepare an update, such as weight decay, move with it.
+    Norms for clipping are computed as gradients arrive; nodes that need the total norm come after the last gradient.
+    Nodes that only prepare an update, such as weight decay, move together with that update.
     Leaves alone: the order of everything else, and steps that compute with reduced gradients before the last backward.
     """
 

@@ -1,7 +1,7 @@
 """The two compression kernels for CPUs: single-pass C++ that equals the reference (kernels/reference.py) bit for bit.
 
 The source (`zgraph.codegen.kernels.cpu.source`) is generated for a method and a dtype, so that one library, compiled
-once, serves buckets of any shape. Other processes load it from disk.
+once, serves buckets of any shape. Other processes load the library from disk.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def dequantize_sum_bucket(
 
 
 def dequantize_each_bucket(received: Tensor, layout: BucketLayout, draw: RngKey, outputs: Sequence[Tensor]) -> None:
-    """Dequantize on the CPU as `reference.dequantize_each_bucket` does; a kernel call per rank costs a microsecond."""
+    """Dequantize on the CPU as `reference.dequantize_each_bucket` does, with a kernel call (a microsecond) per rank."""
     for rank in range(received.shape[0]):
         parts = [output[rank] for output in outputs]
         dequantize_sum_bucket(received[rank : rank + 1], layout, draw, rank, 1, parts)
@@ -113,7 +113,7 @@ def dequantize_each_bucket(received: Tensor, layout: BucketLayout, draw: RngKey,
 
 @dataclass(frozen=True)
 class Call:
-    """The parts of a call that do not depend on tensors.
+    """A call of a C++ kernel, without the arguments that depend on tensors.
 
     Attributes:
         kernel: function in the library.

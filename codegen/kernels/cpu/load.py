@@ -1,4 +1,4 @@
-"""Loads functions from compiled C++; without a compiler there are none, and a warning is shown once."""
+"""Loads functions from compiled C++; without a compiler, there are no functions, and a warning is shown once."""
 
 from __future__ import annotations
 

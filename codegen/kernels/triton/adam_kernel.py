@@ -30,7 +30,7 @@ def number(entry, place: tl.constexpr):
 
 @triton.jit
 def value_at(entry, place: tl.constexpr, DTYPE: tl.constexpr):
-    """The number at an address of an entry."""
+    """The number at an address that is stored in an entry."""
     return tl.load(tl.load(entry + place).to(tl.pointer_type(getattr(tl, DTYPE))))
 
 

@@ -65,13 +65,13 @@ def reciprocal(x):
 
 @triton.jit
 def from_bf16(bits):
-    """int16 -> fp32."""
+    """Convert bf16, given as int16, to fp32."""
     return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def to_bf16(x):
-    """fp32 -> bf16 as int16, to nearest even."""
+    """Round fp32 to bf16, returned as int16, to nearest even."""
     bits = x.to(tl.uint32, bitcast=True)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     nan = (bits & 0x7FFFFFFF) > 0x7F800000
@@ -102,7 +102,7 @@ def narrowed(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def halves(x, MANY: tl.constexpr, SIZE: tl.constexpr):
-    """[MANY * 2 * SIZE] -> two of [MANY * SIZE]."""
+    """Split each of MANY stretches in the middle: [MANY * 2 * SIZE] -> two of [MANY * SIZE]."""
     pairs = tl.permute(tl.reshape(x, [MANY, 2, SIZE]), (0, 2, 1))
     return tl.split(tl.reshape(pairs, [MANY * SIZE, 2]))
 
@@ -116,7 +116,7 @@ def unite(first, second, MANY: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit
 def in_stripes(x):
-    """[runs, THREADS, run] -> [runs * run * THREADS]."""
+    """Runs of each thread to stripes: [runs, THREADS, run] -> [runs * run * THREADS]."""
     return tl.reshape(tl.permute(x, (0, 2, 1)), [x.shape[0] * x.shape[1] * x.shape[2]])
 
 
@@ -140,13 +140,13 @@ def offsets(group, place, GROUP: tl.constexpr, RUNS: tl.constexpr, SIZE: tl.cons
 
 @triton.jit
 def for_all(mask, RUNS: tl.constexpr, SIZE: tl.constexpr):
-    """[THREADS] -> [RUNS, THREADS, SIZE]."""
+    """Repeat a value of each thread: [THREADS] -> [RUNS, THREADS, SIZE]."""
     return tl.broadcast_to(mask[None, :, None], [RUNS, mask.shape[0], SIZE])
 
 
 @triton.jit
 def to_all(x, STRIPES: tl.constexpr):
-    """[THREADS] -> [STRIPES * THREADS]."""
+    """Repeat a value of each thread in all its stripes: [THREADS] -> [STRIPES * THREADS]."""
     return tl.reshape(tl.broadcast_to(x[None, :], [STRIPES, x.shape[0]]), [STRIPES * x.shape[0]])
 
 
@@ -181,7 +181,8 @@ def exact_dot(x, y, STRIPE_HALVINGS: tl.constexpr, PLACES: tl.constexpr):
 def add_products(total, x, y, HALVINGS: tl.constexpr):
     """Add the products of a thread's stripes to [THREADS], one after another: each is one fused multiply-add.
 
-    `tl.sum` does so up to Triton 3.7. In 3.8 it adds neighbours first, so that only one of two products can be fused.
+    `tl.sum` does so up to Triton 3.7. In Triton 3.8, `tl.sum` adds neighbours first, so that only one of two products
+    can be fused.
     """
     if HALVINGS == 0:
         return tl.fma(x, y, total)
@@ -212,7 +213,7 @@ def ordered_sum(x, STRIPE_HALVINGS: tl.constexpr, PLACE_HALVINGS: tl.constexpr):
 
 @triton.jit
 def hash_32(words):
-    """Wellons' "lowbias32"."""
+    """Hash 32-bit words by Wellons' "lowbias32"."""
     words = words ^ (words >> 16)
     words = words * 0x7FEB352D
     words = words ^ (words >> 15)
@@ -222,7 +223,7 @@ def hash_32(words):
 
 @triton.jit
 def sign_key(base, rank):
-    """The key of a rank's signs, from the key of step and salt."""
+    """The key of a rank's signs, from `base`, the part of the key that comes from step and salt."""
     return hash_32(base.to(tl.uint32) + rank.to(tl.uint32) * 0x85EBCA77)
 
 
@@ -236,7 +237,7 @@ def draw_signs(block, key, STRIPES: tl.constexpr):
 
 @triton.jit
 def flip(x, signs, sign_bit):
-    """x times the signs."""
+    """Multiply x by the signs, by flipping sign bits."""
     return (x.to(tl.int32, bitcast=True) ^ (signs & sign_bit)).to(tl.float32, bitcast=True)
 
 

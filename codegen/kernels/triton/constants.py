@@ -67,9 +67,9 @@ class QuantizeConstants(BlockConstants):
         contracts: whether products that are added are exact, so that multiply-add may be fused.
         exact_sums: whether sums over a group's integers have the same bits in any order.
         unbiased: whether the scale is the unbiased one rather than the least-squares one.
-        slopes: factor for integers, at each clipping level.
+        slopes: factor for integers at each clipping level, see `CodeBook.slope`.
         clipped: whether each clipping level is below the largest magnitude.
-        begins: first level of each clipping level, relative to the first level of the grid of non-negative integers.
+        begins: for each clipping level, the number to add to the grid, rounded down and divided by step, to get levels.
         top: largest integer u.
         intervals: number of intervals of the grid between both clips.
         step: number of integers that share a level.
@@ -106,7 +106,7 @@ class DequantizeConstants(BlockConstants):
         output: name of the outputs' dtype in torch and Triton.
         accumulate: whether values are added to the outputs.
         each: whether the values of every rank become a row of the outputs, instead of being summed.
-        divides: whether sums are divided, by IEEE division; otherwise they are multiplied by the reciprocal.
+        divides: whether sums are divided, by IEEE division; otherwise, sums are multiplied by the reciprocal.
         signs, word_signs: bits that flip the signs of the codes of a byte, or of four bytes, so that the lowest code
             becomes 0.
         middle: the fp32 number, made of a code's bits, that represents level 0.
@@ -175,7 +175,7 @@ def dequantize_constants(
 def may_contract(method: BlockMethod) -> bool:
     """Whether multiplications may be fused with additions, because every product that is added is exact.
 
-    For 8-bit errors this requires that the bits of the scale (8), of the factor, and of the code (7) fit into 24.
+    For 8-bit errors, this is so if the bits of the scale (8), of the factor and of the code (7) fit into 24 together.
     """
     share = method.residual_decay
     if share is not None and method.error_dtype.is_floating_point:
@@ -190,7 +190,7 @@ def stripes_of(method: BlockMethod) -> int:
 
 
 def signed(word: int) -> int:
-    """32 bits as a signed number, which Triton accepts as int32."""
+    """A word of 32 bits as a signed number, which Triton accepts as int32."""
     return word - 2**32 if word >= 2**31 else word
 
 

@@ -91,7 +91,7 @@ class Task:
 
     @property
     def divides(self) -> bool:
-        """Whether division is needed because multiplying by the reciprocal would give other bits."""
+        """Whether sums must be divided, because multiplying by the reciprocal of the divisor gives other bits."""
         return self.divisor & (self.divisor - 1) != 0
 
     @property

@@ -139,7 +139,7 @@ def side_by_side(first, second):
 
 @triton.jit
 def store_values(output, start, result, group, place, left, CASE: tl.constexpr):
-    """Store, or add to the output, the first `left` elements of a program, from `start` on."""
+    """Store or add the first `left` elements of a program's result to the output, from its element `start` on."""
     OUTPUT: tl.constexpr = CASE.output
     output += start
     at = offsets(group, place, CASE.group, CASE.runs, RUN, CASE.places)

@@ -54,7 +54,7 @@ OPTIONS = tuple(LaunchOptions(warps=warps) for warps in (1, 4))
 
 
 def load(module: str, name: str = "") -> Any:
-    """A kernel, named like its module by default; imported lazily, as machines without GPU may lack Triton."""
+    """The kernel `name` (default: `module`) of a module, imported lazily: machines without GPU may lack Triton."""
     return getattr(importlib.import_module(f"zgraph.codegen.kernels.triton.{module}_kernel"), name or module)
 
 
@@ -79,7 +79,7 @@ def start(
 
 
 def compile_all(run: Callable[[LaunchOptions], None]) -> None:
-    """Compile a kernel with all options in parallel: most of the work is done outside of Python."""
+    """Compile a kernel with all options in parallel, in threads: most of the work is done outside of Python."""
     triton: Any = importlib.import_module("triton")
     with ThreadPoolExecutor(len(OPTIONS)) as pool, triton.AsyncCompileMode(pool):
         for options in OPTIONS:
@@ -97,7 +97,7 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
 
 
 def drawn(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[numel] normal numbers to try a kernel on, from a separate generator, so that the user's does not advance."""
+    """[numel] normal numbers to try a kernel on; a separate generator leaves the state of the user's as it is."""
     generator = torch.Generator(device).manual_seed(0)
     return torch.randn(numel, device=device, generator=generator).to(dtype)
 

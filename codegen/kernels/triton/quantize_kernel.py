@@ -53,7 +53,7 @@ HIGH_HALF = tl.constexpr(4227071.5 + 65536 - 0x2540)
 def quantize(
     table, programs, payload, payload_bytes: tl.int64, key, sign_bit, CASE: tl.constexpr, THREADS: tl.constexpr
 ):
-    """Codes, scales and new errors of a few groups.
+    """Store the codes, scales and new errors of a few groups.
 
     Args:
         table: [tensors, ENTRY] int64: addresses of gradient, error and its scales, sizes, and where the sections begin.
@@ -133,7 +133,7 @@ def quantize(
 
 @triton.jit
 def read_gradient(grad, start, group, place, left, CASE: tl.constexpr):
-    """Elements of a program in fp32: the first `left` elements from `start` on, followed by zeros."""
+    """The elements of a program in fp32: the first `left` of the gradient from `start` on, followed by zeros."""
     GRAD: tl.constexpr = CASE.grad
     grad += start
     at = offsets(group, place, CASE.group, CASE.runs, RUN, CASE.places)
@@ -148,7 +148,7 @@ def read_gradient(grad, start, group, place, left, CASE: tl.constexpr):
 
 @triton.jit
 def add_error(compensated, error, error_scale, group, place, real, CASE: tl.constexpr):
-    """The gradient plus the old error; and the same with more of the old error, to compute the new error from."""
+    """The gradient plus the old error; and this sum plus old_factor times the old error, to compute the new error."""
     ALIGNMENT: tl.constexpr = CASE.error_alignment
     words = tl.multiple_of(error.to(tl.pointer_type(tl.int32)), ALIGNMENT)
     words += offsets(group, place, CASE.group // 4, CASE.runs, 2, CASE.places)
@@ -215,7 +215,7 @@ def group_dot(x, y, CASE: tl.constexpr):
 
 @triton.jit
 def store_codes(payload, code_at, levels, finite, group, place, real, CASE: tl.constexpr):
-    """Levels [STRIPES * THREADS] as packed codes; 0 in groups that are not finite."""
+    """Store levels [STRIPES * THREADS] as packed codes; groups that are not finite get 0."""
     ALIGNMENT: tl.constexpr = CASE.code_alignment
     codes = payload + code_at
     if CASE.bits == 4 and CASE.rotate:

@@ -15,11 +15,11 @@ ENTRY = 8  # int64 numbers per tensor
 
 
 def entries_of(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """[tensors, ENTRY] int64 on a device.
+    """The rows as a table [tensors, ENTRY] int64 on a device, filled up with zeros.
 
     Args:
         rows: addresses and sizes of each tensor.
-        device: target of the copy, which runs in stream order without waiting; the host memory is kept until then.
+        device: target of the copy, which runs in stream order; the host memory is kept until it ends, without a wait.
     """
     filled = [[*row, *[0] * (ENTRY - len(row))] for row in rows]
     pinned = device.type == "cuda" and torch.cuda.is_available()

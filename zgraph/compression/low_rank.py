@@ -31,7 +31,7 @@ class LowRank:
     The paper subtracts the mean gradient from M instead. Its error thus also contains the rank's difference from the
     mean; these differences cancel in the sum. A rank keeps one fp32 number per element of the gradient, and Q.
 
-    A gradient of more than two dims is treated as a matrix, too: first dims form the rows, the others the columns, split
+    A gradient of more than two dims is treated as a matrix, too: its first dims form the rows, the others the columns,
     so that the factors are smallest. Vectors, and gradients whose factors save too little, are sent uncompressed.
 
     Attributes:
@@ -71,8 +71,8 @@ class LowRank:
 
         Args:
             shape: shape of the whole gradient.
-            sent_bytes: bytes that an uncompressed reduction of the gradient sends, both directions counted, as in
-                `factor_bytes`.
+            sent_bytes: bytes that an uncompressed reduction sends: each element to the rank that sums it and, if the
+                gradient is replicated, back.
         """
         if len(shape) < 2:
             return False

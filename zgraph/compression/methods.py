@@ -58,7 +58,7 @@ class CompressionMethod(ABC):
         """
 
     def state(self, numel: int, chunks: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Name to (shape, dtype) of the tensors that a rank keeps for a gradient of `chunks` chunks; first all zeros."""
+        """Name to (shape, dtype) of the tensors, first zeros, that a rank keeps for a gradient of `chunks` chunks."""
         return {}
 
 

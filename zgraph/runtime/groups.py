@@ -50,8 +50,8 @@ def separate_reductions(group: ProcessGroup, device: torch.device | None = None)
     """Make sure that gathers and reductions have one group each; called by all members.
 
     Makes a second group for the same ranks, the twin. On CPU backends, such as gloo, the twin is for reductions. On GPU
-    backends it is for gathers, with a high-priority stream on NCCL, because compute waits for gathers. There both groups
-    are connected before they are used: a communicator that is set up at its first use, while the other group's gathers
+    backends it is for gathers, with a high-priority stream on NCCL, because compute waits for gathers. Both groups are
+    then connected before they are used: a communicator that is set up at its first use, while the other group's gathers
     are outstanding, can deadlock ranks (torch 2.11 - 2.13: it is split off the default group's communicator, if that
     group is bound to a device).
 

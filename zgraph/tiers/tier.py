@@ -99,7 +99,7 @@ class Tier:
         raise NotImplementedError(f"{type(self).__name__}.open: return the store of this rank")
 
     def copy_us(self, hardware: Links, nbytes: float, *, to_device: bool) -> float:
-        """Predicted microseconds of a copy while no other copy runs; by default at the rate of host memory."""
+        """Predicted microseconds of a copy while no other copy runs; by default like a copy between host and device."""
         return (hardware.host_to_device if to_device else hardware.device_to_host).us(nbytes)
 
 

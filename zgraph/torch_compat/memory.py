@@ -12,13 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class DispatchMode(TorchDispatchMode):
-    """Sees every operator that runs while it is entered (torch.utils._python_dispatch, 2.11 - 2.15)."""
+    """Base class of modes that see every operator called in a `with` block (`TorchDispatchMode`, 2.11 - 2.15)."""
 
 
 def storage_key(tensor: Tensor) -> int | None:
-    """A key shared by all views of a plain tensor, even when its storage is resized (`_cdata`, 2.11 - 2.15).
+    """A key shared by all views of a plain tensor, even after its storage is resized (`_cdata`, 2.11 - 2.15).
 
-    None for tensors without a storage of their own: sparse ones, and subclasses that wrap others.
+    None for tensors that have no storage: sparse tensors, and subclasses that wrap other tensors.
     """
     if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
         return None
@@ -31,7 +31,7 @@ def version_of(tensor: Tensor) -> int:
 
 
 def traced_storage_key(tensor: Tensor) -> int:
-    """`storage_key` of a traced (fake) tensor (`_cdata`, 2.11 - 2.13); for a sparse tensor its own id."""
+    """A key shared by all views of a traced (fake) tensor (`_cdata`, 2.11 - 2.13); for a sparse tensor its `id`."""
     return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
 
 
@@ -48,11 +48,11 @@ def is_profiling() -> bool:
 def allocation_events(
     taken: torch.profiler.profile, prefix: str
 ) -> tuple[dict[str, tuple[int, int]], list[tuple[int, int]]]:
-    """Labels and allocations on the CPU in a profile with memory, in nanoseconds (`kineto_results`, 2.11 - 2.15).
+    """Labels, and allocations on the CPU, in a profile that recorded memory (`kineto_results`, 2.11 - 2.15).
 
     Returns:
-        Begin and end of each label that starts with the prefix; and time and bytes of each allocation or release, in
-        order.
+        (begin, end) of each label that starts with the prefix; and (time, bytes) of each allocation, or release with
+        negative bytes, by time. Times are in nanoseconds.
     """
     spans: dict[str, tuple[int, int]] = {}
     events: list[tuple[int, int]] = []

@@ -1,4 +1,4 @@
-"""PowerSGD: send two thin factors instead of a gradient, which their product approximates."""
+"""PowerSGD: send two thin factors, whose product approximates the gradient, instead of the gradient."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ FACTOR_DTYPE = torch.float32  # dtype of factors and errors, for gradients of an
 
 @dataclass(frozen=True, kw_only=True)
 class LowRank:
-    """Matrices of low rank instead of gradients: PowerSGD with error feedback and a warm start.
+    """Compression of gradients to matrices of low rank: PowerSGD with error feedback and a warm start.
 
-    Each rank adds its error to its gradient, M = G + E, and with the factor Q of the last step
+    Each rank adds its kept error to its gradient, M = G + E. With the factor Q of the last step it then computes
 
         P = mean of M Q,  made orthonormal        one exchange of rank * rows numbers
         Q = mean of M^T P                         one exchange of rank * columns numbers
-        mean gradient = P Q^T                     rebuilt by each rank: all of it, or its own rows
+        mean gradient = P Q^T                     rebuilt by each rank: the whole gradient, or the rank's rows
         E = M - P (M^T P)^T                       the part of M that this rank has not sent
 
     Sums, products and errors are fp32. The mean of all ranks' errors is the mean of the unsent parts, as in the paper.
-    The paper subtracts the mean gradient from M instead, so that the error also contains the rank's difference from the
-    others, which cancels in the sum. A rank keeps fp32 numbers for every element of the gradient, and Q.
+    The paper subtracts the mean gradient from M instead. Its error thus also contains the rank's difference from the
+    mean; these differences cancel in the sum. A rank keeps one fp32 number per element of the gradient, and Q.
 
-    A gradient of more than two dims is treated as a matrix too; its dims are split so that the factors are smallest.
-    Vectors, and gradients whose factors would not save much, are sent uncompressed.
+    A gradient of more than two dims is treated as a matrix, too: its first dims form the rows, the others the columns,
+    so that the factors are smallest. Vectors, and gradients whose factors save too little, are sent uncompressed.
 
     Attributes:
         rank: rank of the matrices, that is, columns of P and of Q.
@@ -63,15 +63,16 @@ class LowRank:
 
     @property
     def kept_as(self) -> str:
-        """Properties that the state depends on, in the form of `method_text`."""
+        """Name and fields on which the kept state depends, as text in the form of `method_text.to_text`."""
         return json.dumps([self.name, {"rank": self.rank}])
 
     def pays(self, shape: Sequence[int], sent_bytes: int) -> bool:
-        """Whether factors save enough.
+        """Whether the factors of a gradient need `least_saving` times fewer bytes than the gradient.
 
         Args:
             shape: shape of the whole gradient.
-            sent_bytes: bytes to send it uncompressed, counted like both directions of an exchange of factors.
+            sent_bytes: bytes that an uncompressed reduction sends: each element to the rank that sums it and, if the
+                gradient is replicated, back.
         """
         if len(shape) < 2:
             return False
@@ -79,18 +80,21 @@ class LowRank:
 
 
 def factor_bytes() -> int:
-    """Bytes on the wire for each number of a factor, which is sent to be summed and comes back."""
+    """Bytes on the wire for each number of a factor: the number is sent to be summed, and its mean comes back."""
     return 2 * FACTOR_DTYPE.itemsize
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Rows and columns as which a tensor of at least two dims is compressed: its first dims, and the others."""
+    """Rows and columns of the matrix as which a tensor of two or more dims is compressed, with the smallest sum.
+
+    The tensor's first dims form the rows, its other dims the columns.
+    """
     splits = [(math.prod(shape[:place]), math.prod(shape[place:])) for place in range(1, len(shape))]
     return min(splits, key=sum)
 
 
 def state_of_matrix(rows: int, columns: int, rank: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Name, shape and dtype of the tensors a rank keeps for a matrix; "right" is Q^T, equal on all ranks."""
+    """Name to (shape, dtype) of the tensors that a rank keeps for a matrix; "right" is Q^T, equal on all ranks."""
     return {"error": ((rows, columns), FACTOR_DTYPE), "right": ((rank, columns), FACTOR_DTYPE)}
 
 
@@ -100,8 +104,8 @@ class Batch:
 
     Attributes:
         rows, columns: size of each matrix.
-        members: places of the matrices in the bucket.
-        left_at, right_at: offsets of their factors in the bucket's P and Q.
+        members: indices of the matrices in the bucket.
+        left_at, right_at: offsets, in elements, of the batch's factors in the bucket's P and Q.
     """
 
     rows: int
@@ -116,7 +120,7 @@ class FactorLayout:
     """Layout of the factors of a bucket's matrices: transposed, [rank, rows] and [rank, columns], batch by batch.
 
     Attributes:
-        rows, columns: sizes of each matrix.
+        rows, columns: number of rows, and of columns, of each matrix.
         rank: rank of the factors.
     """
 
@@ -125,7 +129,7 @@ class FactorLayout:
     rank: int
 
     def batches(self) -> list[Batch]:
-        """Batches of equal size, in the order in which sizes first occur."""
+        """The matrices in batches of equal matrix size, in the order in which the sizes first occur."""
         alike: dict[tuple[int, int], list[int]] = {}
         for member, size in enumerate(zip(self.rows, self.columns, strict=True)):
             alike.setdefault(size, []).append(member)
@@ -146,14 +150,14 @@ class FactorLayout:
         return self.rank * sum(self.columns)
 
     def left(self, flat: Tensor) -> Iterator[Tensor]:
-        """Views [matrices, rank, rows] of each batch in P."""
+        """Yield for each batch a view [matrices, rank, rows] of its factors in `flat`, the bucket's P."""
         for batch in self.batches():
             count = len(batch.members)
             part = flat[batch.left_at : batch.left_at + count * self.rank * batch.rows]
             yield part.view(count, self.rank, batch.rows)
 
     def right(self, flat: Tensor) -> Iterator[Tensor]:
-        """Views [matrices, rank, columns] of each batch in Q."""
+        """Yield for each batch a view [matrices, rank, columns] of its factors in `flat`, the bucket's Q."""
         for batch in self.batches():
             count = len(batch.members)
             part = flat[batch.right_at : batch.right_at + count * self.rank * batch.columns]
@@ -161,10 +165,10 @@ class FactorLayout:
 
 
 def orthonormalize_work(layout: FactorLayout) -> tuple[int, int]:
-    """Number of kernels that make all columns of P orthonormal, one after the other, and the bytes that they move.
+    """Number of kernel launches that make the columns of P orthonormal, one after the other, and the bytes they move.
 
-    Counted from codegen/kernels/orthonormal.py, once for each batch, for rows of P^T that are long enough to be summed
-    in blocks; for tensors with one number per row only the launch counts.
+    Counted by hand from codegen/kernels/orthonormal.py, for each batch, for rows of P^T that are long enough to be
+    summed in blocks. Kernels on tensors with one number per row count as launches, but not as bytes.
     """
     launches = moved = 0
     for batch in layout.batches():

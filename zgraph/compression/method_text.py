@@ -1,7 +1,7 @@
-"""Compression methods as text for graphs and checkpoints: a registered name, and the fields.
+"""Compression methods as text for graphs and checkpoints: the class's `name` attribute, and the fields.
 
-A class registers by its `name`; Python itself knows which classes a process has defined. Module and class names are
-not written, so both may change, and a text never causes an import.
+A class is found by its `name` among the subclasses that the process has defined. Module and class names are not
+written, so both may change, and reading a text never causes an import.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Kind = type[CompressionMethod] | type[LowRank]
 
 
 def to_text(method: CompressionMethod) -> str:
-    """Write a method as text, which a graph can hold and `from_text` reads.
+    """Write a compression method as text, which a graph can hold and `from_text` reads.
 
     Raises:
-        ValueError: its class has no name of its own, or shares it with another class; or a field cannot be written.
+        ValueError: the method's class defines no `name`, or another class has the same; or a field cannot be written.
     """
     kind = type(method)
     name = vars(kind).get("name")
@@ -46,10 +46,10 @@ def to_text(method: CompressionMethod) -> str:
 
 @functools.cache
 def from_text(text: str) -> CompressionMethod:
-    """Make a method from the text of `to_text`.
+    """Make a compression method from the text of `to_text`.
 
     Raises:
-        ValueError: no class of that name is defined in this process, or more than one.
+        ValueError: this process defines no class with the name in the text, or several.
     """
     name, fields = json.loads(text)
     kind = _named(name)
@@ -62,7 +62,7 @@ def from_text(text: str) -> CompressionMethod:
 
 
 def kind_of(text: str) -> Kind | None:
-    """The class that a text, such as a checkpoint's, names; None if this process has no such class."""
+    """The class of the method in a text, for example from a checkpoint; None if this process has no such class."""
     try:
         name, _ = json.loads(text)
     except (ValueError, TypeError):  # damaged
@@ -82,7 +82,7 @@ def _named(name: str) -> Kind | None:
 
 
 def _kinds() -> Iterator[Kind]:
-    """Classes with a name of their own, in order of definition."""
+    """Yield the classes of compression methods that define a `name`, `LowRank` first."""
     yield LowRank
     for kind in _subclasses(CompressionMethod):
         if "name" in vars(kind):

@@ -1,4 +1,4 @@
-"""Compression methods: the encoding sent instead of a gradient, and the error state that each rank keeps."""
+"""Compression methods: what is sent instead of a gradient, and the error state that each rank keeps."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Hops = Literal[1, 2, "auto"]
 
 @dataclass(frozen=True)
 class RngKey:
-    """Key of the random numbers of one reduction, which may also depend on the rank that draws them.
+    """Key of the random numbers of one reduction; the numbers may also depend on the rank that draws them.
 
     Attributes:
         step: number of earlier reductions of the parameter.
-        salt: number that distinguishes parallel groups whose members have equal ranks.
+        salt: number that distinguishes process groups in which ranks are numbered alike.
     """
 
     step: int
@@ -31,52 +31,52 @@ class RngKey:
 
 @dataclass(frozen=True, kw_only=True)
 class CompressionMethod(ABC):
-    """Interface of all methods to graphs, checkpoints and payloads: the bytes a method sends, and the state it keeps.
+    """Base class of compression methods: how many bytes a method sends, and which state it keeps.
 
-    A gradient is cut into equal chunks, one for each rank of the group. They are encoded as bytes, which one all_to_all
-    exchanges together with those of other gradients. Then the chunks that all ranks have sent to this one are decoded
-    and summed: by kernels for a `BlockMethod`, by the method itself for a `TensorMethod`. Both are frozen dataclasses
-    whose fields are numbers, strings, bools or dtypes.
+    A gradient is cut into equal chunks, one for each rank of the group. The chunks are encoded as bytes, which one
+    all_to_all exchanges together with the bytes of other gradients. Then the chunks that all ranks have sent to this
+    rank are decoded and summed: by kernels for a `BlockMethod`, by methods of the class for a `TensorMethod`. Each
+    subclass is a frozen dataclass whose fields are numbers, strings, bools or dtypes.
 
     Attributes:
         name: identifier of the class in graphs and checkpoints, independent of class and module names. Each subclass
-            needs its own.
+            must define a different one.
     """
 
     name: ClassVar[str]
 
     @property
     def reset_interval(self) -> int:
-        """Optimizer steps after which the kept state is reset to zeros; 0: never."""
+        """Number of optimizer steps after which the kept state is reset to zeros; 0 for never."""
         return 0
 
     @abstractmethod
     def sections(self, numel: int) -> tuple[int, ...]:
-        """Bytes that encode a chunk of `numel` elements, by section, for example codes, then scales.
+        """Number of bytes of each section that encodes a chunk of `numel` elements: for example codes, then scales.
 
-        In a bucket, the first sections of all gradients are stored together, then the second ones, and so on.
+        In a bucket, the first sections of all gradients are stored together, then the second sections, and so on.
         """
 
     def state(self, numel: int, chunks: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Name, shape and dtype of the tensors a rank keeps for a gradient of `chunks` chunks; they start as zeros."""
+        """Name to (shape, dtype) of the tensors, first zeros, that a rank keeps for a gradient of `chunks` chunks."""
         return {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorMethod(CompressionMethod):
-    """Base class of methods written in tensor operations; subclass it for a method of your own.
+    """Base class of compression methods written in tensor operations; subclass it to write your own.
 
     Neither `quantize` nor `dequantize_sum` may communicate.
     """
 
     @abstractmethod
     def quantize(self, grad: Tensor, state: dict[str, Tensor], draw: RngKey, rank: int) -> Sequence[Tensor]:
-        """The bytes to send.
+        """Encode a gradient as the bytes to send.
 
         Args:
             grad: [chunks, numel] in the gradient's dtype, padded with zeros.
-            state: the kept tensors, updated in place.
-            draw, rank: key and rank on which random numbers may depend.
+            state: the kept tensors of `state`, to be updated in place.
+            draw, rank: random numbers may depend only on this key and this rank.
 
         Returns:
             [chunks, bytes] uint8 for each section.
@@ -84,12 +84,12 @@ class TensorMethod(CompressionMethod):
 
     @abstractmethod
     def dequantize_sum(self, sections: Sequence[Tensor], numel: int, draw: RngKey) -> Tensor:
-        """The sum of the chunks that all ranks have sent.
+        """Decode the chunks that all ranks have sent to this rank, and return their sum.
 
         Args:
             sections: [ranks, bytes] uint8 for each section, by rank.
             numel: elements of the chunk.
-            draw: key of random numbers, equal to all senders' key.
+            draw: key of random numbers, the same that every sender's `quantize` was given.
 
         Returns:
             [numel] fp32.
@@ -98,16 +98,16 @@ class TensorMethod(CompressionMethod):
 
 @dataclass(frozen=True, kw_only=True)
 class BlockMethod(CompressionMethod):
-    """Base of zgraph's own methods: integer codes, and a bf16 scale for each group of elements, made by kernels.
+    """Base class of the built-in methods: kernels make integer codes, and a bf16 scale for each group of elements.
 
     Attributes:
         bits: bits of a code: 2, 4 or 8.
         group: number of elements that share a scale.
-        rotate: mix blocks of 32 elements, with signs drawn anew by each rank and step, so that outliers spread and the
-            quantization errors of equal gradients cancel in the mean.
-        clip_search: try a few clipping levels and use the one that loses least.
+        rotate: whether to mix blocks of 32 elements, with signs drawn anew by each rank and step. Then outliers spread,
+            and the quantization errors of equal gradients cancel in the mean.
+        clip_search: whether to try a few clipping levels and use the one that loses least.
         error_dtype: dtype of the kept error: torch.int8, with a scale for each group, or torch.float32.
-        error_device: device of the error-feedback state: None for the gradient's, or "cpu".
+        error_device: device of the error-feedback state: None for the gradient's device, or "cpu".
     """
 
     bits: int = 4
@@ -119,12 +119,12 @@ class BlockMethod(CompressionMethod):
 
     @property
     def residual_decay(self) -> float | None:
-        """Share of the old error in the new one; None if no error is kept."""
+        """Share of the old error in the new error, from 0 to 1; None if no error is kept."""
         return None
 
     @property
     def levels(self) -> int:
-        """Number of values of a code, for example 16 with 4 bits."""
+        """Number of different values of a code, for example 16 with 4 bits."""
         return 2**self.bits
 
     @property
@@ -135,7 +135,7 @@ class BlockMethod(CompressionMethod):
         return {2: (0.85, 0.7, 0.55), 4: (1.0, 0.87), 8: (1.0,)}[self.bits]
 
     def groups(self, numel: int) -> int:
-        """Number of groups of a chunk; the last is padded with zeros."""
+        """Number of groups in a chunk of `numel` elements; the last group is padded with zeros."""
         return -(-numel // self.group)
 
     def sections(self, numel: int) -> tuple[int, ...]:
@@ -173,15 +173,15 @@ class BlockMethod(CompressionMethod):
 
 @dataclass(frozen=True, kw_only=True)
 class LoCo(BlockMethod):
-    """Low-bit gradients, and a moving average of the lost part, which is added to the next ones.
+    """Gradients as codes of few bits; a moving average of what the codes lose is added to the next gradients.
 
     Attributes:
-        beta: share of the old error in the new one.
-        reset_every: optimizer steps after which the error is reset to zero; 0: never.
-        hops: 1 sends directly to the rank that keeps the sum, so that each of a host's P ranks sends all its codes to
-            other hosts. 2 sums inside each host first, see `TwoHop`, and sends only 1/P of that across hosts. "auto"
-            is 2 if the mesh replicates shards across hosts (hybrid sharding), or if the pipeline's hardware says that
-            several ranks of the group share a host and others do not.
+        beta: share of the old error in the new error.
+        reset_every: number of optimizer steps after which the error is reset to zero; 0 for never.
+        hops: 1: codes are sent directly to the rank that keeps the sum, so that each of a host's P ranks sends codes of
+            the whole gradient across hosts. 2: ranks of a host first sum their gradients, see `TwoHop`, so that each
+            sends only 1/P of that across hosts. "auto": 2 if the mesh replicates shards across hosts (hybrid sharding),
+            or if the pipeline's hardware says that the group spans hosts with several ranks each; otherwise 1.
 
     Source: Xie et al. 2024, "LoCo", arXiv 2407.04480, equations 5 to 8. We differ in the rotation of groups, in
     clipping, and in scaling codes so that they are unbiased along the gradient; see codegen/kernels/reference.py.
@@ -212,9 +212,9 @@ class LoCo(BlockMethod):
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorFeedback(BlockMethod):
-    """Classic error feedback: the whole unsent part is added to the next gradient.
+    """Classic error feedback: all that the codes lose of a gradient is added to the next gradient.
 
-    Its noise in a single step is twice the noise without feedback; LoCo's is 2 / (1 + beta) times as high.
+    The noise of a single step is twice the noise without feedback; with LoCo it is 2 / (1 + beta) times that noise.
 
     Source: Seide et al. 2014, "1-bit stochastic gradient descent"; Karimireddy et al. 2019, arXiv 1901.09847.
     """
@@ -229,7 +229,7 @@ class ErrorFeedback(BlockMethod):
 
 @dataclass(frozen=True, kw_only=True)
 class NoFeedback(BlockMethod):
-    """Plain codes without error feedback."""
+    """Gradients as codes of few bits, without error feedback."""
 
     name: ClassVar[str] = "NoFeedback"
     rotate: bool = False
@@ -240,13 +240,14 @@ class NoFeedback(BlockMethod):
 class TwoHop:
     """8-bit codes inside a host, and smaller codes across hosts, where links are slow.
 
-    Ranks of a host first sum their gradients, each rank a part of them; then ranks at the same place in their hosts sum
-    these sums. With P ranks per host, each rank sends across hosts, and keeps an error of, 1/P of the gradient.
+    First the ranks of a host sum their gradients, each rank one part of 1/P if the host has P ranks. Then ranks at the
+    same position in their hosts sum these parts over the hosts. So each rank sends only 1/P of the gradient across
+    hosts, and keeps the error of that part only.
 
     Attributes:
-        intra_host, inter_host: the method of each hop.
-        ranks_per_host: number of neighbouring ranks that share a host. None: with hybrid sharding, the ranks that share
-            one replica's shards; otherwise the number in the pipeline's hardware. Required if there is neither.
+        intra_host, inter_host: compression method inside a host, and across hosts.
+        ranks_per_host: number of neighbouring ranks that share a host. None: with hybrid sharding, the number of ranks
+            that share one replica; otherwise the number in the pipeline's hardware. Required if there is neither.
 
     Source: Jia et al. 2024, "SDP4Bit", arXiv 2410.15526, section 3.2, which keeps no error.
     """

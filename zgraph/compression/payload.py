@@ -15,17 +15,18 @@ ALIGNMENT = 16  # bytes; vector units and GPUs prefer each rank's payload to beg
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """How the gradients of a bucket share one payload [world, payload_bytes], with a row for each receiving rank.
+    """Layout of a bucket's gradients in one payload [world, payload_bytes], which has a row for each receiving rank.
 
-    Every gradient is cut into `stretches * world` equal chunks, padded at the end; chunk `s * world + d` goes to rank
-    d. A row holds the first section (codes) of all its chunks, gradient by gradient and stretch by stretch, then the
-    second section (scales) of all chunks, and is padded to a multiple of 16 bytes.
+    Every gradient is cut into `stretches * world` equal chunks, padded at the end; chunk `s * world + d` of stretch s
+    goes to rank d. A row holds the first section (codes) of all chunks for its rank, gradient by gradient and stretch
+    by stretch, then the second section (scales) of these chunks. It is padded to a multiple of 16 bytes.
 
     Attributes:
-        method: method that defines the sections.
-        numels: elements of a chunk, for each gradient.
-        world: number of ranks to which a payload goes.
-        stretches: chunks of a gradient for each rank; more than 1 if another group will split the received part again.
+        method: compression method, which defines the sections.
+        numels: number of elements of a chunk, for each gradient.
+        world: number of ranks to which the payload is sent.
+        stretches: number of chunks that each rank receives of a gradient; more than 1 if another process group will
+            split the received chunks again.
     """
 
     method: CompressionMethod
@@ -35,12 +36,12 @@ class BucketLayout:
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of one row."""
+        """Bytes of one row of the payload, padding included."""
         used = self.stretches * sum(sum(self.method.sections(numel)) for numel in self.numels)
         return -(-used // ALIGNMENT) * ALIGNMENT
 
     def offsets(self) -> list[tuple[int, ...]]:
-        """For each gradient, the byte offset of each of its sections in a row; its stretches follow one another."""
+        """For each gradient, the byte offset of each section in a row; a section's stretches follow one another."""
         sections = [self.method.sections(numel) for numel in self.numels]
         found: list[list[int]] = [[] for _ in self.numels]
         offset = 0
@@ -51,7 +52,7 @@ class BucketLayout:
         return [tuple(offsets) for offsets in found]
 
     def views(self, payload: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """For each gradient, its sections in a payload [ranks, payload_bytes]: [ranks, stretches, bytes] each."""
+        """Yield for each gradient views [ranks, stretches, bytes] of its sections in payload [ranks, payload_bytes]."""
         for numel, offsets in zip(self.numels, self.offsets(), strict=True):
             sizes: Sequence[int] = self.method.sections(numel)
             yield tuple(
@@ -61,9 +62,9 @@ class BucketLayout:
 
 
 def chunk_unit(method: CompressionMethod, chunk: Chunk, stretches: int) -> list[Chunk]:
-    """The chunks that a collective carries, for `meta.set_chunks`; [] if only the method knows.
+    """The encoded chunks, one for each stretch, that a collective sends for a gradient's chunk, for `meta.set_chunks`.
 
-    Each stretch is sent as a chunk of its own.
+    Returns [] unless the method is a `BlockMethod`: the sizes of others follow no fixed unit.
     """
     if not isinstance(method, BlockMethod):
         return []

@@ -13,16 +13,16 @@ TINY = 1e-30
 
 
 def encode_error(error: Tensor, share: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Codes and scales of (1 - share) * error, in fp32.
+    """Encode (1 - share) * error as int8 codes and a scale for each group; computed in fp32.
 
-    No code exceeds 127: rounding changes the scale by 1/512 of itself at most.
+    No code exceeds 127, because rounding to bf16 changes a scale by at most 1/512 of its value.
 
     Args:
         error: [..., groups, group].
-        share: the factor 1 - share is applied only to the scale.
+        share: only scales are multiplied by 1 - share, not the error itself.
 
     Returns:
-        [..., groups, group] int8; [..., groups] bf16.
+        Codes [..., groups, group] int8, and scales [..., groups] bf16.
     """
     largest = error.abs().amax(-1, keepdim=True)
     scale = torch.where(largest >= TINY, largest * fp32((1 - share) / 127), 0.0).to(SCALE_DTYPE)
@@ -33,5 +33,5 @@ def encode_error(error: Tensor, share: float = 0.0) -> tuple[Tensor, Tensor]:
 
 
 def decode_error(codes: Tensor, scale: Tensor) -> Tensor:
-    """Decode the results of `encode_error` to fp32: [..., groups, group]."""
+    """Decode the codes and scales of `encode_error`; return [..., groups, group] fp32."""
     return codes.to(torch.float32) * scale.unsqueeze(-1).to(torch.float32)

@@ -1,17 +1,18 @@
 """Operators of compressed reductions and gathers; their kernels are in `zgraph.codegen.compressed_kernels`.
 
     payload, draw = quantize_grads([grad, ...], [handle, ...], ...)     a row of bytes for each rank of the group
-    received = wait(all_to_all(payload))                                a row from each rank
-    shard, ... = dequantize_sum(received, draw, ...)
+    received = wait(all_to_all(payload))                                a row of bytes from each rank
+    shard, ... = dequantize_sum(received, draw, ...)                    this rank's part of each summed gradient
 
 `quantize_grads` reads and updates the state attached to the parameters' handles, as `accumulate_grad` does. `draw` is
-the number of the reduction, on the host: all ranks have the same count, so each knows the signs that others have drawn.
+the number of the reduction, on the host. All ranks count alike, so each rank can compute the random signs of others.
 
     payload = quantize_shards([shard, ...], ...)                        one row, for all ranks
     received = wait(all_gather(payload))
     unsharded = dequantize_shards(received, ...)                        for each parameter, when it is needed
 
-These two depend only on their arguments: a parameter that is gathered twice has the same values both times.
+The results of `quantize_shards` and `dequantize_shards` depend only on their arguments: a parameter that is gathered
+twice has the same values both times.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ torch.library.define(
 
 @functools.cache
 def layout_of(method: str, numels: tuple[int, ...], world: int, stretches: int) -> BucketLayout:
-    """Layout for these arguments of an operator."""
+    """Payload layout for these arguments of an operator, with the compression method as text."""
     return BucketLayout(from_text(method), numels, world, stretches)
 
 
@@ -73,10 +74,10 @@ def _(
     """Quantize gradients for every rank of a group, and keep the error for the next reduction.
 
     Args:
-        grads: contiguous, any shape and floating-point dtype; one with fewer than `stretches * world * numel` elements
-            is padded with zeros.
-        handles: handles of their parameters.
-        errors: results of `load_errors`, for state that is kept on the host; written to, and stored there afterwards.
+        grads: contiguous, any shape and floating-point dtype; a gradient with fewer than `stretches * world * numel`
+            elements is padded with zeros.
+        handles: handles of the gradients' parameters.
+        errors: results of `load_errors` if state is kept on the host, else empty; updated, then copied to the host.
         method: text from `zgraph.compression.method_text.to_text`.
         slot: name of the reduction among the parameter's reductions.
         numels, world, stretches: see `BucketLayout`.
@@ -84,7 +85,7 @@ def _(
         window: position of the backward in its window, see runtime/window_state.py.
 
     Returns:
-        [world * payload_bytes] uint8; [1] int64 on the host, the number of earlier reductions.
+        Payload [world * payload_bytes] uint8, and `draw` [1] int64 on the host, the number of earlier reductions.
     """
     payload = layout_of(method, tuple(numels), world, stretches).payload_bytes
     return grads[0].new_empty((world * payload,), dtype=torch.uint8), torch.empty((1,), dtype=torch.int64, device="cpu")
@@ -94,7 +95,7 @@ def _(
 def _(
     handles: Sequence[Tensor], method: str, slot: str, numels: Sequence[int], chunks: int, device: torch.device
 ) -> list[Tensor]:
-    """Copy state that is kept on the host to the device, for the next reduction of the parameters' gradients.
+    """Copy error-feedback state that is kept on the host to the device, for the next reduction of the gradients.
 
     Args:
         handles: handles of the parameters.
@@ -121,11 +122,11 @@ def _(
     divisor: int,
     dtype: torch.dtype,
 ) -> list[Tensor]:
-    """Decode the payloads of all ranks, sum them in fp32 and in rank order, and divide once.
+    """Decode the payloads of all ranks, sum the gradients in fp32 and in rank order, and divide once.
 
     Args:
         received: [world * payload_bytes] uint8, by rank.
-        draw: result of `quantize_grads`.
+        draw: second result of `quantize_grads`.
         method, numels, world, stretches, salt: as in `quantize_grads`.
         divisor: divisor of the sums.
         dtype: dtype of the results.
@@ -149,7 +150,7 @@ def _(
     """Decode each rank's payload, in rank order: the receiving end of a compressed all_gather.
 
     Args:
-        received: [world * payload_bytes] uint8, by rank, each the payload of `quantize_grads` for a world of one.
+        received: [world * payload_bytes] uint8: each rank's payload of `quantize_grads` with world=1, by rank.
         draw, method, numels, world, salt: as in `dequantize_sum`.
         dtype: dtype of the results.
 
@@ -160,22 +161,22 @@ def _(
 
 
 def shard_bytes(method: str, numel: int) -> int:
-    """Bytes of a shard of `numel` elements in the payload of a gather, in which each shard has a payload of its own."""
+    """Bytes of a quantized shard of `numel` elements, padding included, in a rank's payload of a gather."""
     return layout_of(method, (numel,), 1, 1).payload_bytes
 
 
 @torch.library.register_fake("zgraph::quantize_shards")
 def _(shards: Sequence[Tensor], method: str, numels: Sequence[int], rank: int) -> Tensor:
-    """Quantize this rank's shards, for every rank of a group.
+    """Quantize this rank's shards into one payload, which is sent to every rank of a group.
 
     Args:
         shards: any shape and floating-point dtype; padded with zeros to `numel` elements.
         method: text from `zgraph.compression.method_text.to_text`, of a method that keeps no state.
-        numels: elements of the longest shard of any rank, for each parameter.
-        rank: this rank in the group; determines the signs of rotations, which are the same in every call.
+        numels: for each parameter, the elements of its longest shard on any rank.
+        rank: this rank's number in the group; it determines the signs of rotations, which are equal in every call.
 
     Returns:
-        [sum of `shard_bytes`] uint8, parameter by parameter, so that each can be decoded separately.
+        [sum of `shard_bytes`] uint8, parameter by parameter, so that each parameter can be decoded separately.
     """
     return shards[0].new_empty((sum(shard_bytes(method, numel) for numel in numels),), dtype=torch.uint8)
 

@@ -1,14 +1,14 @@
-"""Operators that copy tensors between memory spaces: a start and a wait each, like collectives.
+"""Operators that copy tensors between device, host and disk: each copy is a start and a wait, like a collective.
 
-    out   = offload_start(activation)     on its way to the host; the activation must not be written to
-    kept  = wait_copy(out)                on the host; the activation may be freed
-    back  = reload_start(kept, device)    on its way back
+    out   = offload_start(activation)     starts a copy to the host; the activation must not be written to meanwhile
+    kept  = wait_copy(out)                the copy on the host; the activation may be freed
+    back  = reload_start(kept, device)    starts a copy to the device
     again = wait_copy(back)               the same values, in new memory of the device
 
-    back  = store_start(again, kept)      on its way over kept; neither may be written to, nor kept be read
-    done  = wait_copy(back)               stored in kept; again may be freed
+    back  = store_start(again, kept)      starts a copy of `again` over `kept`; write to neither, and do not read `kept`
+    done  = wait_copy(back)               `kept` has the values; `again` may be freed
 
-    back  = return_start(kept, tensor)    on its way over a device tensor, for example after an update on the host
+    back  = return_start(kept, tensor)    starts a copy over a device tensor, for example after an update on the host
 
 The result of a start is read only by its wait. In a compiled graph these copies run concurrently with compute
 (`zgraph.tiers`); the kernels here copy immediately.
@@ -49,7 +49,7 @@ def _(kept: Tensor, device: torch.device) -> Tensor:
 
 @torch.library.custom_op("zgraph::spill_start", mutates_args=())
 def spill_start(tensor: Tensor, folder: str) -> Tensor:
-    """Copy a device tensor to a new, contiguous one on disk, in a folder that a model uses."""
+    """Copy a device tensor to a new, contiguous tensor on disk, in a folder in which a model already keeps tensors."""
     return lanes_of(tensor.device).spill(tensor, folder).wait()
 
 
@@ -60,14 +60,14 @@ def _(tensor: Tensor, folder: str) -> Tensor:
 
 @torch.library.custom_op("zgraph::store_start", mutates_args=("kept",))
 def store_start(source: Tensor, kept: Tensor) -> Tensor:
-    """Copy a device tensor over the one that it was reloaded from.
+    """Copy a device tensor over the host or disk tensor that it was reloaded from.
 
     Args:
         source: tensor on the device.
         kept: tensor of the same shape and dtype, on the host or on disk.
 
     Returns:
-        [0] for the wait.
+        An empty tensor, shape [0], for `wait_copy`, which ends when `kept` has the values.
     """
     lanes_of(source.device).store(source, kept).wait()
     return source.new_empty(0)
@@ -87,7 +87,7 @@ def return_start(kept: Tensor, tensor: Tensor) -> Tensor:
         tensor: tensor of the same shape and dtype, on the device.
 
     Returns:
-        [0] for the wait.
+        An empty tensor, shape [0], for `wait_copy`, which ends when `tensor` has the values.
     """
     lanes_of(tensor.device).give_back(kept, tensor).wait()
     return tensor.new_empty(0)
@@ -104,7 +104,7 @@ torch.library.define("zgraph::wait_copy", "(Tensor started) -> Tensor")
 
 @torch.library.impl("zgraph::wait_copy", "CompositeExplicitAutograd")
 def wait_copy(started: Tensor) -> Tensor:
-    """Wait for a copy: the same tensor, usable."""
+    """Wait for a started copy, and return the same tensor, which may be read from now on."""
     return started
 
 
@@ -115,11 +115,11 @@ def _(started: Tensor) -> Tensor:
 
 @torch.library.custom_op("zgraph::wait_update", mutates_args=("written",))
 def wait_update(written: Sequence[Tensor], read: Sequence[Tensor]) -> None:
-    """Wait for an update that runs concurrently with compute, on the host.
+    """Wait for an optimizer update that runs on the host, concurrently with compute; this eager kernel does nothing.
 
     Args:
-        written: tensors that the update writes to; they may be read after this.
-        read: other tensors that it reads, such as gradients; they may be freed after this.
+        written: tensors that the update writes to; they may be read after the wait.
+        read: other tensors that the update reads, such as gradients; they may be freed after the wait.
     """
 
 

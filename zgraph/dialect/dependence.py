@@ -1,4 +1,4 @@
-"""The operator that makes one value depend on others, such as all gathers of a unit, even unused ones."""
+"""The operator that makes one value depend on others, such as on all gathers of a unit of layers, even unused ones."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 
 @torch.library.custom_op("zgraph::depend", mutates_args=())
 def depend(value: Tensor, on: Sequence[Tensor]) -> Tensor:
-    """Return a value that is available only after others are.
+    """Return a copy of `value` that is available only after the tensors `on` are.
 
-    An unused gather is dead code to Dynamo, AOTAutograd and passes; one that a value depends on is not. In a graph the
-    result counts as a view of `value`, and lowering replaces it by `value` itself (`drop_dependences` in
+    Dynamo, AOTAutograd and passes remove an unused gather as dead code, but not a gather that a value depends on. In a
+    graph the result counts as a view of `value`, and lowering replaces the result by `value` (`drop_dependences` in
     codegen/lower_fx.py). This kernel copies, because torch does not allow operators to return their input.
 
     Args:

@@ -1,23 +1,23 @@
 """Grouped gathers: one start, one wait, and one kernel that casts all members to the wire dtype.
 
-On NCCL such a group is one launch, whose kernel occupies multiprocessors for as long as it runs. Copy engines could
-transfer it instead, through symmetric memory (torch 2.13) or NCCL's NCCL_CTA_POLICY_ZERO (2.28). They are not used,
-because:
+On NCCL a grouped gather is one kernel, which occupies multiprocessors for as long as it runs. Copy engines could
+transfer the data instead, through symmetric memory (torch 2.13) or NCCL's NCCL_CTA_POLICY_ZERO (NCCL 2.28). Neither way
+is used, because:
 
 - Both need the sent tensors, and NCCL also the received ones, at equal offsets of windows that all ranks have
   registered together (ncclCommWindowRegister; torch's `rendezvous`). The caching allocator places a gathered parameter
   wherever it has room, which differs between ranks with different numbers of rows. Registering is a collective: if only
   one rank compiles, or allocates more, the others hang.
-- `symm_mem._low_contention_all_gather` does not need this for results. But it copies the sent tensors into a workspace
-  that grows with the largest member, with a rendezvous each time it grows, and puts a barrier of all ranks before and
-  after each member; it gathers one member at a time, within one host.
+- `symm_mem._low_contention_all_gather` needs no such windows for results. But it copies the sent tensors into a
+  workspace that grows with the largest member, with a rendezvous each time the workspace grows. It also puts a barrier
+  of all ranks before and after each member, and gathers one member at a time, within one host.
 
-An arena for each frame would fit here. Live ranges of gathered parameters, on which ranks agree
+A possible design is one arena for each compiled frame. Live ranges of gathered parameters, on which ranks agree
 (`storages.as_all_ranks_count`), give equal offsets on all ranks. The arena is allocated and registered once, after the
-agreement on collectives and before the first call; the start becomes an all_gather of views on a communicator whose
-`cta_policy` is zero, and the wait stays. Two things would have to be shown on several GPUs: that no window is written
-while a slower rank still reads its previous contents, and that copy engines beat the kernel at these sizes. Neither has
-been shown, so there is no such mode, and `Hardware` has no field to choose it.
+ranks' agreement on collectives and before the first call. The start becomes an all_gather of views on a communicator
+whose `cta_policy` is zero, and the wait stays. Two things must first be shown on several GPUs: that no window is
+written while a slower rank still reads its previous contents, and that copy engines beat the kernel at these sizes.
+Neither has been shown, so there is no such mode, and `Hardware` has no field to choose it.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def cast_each(shards: Sequence[Tensor], rows: Sequence[int], dtype: torch.dtype)
     """Copy shards into chunks of another dtype, padded with zeros, in one kernel for all of them.
 
     Args:
-        shards: [n, ...] this rank's rows of each parameter; n is at most the rows of its chunk.
-        rows: rows of each chunk.
+        shards: [n, ...] this rank's rows of each parameter; n is at most the number of rows of the parameter's chunk.
+        rows: number of rows of each chunk.
         dtype: dtype of the chunks.
 
     Returns:
@@ -55,7 +55,7 @@ def cast_each(shards: Sequence[Tensor], rows: Sequence[int], dtype: torch.dtype)
 
 @torch.library.custom_op("zgraph::cast_shards", mutates_args=())
 def cast_shards(shards: Sequence[Tensor], rows: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
-    """Operator for `cast_each`."""
+    """Copy shards into chunks of another dtype, padded with zeros: `cast_each` as an operator."""
     return cast_each(shards, rows, dtype)
 
 
@@ -74,7 +74,7 @@ torch.library.define("zgraph::wait_group", "(Tensor[] started) -> Tensor[]")
 
 @torch.library.impl("zgraph::wait_group", "CompositeExplicitAutograd")
 def wait_group(started: Sequence[Tensor]) -> list[Tensor]:
-    """Wait for the results of a grouped gather, started by any method."""
+    """Wait for all results of a grouped gather, however it was started, and return them."""
     for one in started:
         wait(one)
     return list(started)

@@ -4,8 +4,9 @@
     basis, right = low_rank_right(mean of left, [delta, ...], ...)          P orthonormal, and M^T P
     mean, ... = low_rank_means(basis, mean of right, ...)                   P Q^T, or this rank's rows of it
 
-Between these operators the factors are reduced like replicated gradients. The first operator reads the state attached
-to the parameters' handles; the second replaces the error in it, and the third replaces Q.
+Between these operators the factors are reduced like replicated gradients; letters as in
+`zgraph.compression.low_rank.LowRank`. The first operator reads the state attached to the parameters' handles. The
+second operator replaces the error in that state, and the third replaces Q.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ torch.library.define(
 
 
 def layout_of(rows: Sequence[int], columns: Sequence[int], rank: int) -> FactorLayout:
-    """Layout for these arguments of an operator."""
+    """Layout of the factors for these arguments of an operator."""
     return FactorLayout(tuple(rows), tuple(columns), rank)
 
 
@@ -40,16 +41,17 @@ def layout_of(rows: Sequence[int], columns: Sequence[int], rank: int) -> FactorL
 def _(
     grads: Sequence[Tensor], handles: Sequence[Tensor], rows: Sequence[int], columns: Sequence[int], rank: int
 ) -> list[Tensor]:
-    """Add errors to gradients, and multiply by the right factors of the last step.
+    """Add the kept errors to gradients, M = G + E, and multiply each M by the right factor Q of the last step.
 
     Args:
         grads: any shape of rows * columns elements, any floating-point dtype.
-        handles: handles of their parameters.
-        rows, columns: sizes of the gradients as matrices.
+        handles: handles of the gradients' parameters.
+        rows, columns: number of rows, and of columns, of each gradient as a matrix.
         rank: rank of the factors.
 
     Returns:
-        left [rank * sum(rows)] fp32, see `FactorLayout`; then for each batch [matrices, rows, columns] fp32.
+        left [rank * sum(rows)] fp32, all M Q, see `FactorLayout`; then for each batch all M, [matrices, rows, columns]
+        fp32.
     """
     layout, like = layout_of(rows, columns, rank), grads[0]
     deltas = [
@@ -68,15 +70,15 @@ def _(
     columns: Sequence[int],
     rank: int,
 ) -> list[Tensor]:
-    """Orthonormalize the left factors and compute this rank's right ones; the error becomes what their product misses.
+    """Orthonormalize the left factors, compute this rank's right factors, and keep what their products miss as errors.
 
     Args:
-        left: results of `low_rank_left`, reduced over the ranks.
-        deltas: this rank's other results of `low_rank_left`; they become the errors and must not be read afterwards.
+        left: first result of `low_rank_left`, averaged or summed over the ranks.
+        deltas: the other results of `low_rank_left`; overwritten by the errors, so not to be read afterwards.
         handles, rows, columns, rank: as in `low_rank_left`.
 
     Returns:
-        basis, shaped like `left`, and right [rank * sum(columns)] fp32.
+        basis, the orthonormal left factors, shaped like `left`; and right [rank * sum(columns)] fp32.
     """
     return [left.new_empty(left.shape), left.new_empty((layout_of(rows, columns, rank).right_numel,))]
 
@@ -94,13 +96,14 @@ def _(
     dtype: torch.dtype,
     window: str,
 ) -> list[Tensor]:
-    """Multiply the factors, and keep the right ones for the next step.
+    """Multiply the factors to mean gradients, and keep the right factors for the next step.
 
     Args:
-        basis: result of `low_rank_right`.
-        right: mean, or sum, of all ranks' other results of `low_rank_right`.
+        basis: first result of `low_rank_right`.
+        right: second result of `low_rank_right`, averaged or summed over the ranks.
         handles, rows, columns, rank: as in `low_rank_left`.
-        first_rows, kept_rows: this rank's part of each matrix; rows past the last one are zeros.
+        first_rows, kept_rows: for each matrix, the first row and the number of rows to compute on this rank; rows after
+            the end of the matrix are zeros.
         dtype: dtype of the results.
         window: position of the backward in its window, see runtime/window_state.py.
 

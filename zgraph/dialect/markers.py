@@ -1,9 +1,9 @@
 """The two marker operators, with eager kernels that are the reference for every pass.
 
-`zgraph::unshard` turns a local shard into the unsharded parameter, `zgraph::reduce_grad` turns an unsharded gradient
-into the averaged gradient of the local shard. They are pure, and carry no policy and no parameter's identity: equal
-blocks differ only in the handle tensor. Passes replace them in compiled graphs; markers that remain run the kernels
-here. The result of every pass that is not lossy must equal theirs bitwise.
+`zgraph::unshard` turns a local shard into the unsharded parameter; `zgraph::reduce_grad` turns an unsharded gradient
+into the averaged gradient of the local shard. Both are pure, and name neither a parameter nor a schedule: calls for
+equal blocks differ only in the handle tensor. Passes replace markers in compiled graphs; markers that remain run the
+kernels in this file. The result of every pass that is not lossy must equal the kernels' result bitwise.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ def unshard(
     """Gather the unsharded parameter from the ranks' shards.
 
     Args:
-        shard: [rows, ...] this rank's rows (all of them at stage 0).
+        shard: [rows, ...] this rank's rows of the parameter (all rows at stage 0).
         handle: [96] uint8, see runtime/handle.py.
         shape: shape of the unsharded parameter.
-        dtype: dtype of the result; the cast comes before the gather, so narrow types are sent.
+        dtype: dtype of the result, to which shards are cast before they are sent.
         wire_dtype: dtype in which the gradient is sent, see `wire_dtype_of`.
-        mean_dtype: dtype in which its mean is gathered if each rank computes a part, see `mean_dtype_of`.
+        mean_dtype: dtype in which the mean gradient is gathered if each rank computes a part, see `mean_dtype_of`.
         zero_stage: 0 replicated, else sharded on dim 0.
         reduction: reduction of the gradient over the ranks: "mean", "sum", or the divisor of the sum.
         window: position of this forward in its window, see runtime/window_state.py.
@@ -62,7 +62,7 @@ def unshard(
         [*shape] in `dtype`, never an alias of `shard`.
 
     Raises:
-        CollectiveError: the gather failed; names the parameter.
+        CollectiveError: the gather failed; the message names the parameter.
     """
     layout = ShardLayout(tuple(shape), zero_stage, replica_group, group_name)
     if not layout.is_gathered:
@@ -124,21 +124,21 @@ def reduce_grad(
     replica_group: str,
     group_name: str,
 ) -> Tensor:
-    """Average (or sum) a gradient over the ranks, in rank order, and return this rank's shard of it.
+    """Average (or sum) a gradient over the ranks, in rank order, and return this rank's shard of the result.
 
     Args:
         grad: [*shape] gradient of the unsharded parameter.
         handle, wire_dtype, mean_dtype, zero_stage, reduction, window, replica_group, group_name: as in `unshard`.
-        dtype: dtype of the result, the parameter's own.
+        dtype: dtype of the result, which is the parameter's dtype.
 
     Returns:
         [rows, ...] if the parameter is sharded, [*shape] at stage 0, in `dtype`: summed in fp32 in rank order over the
-        group, then over its replicas, and divided once. If ranks then gather the parts of the mean, each first rounds
-        its own part to `mean_dtype_of`, so that all ranks get equal bits. If gradients wait for the end of the window,
-        the tensor that autograd adds to `.grad` instead, see `accumulate_grad`.
+        group, then over the replicas, and divided once. If ranks then gather the parts of the mean, each rank first
+        rounds its part to `mean_dtype_of`, so that all ranks get equal bits. If the gradient waits for the end of the
+        window, the result is the tensor that autograd adds to `.grad` until then, see `accumulate_grad`.
 
     Raises:
-        CollectiveError: the exchange failed; names the parameter.
+        CollectiveError: the exchange failed; the message names the parameter.
     """
     layout = ShardLayout(tuple(grad.shape), zero_stage, replica_group, group_name)
     if layout.is_reduced and layout.gradients_wait(window):
@@ -165,12 +165,12 @@ def reduce_grad(
 
 
 def _padded(pieces: Tensor, world: int) -> Tensor:
-    """Pad rows so that they split into equal chunks for all ranks."""
+    """Append rows of zeros, so that the rows split into equal chunks for all ranks."""
     return pad_rows(pieces, world * chunk_rows(pieces.shape[0], world))
 
 
 def _exchange_and_sum(pieces: Tensor, group_name: str, divisor: int, dtype: torch.dtype, handle: Tensor) -> Tensor:
-    """[N * n, ...] of every rank -> the sum of this rank's [n, ...] pieces."""
+    """Send piece r of [world * n, ...] to rank r; return the sum, divided, of the [n, ...] pieces sent to this rank."""
     world = group_size(group_name)
     if world > 1:
         splits = [pieces.shape[0] // world] * world
@@ -179,7 +179,7 @@ def _exchange_and_sum(pieces: Tensor, group_name: str, divisor: int, dtype: torc
 
 
 def _gather_pieces(piece: Tensor, group_name: str, numel: int, handle: Tensor) -> Tensor:
-    """[n] of every rank -> [numel], without the padding at the end."""
+    """Gather [n] of every rank and return the first `numel` elements: the rest is padding."""
     world = group_size(group_name)
     if world == 1:
         return piece[:numel]
@@ -194,7 +194,7 @@ def _all_reduce(
     dtype: torch.dtype,
     handle: Tensor,
 ) -> Tensor:
-    """Sum a partial sum over the replicas of this shard, in rank order."""
+    """Sum the partial sums of all replicas of this shard, in rank order, and divide once."""
     flat = partial.reshape(-1).to(wire_dtype_of(partial.dtype, wire_dtype))
     mean = _exchange_and_sum(_padded(flat, group_size(group_name)), group_name, divisor, dtype, handle)
     return _gather_pieces(mean, group_name, partial.numel(), handle).view(partial.shape)

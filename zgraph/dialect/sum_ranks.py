@@ -1,4 +1,4 @@
-"""The sum over ranks, in rank order, which every lowering must reproduce."""
+"""The sum over ranks, in rank order, whose bits every compiled form of a reduction must reproduce."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from zgraph.dialect.wire_dtypes import accumulate_dtype
 
 
 def divisor_like(total: Tensor, divisor: int) -> Tensor:
-    """Make a tensor of the divisor, so that every device divides a sum with correct IEEE rounding.
+    """Make a 0-d tensor of the divisor, so that every device divides a sum with correct IEEE rounding.
 
-    On CUDA torch multiplies by the reciprocal of a Python number, and Inductor by the reciprocal of a constant: a
-    different result for 3, 5, 6, 7 ... ranks.
+    To divide by a Python number, torch on CUDA multiplies by its reciprocal, as Inductor does for constants. That gives
+    different bits for divisors that are no powers of two: 3, 5, 6, 7 ...
     """
     return torch.full((), divisor, dtype=total.dtype, device=total.device)
 
@@ -30,20 +30,20 @@ def sum_pieces(received: Tensor, world: int, divisor: int, dtype: torch.dtype) -
 
 
 def divide_in_place(total: Tensor, world: int, divisor: int, dtype: torch.dtype) -> Tensor:
-    """`sum_ranks` of a single piece, in place; the piece must have this dtype and no other reader."""
+    """Divide a single piece in place, as `sum_ranks` does; the piece must have this dtype and no other reader."""
     return total.div_(divisor_like(total, divisor)) if divisor > 1 else total
 
 
 @torch.library.custom_op("zgraph::sum_ranks", mutates_args=())
 def sum_ranks(received: Tensor, world: int, divisor: int, dtype: torch.dtype) -> Tensor:
-    """Sum equal pieces in rank order and divide once: the order of summation that every lowering must reproduce.
+    """Sum equally long pieces in rank order and divide once; every compiled form must keep this order of summation.
 
-    Every division of uncompressed gradients happens here, even if a backend has computed the sum: then `world` is 1.
+    Every division of uncompressed gradients happens here. If a backend has computed the sum, `world` is 1.
 
     Args:
-        received: [world * n, ...] pieces of rank 0, 1, ... one after the other.
-        world: number of ranks N.
-        divisor: number of ranks that a mean is over; 1 for a sum, or if another sum follows.
+        received: [world * n, ...] pieces of ranks 0, 1, ... one after the other.
+        world: number of pieces.
+        divisor: divisor of the sum; 1 for no division, or if another sum follows.
         dtype: dtype of the result.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Operators of accumulation windows: parameters stay gathered, gradients wait to be reduced."""
+"""Operators of accumulation windows, in which parameters stay gathered and gradients wait to be reduced."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from zgraph.runtime.window_state import OPEN, state_behind
 
 @torch.library.custom_op("zgraph::all_gather_kept", mutates_args=())
 def all_gather_kept(chunk: Tensor, handle: Tensor, world: int, window: str, group_name: str) -> Tensor:
-    """Start gathering a parameter, unless the window has gathered it already; like every start it needs a wait.
+    """Start gathering a parameter, or return the copy that this window has already gathered.
 
     Args:
         chunk: [n, ...] this rank's padded rows.
         handle: handle of the parameter, whose state keeps the result.
-        world: number of ranks N.
-        window: "open" keeps the result in the state, "closing" removes it.
+        world: number of ranks.
+        window: "open" keeps the result in the state, "closing" removes it from the state.
         group_name: name of the group that gathers.
 
     Returns:
-        [N * n, ...], shared by all forwards of the window.
+        [world * n, ...], usable after a wait, with memory shared by all forwards of the window.
     """
     state = state_behind(handle)
     unsharded = state.gathered(chunk.dtype)
@@ -45,17 +45,17 @@ def _(chunk: Tensor, handle: Tensor, world: int, window: str, group_name: str) -
 
 @torch.library.custom_op("zgraph::accumulate_grad", mutates_args=())
 def accumulate_grad(grad: Tensor, handle: Tensor, dtype: torch.dtype, zero_stage: int, rows: int) -> Tensor:
-    """Let an unsharded gradient wait for the closing backward.
+    """Keep an unsharded gradient until the closing backward of the window.
 
     Args:
         grad: [*shape], gradient of this rank only.
-        handle: handle of the parameter, whose state keeps the sum.
-        dtype: dtype of the sum, the parameter's own.
+        handle: handle of the parameter, whose state keeps the sum of gradients at stage 1.
+        dtype: dtype of that sum, the parameter's dtype.
         zero_stage: 0 or 1.
-        rows: rows of this rank's shard; 0 at stage 0.
+        rows: number of rows of this rank's shard; 0 at stage 0.
 
     Returns:
-        Tensor that autograd adds to `.grad`: `grad` itself at stage 0, zeros [rows, ...] at stage 1.
+        Tensor that autograd adds to `.grad`: a copy of `grad` at stage 0, zeros [rows, ...] at stage 1.
     """
     with announcing([handle]):
         return state_behind(handle).add(grad, dtype, zero_stage)
@@ -68,7 +68,7 @@ def _(grad: Tensor, handle: Tensor, dtype: torch.dtype, zero_stage: int, rows: i
 
 @torch.library.custom_op("zgraph::add_accumulated", mutates_args=())
 def add_accumulated(grad: Tensor, handle: Tensor, dtype: torch.dtype, zero_stage: int) -> Tensor:
-    """Sum the last gradient of a window and all waiting ones: [*shape] in `dtype`."""
+    """Return the sum of a window's last gradient and all waiting gradients: [*shape] in `dtype`."""
     with announcing([handle]):
         return state_behind(handle).take(grad, dtype, zero_stage)
 
@@ -80,9 +80,10 @@ def _(grad: Tensor, handle: Tensor, dtype: torch.dtype, zero_stage: int) -> Tens
 
 @torch.library.custom_op("zgraph::wait_in_grad", mutates_args=())
 def wait_in_grad(handles: Sequence[Tensor]) -> None:
-    """At stage 0, let the gradients that a graph returns wait in `.grad` for the closing backward.
+    """At stage 0, prepare `.grad` of parameters for gradients that wait there until the closing backward.
 
-    Runs before autograd adds them. `accumulate_grad` does the same for one gradient, which it has to copy.
+    Runs before autograd adds the gradients that a graph returns. `accumulate_grad` prepares `.grad` for one gradient,
+    and has to copy that gradient.
     """
     with announcing(handles):
         for handle in handles:

@@ -1,4 +1,4 @@
-"""Dtypes in which gradients are sent and summed, and in which their means are sent back."""
+"""Dtypes in which gradients are sent and summed, and in which the means of gradients are sent back."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import torch
 
 
 def accumulate_dtype(wire: torch.dtype) -> torch.dtype:
-    """Dtype of sums over ranks: fp32, or fp64 if that is sent."""
+    """Dtype of sums over ranks: fp64 if fp64 is sent, else fp32."""
     return torch.float64 if wire == torch.float64 else torch.float32
 
 
 def wire_dtype_of(grad: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
-    """Dtype in which a gradient is sent: the requested one, but never wider than the gradient.
+    """Dtype in which a gradient is sent: the requested dtype, unless that is wider than the gradient's.
 
-    The sum is fp32 on arrival, so widening before sending would add only zeros and change no bit of the result.
+    Receivers sum in fp32, so widening a gradient before it is sent changes no bit of the result.
     """
     if asked is None or asked.itemsize > grad.itemsize:
         return grad
@@ -23,15 +23,16 @@ def wire_dtype_of(grad: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
 def mean_dtype_of(
     grad: torch.dtype, dtype: torch.dtype, wire_dtype: torch.dtype | None, asked: torch.dtype | None
 ) -> torch.dtype:
-    """Dtype in which ranks gather a mean when each has computed a part of it.
+    """Dtype in which ranks gather a mean gradient of which each rank has computed a part.
 
-    The requested one, else the one requested for gradients, else the gradient's own; never wider than the result, since
-    widening changes no bit.
+    `asked` if given, else `wire_dtype` if given, else the gradient's dtype. If that is not narrower than the result's
+    dtype, then the result's dtype, because widening changes no bit.
 
     Args:
         grad: dtype of the unsharded gradient, before it is sent.
         dtype: dtype of the result.
-        wire_dtype, asked: options of `zgraph.shard`.
+        wire_dtype: dtype that the user requests for sent gradients; None for no request.
+        asked: dtype that the user requests for the mean; None for no request.
     """
     found = asked or wire_dtype or grad
     return found if found.itemsize < dtype.itemsize else dtype

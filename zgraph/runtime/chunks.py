@@ -15,26 +15,26 @@ MIB = 2**20
 
 
 def chunk_rows(rows: int, world: int) -> int:
-    """Rows of every rank's padded chunk when `rows` are split as `torch.chunk` and `Shard(0)` split them."""
+    """Rows of each rank's padded chunk if `rows` are split over `world` ranks, as `torch.chunk` and `Shard(0)` do."""
     return -(-rows // world)
 
 
 def local_rows(rows: int, world: int, rank: int) -> int:
-    """Rows that `rank` really holds: a full chunk, fewer on the last rank that has any, none after it."""
+    """Rows that `rank` holds without padding: a full chunk, fewer on the last rank with rows, 0 on ranks after it."""
     chunk = chunk_rows(rows, world)
     return max(0, min(chunk, rows - rank * chunk))
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """The padded part of a tensor that each rank holds after one group, or several in turn, have split it.
+    """The padded part of a tensor that each rank holds after one process group, or several in turn, have split it.
 
     Attributes:
-        rows, row_numel: shape of the unsplit tensor. The first group splits its rows (single elements, for a replicated
-            gradient), each further group the elements of the remaining part.
-        group_names: groups that split it, outermost first.
-        unit: (elements, values of the wire dtype that encode them), such as (128, 66) if bytes are sent; the part is
-            padded to full units.
+        rows, row_numel: shape of the unsplit tensor. The first group splits its rows; each further group splits the
+            elements of the remaining part. A replicated gradient has rows of one element.
+        group_names: names of the groups that split the tensor, outermost first.
+        unit: elements that are encoded together, and the values of the wire dtype that encode them, such as (128, 66)
+            if bytes are sent. The part is padded to full units.
         filled_to: the sent payload is padded to a multiple of this many values.
     """
 
@@ -59,7 +59,7 @@ class Chunk:
 
 
 def pad_rows(tensor: Tensor, rows: int) -> Tensor:
-    """`tensor` with zero rows appended up to `rows`, contiguous."""
+    """Return `tensor` as a contiguous tensor of `rows` rows, with rows of zeros appended."""
     missing = rows - tensor.shape[0]
     if missing == 0:
         return tensor.contiguous()
@@ -67,5 +67,5 @@ def pad_rows(tensor: Tensor, rows: int) -> Tensor:
 
 
 def payload_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
-    """Bytes of a tensor of that shape."""
+    """Bytes of a tensor of this shape and dtype."""
     return math.prod(shape) * dtype.itemsize

@@ -1,4 +1,4 @@
-"""Error feedback: the part of a parameter's gradients that compression lost, kept for the next reduction."""
+"""Error feedback: what compression lost of a parameter's gradients, kept and added at the next reduction."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class Feedback:
     Attributes:
         method: compression method as text; state of another method cannot be used.
         numel, chunks: elements per chunk, and number of chunks, into which gradient and error are cut.
-        kept: the method's tensors by name; tensors kept on the host may still be on their way there.
-        reductions: compressed reductions so far; part of the key of random numbers.
-        steps: closing backwards so far, which are optimizer steps.
-        open: True if the last reduction was not the closing one of its window.
-        before: copies of the tensors from before the current step, while losses are scaled and the step may still be
+        kept: the compression method's tensors by name; those kept on the host may still be on their way there.
+        reductions: compressed reductions so far; seeds the random numbers.
+        steps: closing backwards so far, each of which is one optimizer step.
+        open: whether an accumulation window is open: the last reduction was not the closing one.
+        before: copies of the tensors from before the current step, if losses are scaled and the step may still be
             dropped; else None.
-        fetched: event after which the next reduction's tensors are on the device.
-        stored: event after which the last reduction's tensors are on the host.
+        fetched: event after which the tensors for the next reduction are on the device.
+        stored: event after which the tensors of the last reduction are on the host.
     """
 
     method: str
@@ -42,14 +42,14 @@ class Feedback:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The kept tensors, safe to read on the host."""
+        """The kept tensors, after waiting for a copy of them to the host: safe to read there."""
         if self.stored is not None:
             self.stored.synchronize()
             self.stored = None
         return self.kept
 
     def begin(self, *, reset_interval: int, keep_before: bool) -> None:
-        """Prepare for a reduction: reset the error if its interval has passed, and keep a copy if requested."""
+        """Prepare for a reduction: zero the error every `reset_interval` steps, after keeping a copy if requested."""
         if self.open:
             return
         # A copy, because kernels work in place and the old error cannot be recomputed from the new one. Taken before
@@ -66,25 +66,25 @@ class Feedback:
         self.open = not closing
 
     def scale(self, factor: float) -> None:
-        """Multiply the error by the same factor as future gradients."""
+        """Multiply the error by the factor by which the loss scale, and so future gradients, have changed."""
         scaled = self.tensors.get("error_scale", self.tensors.get("error"))
         if scaled is not None:
             scaled.mul_(factor)
 
     def fits(self, spec: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> bool:
-        """Whether the tensors have the names, shapes and dtypes that a method needs."""
+        """Whether the kept tensors have the names, shapes and dtypes that a compression method needs."""
         return spec.keys() == self.kept.keys() and all(
             (tuple(self.kept[name].shape), self.kept[name].dtype) == wanted for name, wanted in spec.items()
         )
 
     def move_to(self, device: torch.device) -> None:
-        """Move the tensors to a device; checkpoints are read on the host."""
+        """Move the kept tensors to a device: a checkpoint leaves them on the host."""
         for name, tensor in self.kept.items():
             if tensor.device != device:
                 self.kept[name] = tensor.to(device)
 
     def fetch(self, copies: HostCopies) -> list[Tensor]:
-        """Start copying tensors that are kept on the host to the device."""
+        """Start copying the tensors from the host to the device, and return the device's copies."""
         for name, tensor in self.kept.items():
             self.kept[name] = copies.kept(tensor)
         fetched, self.fetched = copies.fetch([*self.kept.values()], self.stored)
@@ -113,9 +113,9 @@ class Feedbacks:
     """Error feedback of all reductions of one parameter.
 
     Attributes:
-        by_slot: feedback of each reduction, by the reduction's name.
-        loss_scale: scale of future gradients; None: losses are not scaled.
-        warmed_steps: uncompressed optimizer steps so far, during warm-up.
+        by_slot: feedback of each reduction, by the name of the reduction, its slot.
+        loss_scale: scale of future gradients; None if losses are not scaled.
+        warmed_steps: optimizer steps so far that were not compressed because of the warm-up.
     """
 
     by_slot: dict[str, Feedback] = field(default_factory=dict[str, Feedback])
@@ -132,10 +132,10 @@ class Feedbacks:
         device: torch.device,
         parameter: str,
     ) -> Feedback:
-        """Return the feedback of a slot, initially zeros.
+        """Return the feedback of a slot, which is the name of a reduction; make it of zeros at the first call.
 
         Raises:
-            ZgraphError: the slot holds the state of another method, or of a gradient that was cut differently.
+            ZgraphError: the slot holds state of another compression method, or of a gradient that was cut differently.
         """
         found = self.by_slot.get(slot)
         if found is None:
@@ -162,11 +162,11 @@ class Feedbacks:
         return sum(feedback.kept_bytes for feedback in self.by_slot.values())
 
     def set_loss_scale(self, scale: float | None, *, dropped: bool | None = None) -> None:
-        """Follow a change of the loss scale.
+        """Adapt the error to a new loss scale, and undo its changes by a dropped step.
 
         Args:
-            scale: scale of future gradients; None: losses are no longer scaled.
-            dropped: whether the last step was dropped; None: judged by whether the scale has become smaller.
+            scale: scale of future gradients; None if losses are no longer scaled.
+            dropped: whether the last step was dropped; None: it was dropped if the scale has become smaller.
         """
         last, self.loss_scale = self.loss_scale, scale
         if dropped is None:

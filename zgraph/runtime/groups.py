@@ -20,12 +20,12 @@ OF_GATHERS = ".gathers"  # suffix of the name of a group's twin for gathers
 
 
 def group_size(group_name: str) -> int:
-    """Number of ranks of a group; the group "" is only this rank."""
+    """Number of ranks of a group; 1 for the group "", which contains only this rank."""
     return dist.get_world_size(resolve_group(group_name)) if group_name else 1
 
 
 def group_rank(group_name: str) -> int:
-    """This rank's place in a group; 0 in the group ""."""
+    """This rank's number in a group; 0 for the group ""."""
     return dist.get_rank(resolve_group(group_name)) if group_name else 0
 
 
@@ -35,11 +35,10 @@ def rank_and_world() -> tuple[int, int]:
 
 
 def reduction_group(group_name: str) -> str:
-    """The group that reduces gradients over the same ranks over which a given group gathers parameters.
+    """Name of the group for reductions of gradients, which has the same ranks as a given group for gathers.
 
-    Collectives of one group run one after the other, so a gather would wait for every reduction started before it.
-    `zgraph.shard` makes one twin for each group, whose name follows from the group's, so nothing has to keep track
-    of it.
+    Collectives of one group run one after the other, so in a shared group a gather waits for earlier reductions.
+    `zgraph.shard` makes a second group for the same ranks, the twin, whose name is the group's name with a suffix.
     """
     if group_name.endswith(OF_GATHERS):
         return group_name.removesuffix(OF_GATHERS)
@@ -48,19 +47,20 @@ def reduction_group(group_name: str) -> str:
 
 
 def separate_reductions(group: ProcessGroup, device: torch.device | None = None) -> str:
-    """Make sure that gathers and reductions have a group each; called by all members.
+    """Make sure that gathers and reductions have one group each; called by all members.
 
-    Makes the missing twin: for reductions on most backends; on NCCL for gathers, with a high-priority stream, because
-    compute waits for them. On NCCL both are connected before anything else is sent over either. Otherwise, the second
-    communicator would be set up at its first use, while gathers are outstanding on the first (torch 2.11 - 2.13: split
-    off the default group's, if that is bound to a device), and ranks could deadlock.
+    Makes a second group for the same ranks, the twin. On CPU backends, such as gloo, the twin is for reductions. On GPU
+    backends it is for gathers, with a high-priority stream on NCCL, because compute waits for gathers. Both groups are
+    then connected before they are used: a communicator that is set up at its first use, while the other group's gathers
+    are outstanding, can deadlock ranks (torch 2.11 - 2.13: it is split off the default group's communicator, if that
+    group is bound to a device).
 
     Args:
-        group: the ranks' own group.
+        group: the group that the ranks already have.
         device: device of this rank that the group uses; None: the CPU.
 
     Returns:
-        Name of the group to gather on: the group's own if the twin reduces, or if it has one rank.
+        Name of the group to gather on: the twin on GPU backends; otherwise, and for one rank, the given group.
     """
     if dist.get_world_size(group) == 1:
         return group.group_name
@@ -84,10 +84,10 @@ def connect(group: ProcessGroup, device: torch.device) -> None:
 
 
 def make_host_groups(group_name: str, ranks_per_host: int) -> tuple[str, str]:
-    """Split a group by host, and by place within the host; called by all members.
+    """Split a group by host, and by position within the host; called by all members.
 
     Returns:
-        Names of this rank's two groups: the ranks on its host, and the ranks at its place on every host.
+        Names of two groups: all ranks on this rank's host, and the ranks at this rank's position on every host.
     """
     group = resolve_group(group_name)
     host, place = divmod(dist.get_rank(group), ranks_per_host)
@@ -112,6 +112,6 @@ def group_backend(group_name: str, device: torch.device) -> str:
 
 
 def group_stride(group_name: str) -> int:
-    """Distance of a group's first two members in global ranks, equal for all groups along one axis of a mesh."""
+    """Difference of the global ranks of a group's first two members; equal for all groups along one axis of a mesh."""
     members = dist.get_process_group_ranks(resolve_group(group_name)) if group_name else [0]
     return abs(members[1] - members[0]) if len(members) > 1 else 1

@@ -1,7 +1,7 @@
 """Handles: small tensors that tell a compiled graph which parameter it is working for.
 
-Equal blocks share one compiled graph, so nothing in the graph may name a parameter; a tensor argument can. The handle
-holds the parameter's qualified name, so that a failing collective can say which parameter it was working for.
+Equal blocks share one compiled graph, so the graph itself may not name a parameter. Instead each call passes handles as
+tensor arguments. A handle holds its parameter's qualified name, which the error of a failed collective reports.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ HANDLE_BYTES = 96
 
 
 def make_handle(name: str) -> Tensor:
-    """Make a [96] uint8 CPU tensor that holds `name`; of a longer name only the end, which tells blocks apart."""
+    """Make a [96] uint8 CPU tensor that holds `name`; a longer name loses its start, which tells no blocks apart."""
     encoded = name.encode()
     if len(encoded) > HANDLE_BYTES:
         encoded = b"..." + encoded[3 - HANDLE_BYTES :]

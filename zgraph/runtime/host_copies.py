@@ -1,10 +1,10 @@
 """Copies of error-feedback state between host and device, overlapped with compute.
 
     load_errors       fetch: pinned memory -> device, on a stream of its own                 [==fetch==]
-    quantize_grads    wait, the kernels, and store: back, on another stream        compute ..............[quantize]....
+    quantize_grads    wait, kernels; store: device -> pinned, another stream       compute ..............[quantize]....
                                                                                                                 [=store=]
 
-Code that reads a kept tensor on the host waits until it has arrived there, see `Feedback.tensors`.
+Code that reads a kept tensor on the host first waits for the store to end, see `Feedback.tensors`.
 """
 
 from __future__ import annotations
@@ -31,24 +31,28 @@ class HostCopies(Protocol):
     """Copies to and from one device. Only `Arrival.synchronize` blocks the host."""
 
     def kept(self, tensor: Tensor) -> Tensor:
-        """Move a host tensor to the kind of memory that copies best; returns it unchanged if it is there already."""
+        """Return a host tensor in the memory that is fastest to copy, pinned on CUDA; unchanged if already there."""
         ...
 
     def fetch(self, kept: Sequence[Tensor], stored: Arrival | None) -> tuple[list[Tensor], Arrival | None]:
-        """Start copies to the device, after an earlier store has ended; return them and the event of their end."""
+        """Start copying kept tensors to the device, after the store that ends with the event `stored`.
+
+        Returns:
+            The new device tensors, and the event at the end of the copies.
+        """
         ...
 
     def wait(self, fetched: Arrival | None) -> None:
-        """Make all later compute wait for a fetch."""
+        """Make all later compute wait for the fetch that ends with this event."""
         ...
 
     def store(self, computed: Sequence[Tensor], kept: Sequence[Tensor]) -> Arrival | None:
-        """Start copying computed tensors back into the kept ones; return the event of the copies' end."""
+        """Start copying computed device tensors into the kept ones; return the event at the end of the copies."""
         ...
 
 
 class OnTheHost:
-    """Copies on the CPU, complete when they return."""
+    """Copies for a device that is a CPU: they have ended when the call returns."""
 
     def kept(self, tensor: Tensor) -> Tensor:
         return tensor
@@ -100,5 +104,5 @@ class OnStreams:
 
 @functools.cache
 def copies_of(device: torch.device) -> HostCopies:
-    """Copy streams of a device, made on first use."""
+    """The `HostCopies` of a device, made on first use."""
     return OnStreams(device) if is_gpu(device) else OnTheHost()

@@ -26,9 +26,9 @@ class Measured:
 
     Attributes:
         calls: number of measured calls.
-        us: duration of one call, communication included.
-        blocked_us: time spent in the wait of each collective, by the name of its start.
-        waited_at_us: beginning of that wait, in microseconds after the beginning of the call.
+        us: microseconds of one call, communication included.
+        blocked_us: microseconds spent in the wait for each collective, by the name of the node that starts it.
+        waited_at_us: microseconds from the beginning of the call to the wait for each collective, by the same name.
         peak_bytes: peak memory, counted as in `Peak`; None if it could not be observed.
     """
 
@@ -43,11 +43,11 @@ class Probe(Protocol):
     """Callbacks of an instrumented program."""
 
     def watched(self, wait: Wait, name: str) -> Wait:
-        """Wrap a function that waits for the collective of this name."""
+        """Return a wait function that also measures its wait for the collective of this name."""
         ...
 
     def hold(self, *values: Any) -> None:
-        """Hold a collective's result and operands; called after its start."""
+        """Keep a collective's result and operands alive; called after the start of the collective."""
         ...
 
     def let_go(self) -> None:
@@ -60,16 +60,16 @@ Build = Callable[[Probe, bool], Program]
 
 
 class Clock(Protocol):
-    """Collects the begin and end of each wait."""
+    """List of the begin and end of each wait."""
 
     waits: list[tuple[Any, Any]]
 
 
 class Runner(Protocol):
-    """Runs a graph and measures it.
+    """Object that runs a graph and measures it.
 
     Attributes:
-        clocks: clocks for the waits of the next call.
+        clocks: clocks that record the waits of the next call.
     """
 
     clocks: Sequence[Clock]
@@ -80,10 +80,10 @@ class Runner(Protocol):
 
 
 class StepProfiler:
-    """Measures every graph of a model.
+    """Profiler of every graph of a model.
 
-    On the CPU torch.profiler records the memory of the first step, up to the first forward after a backward. It slows
-    that step down, so the times of its calls count only if there are no others.
+    On the CPU torch.profiler records the memory of the first step, up to the first forward after a backward. This slows
+    the first step down, so the times of its calls count only if there are no other calls.
     """
 
     def __init__(self, *, watch_allocations: bool) -> None:
@@ -92,7 +92,7 @@ class StepProfiler:
         self._backward_ran = False
 
     def of(self, frame: str, direction: str, owned: Sequence[int]) -> GraphProfiler:
-        """The profiler of one graph that is about to be called."""
+        """Return the profiler of the graph that is about to be called."""
         if direction != "backward" and self._backward_ran and self.allocations is not None:
             self.allocations.stop()
         self._backward_ran = self._backward_ran or direction in ("backward", "step")
@@ -112,7 +112,7 @@ class StepProfiler:
 
 @dataclass
 class Call:
-    """One call of a graph; times are microseconds of the host, or events of the device."""
+    """One call of a graph; `begin`, `end` and waits are results of `now`: host microseconds, or device events."""
 
     label: str
     device: torch.device | None
@@ -125,7 +125,7 @@ class Call:
 
 
 class GraphProfiler:
-    """Runs the instrumented program of one graph."""
+    """Profiler of one graph: runs its instrumented program and records each call."""
 
     def __init__(self, step: StepProfiler, label: str, owned: Sequence[int]) -> None:
         self.step = step
@@ -202,16 +202,16 @@ def _blocked_us(call: Call) -> dict[str, float]:
 
 
 def _waited_at_us(call: Call) -> dict[str, float]:
-    """When the first wait of each collective began, in microseconds after the call did."""
+    """Microseconds from the beginning of a call to the first wait for each collective, by the collective's name."""
     return {name: elapsed_us(call.begin, begin) for name, begin, _ in reversed(call.waits)}
 
 
 class Allocations:
     """Allocations and frees of this thread on the CPU, as recorded by torch.profiler.
 
-    torch.profiler records what gloo's threads stage during a collective. It does not record when they free the
-    collective's buffers, which may be as late as their next collective if they are the last to hold them. So the
-    buffers are held here as well, and freed by this thread as soon as nothing else holds them.
+    torch.profiler records the memory that gloo's threads stage during a collective, but not when these threads free the
+    collective's buffers. A gloo thread that is the last holder of a buffer may free it as late as its next collective.
+    So this object holds the buffers, too, and this thread frees each one as soon as nothing else holds it.
     """
 
     def __init__(self) -> None:
@@ -238,7 +238,7 @@ class Allocations:
         self._held = [storage for storage in self._held if holders(storage) > 1]
 
     def peaks(self) -> dict[str, int]:
-        """Highest rise of memory in each labelled call, above the level at its beginning."""
+        """Highest rise of memory in each call, by its label, in bytes above the level at the beginning of the call."""
         spans, events = allocation_events(self._profile, "zgraph::")
         return {label: _rise(events, begin, end) for label, (begin, end) in spans.items()}
 
@@ -253,7 +253,7 @@ def _rise(events: Sequence[tuple[int, int]], begin: int, end: int) -> int:
 
 
 def now(device: torch.device | None) -> Any:
-    """Microseconds of the host, or an event on a device's current stream."""
+    """The current time: microseconds of the host for None, else a new event on the device's current stream."""
     if device is None:
         return 1e6 * time.perf_counter()
     event = torch.Event(device, enable_timing=True)

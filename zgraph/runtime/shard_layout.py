@@ -1,4 +1,4 @@
-"""Layout of a parameter on the mesh: the rows each rank keeps, and the groups that gather and reduce them."""
+"""Layout of a parameter on the mesh: the rows each rank keeps, and the process groups for gathers and reductions."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class ShardLayout:
 
     Attributes:
         shape: shape of the unsharded parameter.
-        zero_stage: 0 replicated, 1 to 3 sharded; the stages differ in what a window keeps.
-        replica_group: name of the process group whose ranks hold equal shards (hybrid sharding); "" for none.
-        gather_group: name of the process group over which the parameter is sharded. At stage 0 its ranks hold the same
-            parameter, and share the work of averaging its gradient.
+        zero_stage: 0 replicated, 1 to 3 sharded; stages 1 to 3 differ in what an accumulation window keeps.
+        replica_group: name of the process group whose ranks hold equal shards (hybrid sharding); "" if there is none.
+        gather_group: name of the process group over which the parameter is sharded. At stage 0 the group's ranks all
+            hold the whole parameter, and share the work of averaging its gradient.
     """
 
     shape: tuple[int, ...]
@@ -37,7 +37,7 @@ class ShardLayout:
 
     @property
     def reduce_group(self) -> str:
-        """Group of the same ranks as `gather_group`, on which gradients are reduced."""
+        """Name of the group on which gradients are reduced; it has the same ranks as `gather_group`."""
         return reduction_group(self.gather_group)
 
     @property
@@ -47,7 +47,7 @@ class ShardLayout:
 
     @property
     def rank(self) -> int:
-        """This rank's place among them."""
+        """This rank's number in `gather_group`."""
         return group_rank(self.gather_group)
 
     @property
@@ -60,7 +60,7 @@ class ShardLayout:
         return group_rank(self.replica_group)
 
     def divisor(self, reduction: str) -> int:
-        """Divisor of a summed gradient: the number of ranks for "mean", 1 for "sum", else the number in the text."""
+        """Divisor of a summed gradient: all ranks for "mean", 1 for "sum", else the number that `reduction` spells."""
         if reduction == "mean":
             return self.world * self.num_replicas
         return 1 if reduction == "sum" else int(reduction)
@@ -69,11 +69,11 @@ class ShardLayout:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether each rank keeps rows of its own between steps."""
+        """Whether each rank keeps only its rows between steps, not the whole parameter."""
         return self.zero_stage > 0
 
     def placements(self, ndim: int) -> tuple[Placement, ...]:
-        """DTensor placements on a mesh of `ndim` axes, the last of which shards."""
+        """DTensor placements on a mesh of `ndim` axes: a sharded parameter is split over the last axis."""
         return (*[Replicate()] * (ndim - 1), Shard(0) if self.is_sharded else Replicate())
 
     @property
@@ -87,12 +87,12 @@ class ShardLayout:
 
     @property
     def padded_rows(self) -> int:
-        """Rows of all chunks together, as they are gathered."""
+        """Rows of all padded chunks together, as a gather returns them."""
         return self.chunk_rows * (self.world if self.is_sharded else 1)
 
     @property
     def local_rows(self) -> int:
-        """Rows that this rank keeps."""
+        """Rows that this rank keeps, without padding."""
         return self.rows_of(self.rank) if self.is_sharded else self.shape[0]
 
     def rows_of(self, rank: int) -> int:
@@ -101,12 +101,12 @@ class ShardLayout:
 
     @property
     def first_row(self) -> int:
-        """First of this rank's rows in the unsharded parameter; the number of rows for a rank that has none."""
+        """Index of this rank's first row in the unsharded parameter; its number of rows if this rank has none."""
         return min(self.rank * self.chunk_rows, self.shape[0]) if self.is_sharded else 0
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape of this rank's part of the parameter and of the gradient."""
+        """Shape of what this rank keeps of the parameter, and of its gradient."""
         return (self.local_rows, *self.shape[1:]) if self.is_sharded else self.shape
 
     # --- sent data ---
@@ -118,12 +118,12 @@ class ShardLayout:
 
     @property
     def is_reduced(self) -> bool:
-        """Whether reducing its gradient requires a collective."""
+        """Whether reducing the parameter's gradient requires a collective."""
         return self.world * self.num_replicas > 1
 
     @property
     def gathers_mean(self) -> bool:
-        """Whether each rank computes a part of the mean gradient and gathers the others' parts."""
+        """Whether each rank computes a part of the mean gradient, after which all ranks gather these parts."""
         return self.num_replicas > 1 or (not self.is_sharded and self.world > 1)
 
     @property
@@ -139,13 +139,13 @@ class ShardLayout:
 
     @property
     def replica_chunk(self) -> Chunk:
-        """The chunk of its part that each rank then sums over the replicas."""
+        """The part of `grad_chunk` that each rank then sums over the replicas."""
         return replace(self.grad_chunk, group_names=(self.reduce_group, self.replica_group))
 
     # --- windows, see `zgraph.no_sync` ---
 
     def keeps_gathered(self, window: str) -> bool:
-        """Whether the gathered parameter outlives the call, for the other forwards of the window."""
+        """Whether the gathered parameter is kept after a call, for the other forwards of the window."""
         return self.zero_stage in (1, 2) and window != ALONE
 
     def gradients_wait(self, window: str) -> bool:

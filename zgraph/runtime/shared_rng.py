@@ -19,7 +19,7 @@ _OVERWRITING = frozenset(
 
 
 class SharedRng:
-    """Draws rank 0's random numbers on every rank, while this rank's own state advances as if it had drawn its own."""
+    """Random numbers of rank 0 on every rank; this rank's saved state advances as if its own numbers were drawn."""
 
     def __init__(self, mesh: DeviceMesh, seed: int | None) -> None:
         self.device_type = mesh.device_type
@@ -32,7 +32,10 @@ class SharedRng:
         self.own = None if same or seed is not None else own
 
     def run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call an operator; a random one first with this rank's own state, discarding the result."""
+        """Call an operator with rank 0's random state.
+
+        A random operator first runs with this rank's saved state, which advances; that result is discarded.
+        """
         if (
             self.own is not None
             and torch.Tag.nondeterministic_seeded in func.tags
@@ -57,7 +60,7 @@ class SharedRng:
 
 
 def random_state(device_type: str) -> tuple[Tensor, ...]:
-    """State of the default generators: the CPU's, and the current accelerator's if the model is on one."""
+    """State of the CPU's default generator and, unless `device_type` is "cpu", of the current accelerator's."""
     if device_type == "cpu":
         return (torch.get_rng_state(),)
     return torch.get_rng_state(), torch.get_device_module(device_type).get_rng_state()
@@ -70,7 +73,7 @@ def set_random_state(device_type: str, states: tuple[Tensor, ...]) -> None:
 
 
 def _from_first_rank(state: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Broadcast the first rank's state to all ranks of the mesh, axis by axis."""
+    """Broadcast the first rank's random state to all ranks of the mesh, axis by axis, and return it."""
     sent = state.to(mesh.device_type)
     for axis in range(mesh.ndim):
         group = mesh.get_group(axis)

@@ -1,7 +1,8 @@
 """State of a parameter while a window is open: its gathered copy, and its gradients that are not reduced yet.
 
-A window is the forwards under `no_sync` and the next synchronising backward, the closing one. The state is attached to
-the parameter's handle, the one object that reaches a marker's kernel both in eager mode and in every compiled graph.
+A window consists of the forwards and backwards under `no_sync`, and of the next forward and backward outside of it, the
+closing ones. The state is attached to the parameter's handle, because only the handle reaches the kernel of a marker
+operator both in eager mode and in every compiled graph.
 """
 
 from __future__ import annotations
@@ -46,11 +47,12 @@ class Accumulation:
     """Window state shared by the parameters of one scope.
 
     Attributes:
-        opened: whether a forward has run under `no_sync` whose window may still be open. Each parameter closes its own
-            window; the last one clears this. A plain attribute: compiled frames are guarded by it.
+        opened: whether the window of a forward under `no_sync` may still be open. Parameters close their windows one
+            by one; the last one sets this to False. A plain attribute, because guards of compiled frames read it.
         pending: parameters with gathered copies, or with waiting gradients.
-        leaves: number of a backward, and the leaf nodes of autograd's graph that it has met so far.
-        adds_returned: whether gradients returned by `torch.autograd.grad` are added to `.grad`, as by pipeline stages.
+        leaves: number of a backward, and the leaf nodes of autograd's graph found so far in this backward.
+        adds_returned: whether the caller adds gradients returned by `torch.autograd.grad` to `.grad`, as pipeline
+            stages do.
     """
 
     opened: bool = False
@@ -64,7 +66,7 @@ class Accumulation:
         return copied
 
     def note(self, state: ParameterState) -> None:
-        """Update the record of whether a parameter holds anything; called after a change."""
+        """Update `pending` after a change to a parameter's kept copies or waiting gradients."""
         if state.waiting or state.kept:
             self.pending[state] = None
             self.opened = True  # a parameter whose gradients were cleared may just have closed it
@@ -75,10 +77,10 @@ class Accumulation:
         """Check that an optimizer may step on parameters, and drop their gathered copies, which become stale.
 
         Args:
-            stepping: ids of the sharded parameters.
+            stepping: ids of the parameters that the optimizer steps.
 
         Raises:
-            ZgraphError: gradients of one of them have not been reduced.
+            ZgraphError: gradients of one of these parameters have not been reduced.
         """
         for state in [one for one in self.pending if one.is_among(stepping)]:
             if state.has_waiting_gradients:
@@ -93,7 +95,7 @@ class Accumulation:
         self.settle()
 
     def use_of(self, parameter: Tensor) -> str:
-        """How the running backward uses a parameter's gradient, as in `autograd.use_of`; "added" if unknown."""
+        """How the running backward uses a parameter's gradient: "added" (also if unknown), "returned" or "unused"."""
         number = running_backward()
         if number == -1:
             return "added"
@@ -106,7 +108,7 @@ class Accumulation:
         return "added" if self.adds_returned and use == "returned" else use
 
     def settle(self) -> None:
-        """Close the window if no parameter holds anything, for example if its backwards have not run."""
+        """Close the window if no parameter has kept copies or waiting gradients, for example without any backward."""
         self.opened = bool(self.pending)
 
 
@@ -115,22 +117,23 @@ class ParameterState:
     """State of one parameter between calls of compiled graphs.
 
     Attributes:
-        owner, attribute: module and attribute that hold the sharded parameter.
+        owner, attribute: module that holds the sharded parameter, and the name of its attribute.
         name: name of the parameter, for messages.
         accumulation: window state shared by all parameters of a scope.
-        kept: gathered copies by dtype, [N * chunk, ...], padding included.
-        version: version of the sharded parameter when the copies were gathered.
-        waiting: whether a backward of the open window has left gradients.
-        accumulated: stage 1: sum of this rank's own unsharded gradients, [*shape].
-        placeholder: stage 1: value of each element of `.grad` while gradients wait, unless the user edits it; 0-d.
-        earlier: the `.grad` from before the window, already reduced. Meanwhile `.grad` holds the waiting gradients at
-            stage 0, and the placeholder at stage 1.
+        kept: gathered copies by dtype, [world * chunk, ...], padding included.
+        version: autograd version of the sharded parameter when the copies were gathered.
+        waiting: whether a backward of the open window has left gradients that wait to be reduced.
+        accumulated: at stage 1, sum of this rank's unsharded gradients, [*shape].
+        placeholder: at stage 1, 0-d: value of each element of `.grad` while gradients wait, unless the user edits it.
+        earlier: the `.grad` from before the window, already reduced. While the window is open, `.grad` holds the
+            waiting gradients at stage 0, and the placeholder's value at stage 1.
         begun: the tensor that has replaced `earlier` in `.grad`.
-        writes: version that `begun` has if only backwards have written to it.
+        writes: version that `begun` has if only backwards have written to `begun`.
         backward: number of the last backward that has written to `begun`.
-        tensors: this rank's own tensors, kept from step to step by name; checkpoints store and restore them.
+        tensors: tensors of this rank by name, kept from step to step; checkpoints store and restore them.
         feedbacks: error feedback of the parameter's compressed reductions.
-        defer: receives the part of a compiled backward that computes weight gradients; None: the backward runs whole.
+        defer: function that receives the part of a compiled backward that computes weight gradients; None: the
+            backward runs whole.
     """
 
     owner: nn.Module
@@ -157,7 +160,7 @@ class ParameterState:
         self.accumulation.note(self)
 
     def gathered(self, dtype: torch.dtype) -> Tensor | None:
-        """The copy gathered in this window, if the parameter has not been written to since."""
+        """The copy of this dtype gathered in this window; None if the parameter has been written to meanwhile."""
         if self.kept and self.version != _version(self.parameter):
             self.kept.clear()
         return self.kept.get(dtype)
@@ -168,11 +171,11 @@ class ParameterState:
         self.accumulation.note(self)
 
     def add(self, grad: Tensor, dtype: torch.dtype, zero_stage: int) -> Tensor:
-        """Let a gradient wait for the closing backward.
+        """Keep a gradient until the closing backward of the window.
 
         Args:
             grad: [*shape], gradient of this rank only.
-            dtype: dtype of the sum, the parameter's own.
+            dtype: dtype of the sum of gradients, the parameter's dtype.
             zero_stage: 0 or 1.
 
         Returns:
@@ -201,7 +204,7 @@ class ParameterState:
         return torch.zeros_like(_local(self.parameter), device=grad.device)
 
     def wait_in_grad(self) -> None:
-        """At stage 0, let `.grad` hold only waiting gradients; one of the window is about to be added to it."""
+        """Prepare `.grad` for a waiting gradient at stage 0: put the `.grad` from before the window aside."""
         if self._is_unused():
             return
         grad = self.parameter.grad
@@ -217,9 +220,10 @@ class ParameterState:
         self._wait()
 
     def take(self, grad: Tensor, dtype: torch.dtype, zero_stage: int) -> Tensor:
-        """Return the sum of all gradients of the window, `grad` being the last; nothing waits afterwards.
+        """Close the window: return the sum of its waiting gradients and `grad`, the last gradient.
 
-        A gradient that is not for `.grad`, such as one from `torch.autograd.grad`, leaves the window unchanged.
+        A gradient that is not added to `.grad`, such as one for `torch.autograd.grad`, is returned alone; the window
+        stays open.
         """
         if self.waiting and self.accumulation.use_of(self.parameter) != "added":
             return grad.to(dtype, copy=True, memory_format=torch.contiguous_format)
@@ -239,10 +243,10 @@ class ParameterState:
         return total
 
     def _is_unused(self) -> bool:
-        """Whether a compiled backward computes this gradient although the caller has not requested it.
+        """Whether a compiled backward computes the parameter's gradient although the caller has not requested it.
 
         Raises:
-            ZgraphError: `torch.autograd.grad` would return this rank's own gradient in place of the mean.
+            ZgraphError: `torch.autograd.grad` requests the gradient, but under `no_sync` it is not reduced.
         """
         use = self.accumulation.use_of(self.parameter)
         if use == "returned":
@@ -273,7 +277,7 @@ class ParameterState:
         return self.begun is None or self.begun() is not grad or grad._version > self.writes
 
     def _follow_clearing(self) -> None:
-        """At stage 0, if the user has zeroed `.grad` in place, drop the gradient that was put aside as well."""
+        """At stage 0, if the user has zeroed `.grad` in place, drop `earlier`, the gradient that was put aside, too."""
         grad = self.parameter.grad
         if self.earlier is None or grad is None or not self._is_edited(grad):
             return
@@ -282,7 +286,7 @@ class ParameterState:
         self.earlier = None
 
     def _follow_edits(self) -> None:
-        """At stage 1, apply the user's edit of the placeholder in `.grad` (zeroing or scaling) to the sum."""
+        """At stage 1, apply the user's edit of `.grad` (zeroing or scaling) to the sum, which is kept elsewhere."""
         grad, held = self.parameter.grad, self.placeholder
         if not self.waiting or grad is None or held is None:
             return
@@ -305,7 +309,10 @@ class ParameterState:
             part.copy_(torch.where(is_even.to(part.device), scaled, torch.nan))
 
     def _follow_others(self, grad: Tensor) -> None:
-        """Follow an edit on a rank without rows of the parameter: the version shows it, other gradients its kind."""
+        """Follow an edit of `.grad` on a rank without rows of the parameter.
+
+        The version of `.grad` shows that there was an edit. If all other gradients are zero, the edit was a clearing.
+        """
         if not self._is_edited(grad):
             return
         others = (_local(one.parameter.grad) for one in self.accumulation.pending if one.parameter.grad is not None)
@@ -325,7 +332,7 @@ class ParameterState:
         return cast(Tensor, local_parameters(self.owner)[self.attribute])
 
     def is_among(self, ids: Container[int]) -> bool:
-        """Whether the parameter's id is among these; it may have been removed from its module."""
+        """Whether the parameter's id is among these; False if the parameter has been removed from its module."""
         return id(local_parameters(self.owner).get(self.attribute)) in ids
 
     def forget(self) -> None:
@@ -352,16 +359,16 @@ def _edited(name: str, why: str) -> ZgraphError:
 
 
 def attach_state(handle: Tensor, owner: nn.Module, attribute: str, accumulation: Accumulation | None = None) -> None:
-    """Give a handle the state of its parameter, `owner.attribute`."""
+    """Attach new state of the parameter `owner.attribute` to the parameter's handle."""
     state = ParameterState(owner, attribute, name_of(handle), accumulation or Accumulation())
     setattr(handle, _STATE, state)
 
 
 def state_behind(handle: Tensor) -> ParameterState:
-    """State of a handle's parameter.
+    """The state of the parameter to which a handle belongs.
 
     Raises:
-        ZgraphError: the handle is a copy, which has no state.
+        ZgraphError: the handle is a copy, and copies carry no state.
     """
     state = getattr(handle, _STATE, None)
     if state is None:

@@ -4,8 +4,9 @@
     device_to_host   [=== a ===]                      a may be freed on the device once its copy has ended
     host_to_device              [=== a ===]           and is read there once it has come back
 
-On CUDA a lane is a stream, and host memory is pinned. Where the device is a CPU, a lane is a thread, and host memory a
-pool that nothing computes on: the copies are real, so that everything but their speed can be seen without a GPU.
+On CUDA a lane is a stream, and host memory is pinned. Where the device is a CPU, a lane is a thread, and "host memory"
+a separate pool that nothing computes on. These copies are real, so that everything but their speed can be tested
+without a GPU.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from zgraph.tiers.tier import Copy, Store
 class CopyLanes(Protocol):
     """The lanes of one device. Copies of one lane end in the order in which they were started.
 
-    Copies from the device, copies over its tensors, and updates start after everything computed so far.
+    Copies that read or overwrite device tensors, and updates, start after all compute queued so far.
 
     Attributes:
         stores: memory of tiers other than the host's.
@@ -46,35 +47,36 @@ class CopyLanes(Protocol):
         ...
 
     def reload(self, kept: Tensor) -> Copy:
-        """Start copying a tensor of another tier, whose own copy has been waited for, to new device memory."""
+        """Start copying a tensor of another tier to new device memory; earlier copies of it have been waited for."""
         ...
 
     def store(self, source: Tensor, kept: Tensor) -> Copy:
-        """Start copying a device tensor over one of another tier."""
+        """Start copying a device tensor over `kept`, a tensor of another tier."""
         ...
 
     def spill(self, tensor: Tensor, key: str) -> Copy:
-        """Start copying a device tensor to a new one of the tier with this key."""
+        """Start copying a device tensor to a new tensor of the tier with this `Tier.key`."""
         ...
 
     def give_back(self, kept: Tensor, tensor: Tensor) -> Copy:
-        """Start copying a host tensor over a device tensor."""
+        """Start copying a host tensor, `kept`, over a device tensor."""
         ...
 
     def update(self, operator: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Future[Any]:
-        """Start an update of host tensors, after everything computed so far and after earlier updates.
+        """Start an update of host tensors, after all compute queued so far and after earlier updates.
 
-        The host waits for its end. The caller must already have waited for copies that bring its inputs.
+        The caller waits for the returned future on the host. Before the call it must have waited for the copies that
+        bring the update's inputs.
         """
         ...
 
     def drain(self) -> None:
-        """Let the host wait for all started copies and updates, after which it may access the tensors stored there.
+        """Wait on the host for all started copies and updates; then the host may access its tensors.
 
-        For example after a program that failed, whose copies and updates go on.
+        Used, for example, after a program has failed while its copies and updates go on.
 
         Raises:
-            DiskError: on a GPU, a write failed that has not been waited for.
+            DiskError: on a GPU, a write to disk that nobody has waited for failed.
         """
         ...
 

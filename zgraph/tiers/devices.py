@@ -18,11 +18,11 @@ class DeviceKind:
     """A kind of device.
 
     Attributes:
-        type: as in `torch.device`.
-        backend: of process groups between such devices.
-        is_gpu: it has memory of its own, so that host memory is pinned, copies run on streams, and nothing computes
-            with tensors of the host.
-        groups_launches: the backend runs several collectives in one launch, as NCCL's group calls do.
+        type: type of the device, as in `torch.device`.
+        backend: backend of process groups between such devices.
+        is_gpu: whether the device has memory of its own. Then host memory is pinned, copies run on streams, and nothing
+            computes with host tensors.
+        groups_launches: whether the backend can run several collectives in one launch, as NCCL's group calls do.
     """
 
     type: str
@@ -38,22 +38,22 @@ KINDS: Mapping[str, DeviceKind] = MappingProxyType(
 
 
 def is_gpu(device: torch.device | str) -> bool:
-    """Whether a device, or one of this type, has memory of its own; "meta" and other devices have none."""
+    """Whether a device or device type is a GPU with memory of its own; False for "cpu", "meta" and unknown types."""
     kind = KINDS.get(device if isinstance(device, str) else device.type)
     return kind is not None and kind.is_gpu
 
 
 def kind_of_backend(backend: str) -> DeviceKind:
-    """The kind of device whose groups have a backend; a CPU for backends of no GPU, such as MPI's."""
+    """The kind of device whose process groups use this backend; a CPU for a backend of no GPU, such as "mpi"."""
     return next((kind for kind in KINDS.values() if kind.backend == backend), CPU)
 
 
 def module_of(device: torch.device) -> Any:
-    """The module with a GPU's streams, events and memory statistics: `torch.cuda`, `torch.xpu`."""
+    """The torch module with a GPU's streams, events and memory statistics, such as `torch.cuda` or `torch.xpu`."""
     return torch.get_device_module(device)
 
 
 def kind_of_group(group: dist.ProcessGroup) -> DeviceKind:
-    """The kind of device that a process group was made for; a CPU where no GPU with its backend is available."""
+    """The kind of device that a process group was made for; a CPU if no available GPU uses the group's backend."""
     available = (kind for kind in KINDS.values() if kind.is_gpu and getattr(torch, kind.type).is_available())
     return next((kind for kind in available if backend_of(group, torch.device(kind.type)) == kind.backend), CPU)

@@ -12,10 +12,10 @@ from torch import Tensor
 
 @dataclass
 class HostPool:
-    """Blocks of pages for tensors; a block returns when its tensor's storage is freed, and is reused for equal sizes.
+    """Blocks of pages for tensors. When a tensor's storage is freed, its block is reused for a tensor of equal size.
 
     Attributes:
-        in_use_bytes, peak_bytes: bytes that tensors hold now, and their maximum so far.
+        in_use_bytes, peak_bytes: bytes of blocks that tensors hold now, and the maximum of these bytes so far.
     """
 
     in_use_bytes: int = 0
@@ -24,7 +24,7 @@ class HostPool:
     _held: set[int] = field(default_factory=set[int])  # addresses of blocks in use
 
     def empty_like(self, tensor: Tensor) -> Tensor:
-        """Make an uninitialised tensor of equal shape, dtype and, if dense, strides."""
+        """Make an uninitialised tensor of the pool, with the shape, dtype and, if dense, strides of a tensor."""
         layout = torch.empty_like(tensor, device="meta")
         nbytes = layout.untyped_storage().nbytes()
         if not nbytes:
@@ -45,10 +45,6 @@ class HostPool:
     def holds(self, tensor: Tensor) -> bool:
         """Whether a CPU tensor is stored in one of the blocks."""
         return tensor.untyped_storage().data_ptr() in self._held
-
-    def release(self) -> None:
-        """Return free blocks to the system."""
-        self._free.clear()
 
     def _give_back(self, block: mmap.mmap, size: int, begin: int) -> None:
         self._held.discard(begin)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """One lane; `str` is its name in dumps and reports, such as "compute", "group:0" or "host_to_device".
+    """One lane. `str(lane)` is its name in dumps and reports, such as "compute", "group:0" or "host_to_device".
 
     Attributes:
         kind: "group" for collectives of a process group, else the lane's name.
-        group_name: name of the group, for that kind.
+        group_name: name of the process group if kind is "group", else empty.
     """
 
     kind: str

@@ -15,12 +15,12 @@ def pinned_bytes(nbytes: int) -> int:
 
 
 class PinnedPool:
-    """Tensors from torch's pinned-memory allocator, which reuses a freed block once no stream copies it any more."""
+    """Tensors in pinned memory of torch's allocator, which reuses a freed block once no stream copies from or to it."""
 
     def empty_like(self, tensor: Tensor) -> Tensor:
-        """Make an uninitialised tensor of equal shape, dtype and, if dense, strides."""
+        """Make an uninitialised pinned tensor with the shape, dtype and, if dense, strides of a tensor."""
         return torch.empty_like(tensor, device="cpu", pin_memory=True)
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor is on the host, pinned or not: the model does not compute there."""
+        """Whether a tensor is on the host, pinned or not: the model computes on the GPU only."""
         return tensor.device.type == "cpu"

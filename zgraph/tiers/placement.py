@@ -1,4 +1,4 @@
-"""Memory of a sharded model's offloaded tensors: host memory and disks, where each tensor is, and moves to it."""
+"""Memory of a sharded model's offloaded tensors on host and disk: which tier holds a tensor, and moves to a tier."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Resting:
     Attributes:
         options: the user's options.
         stores: the memory of each tier in use, the host's last.
-        planned: tiers of tensors without values, with the tensors, by their storages; None: tensors have values.
-        traced: tiers other than the host of tensors without values, with the tensors, by their storages.
+        planned: only for a plan, whose tensors have no values: storage key to (tier, tensor). Otherwise None.
+        traced: for fake tensors of a trace that are in a tier other than the host: storage key to (tier, tensor).
         roots: modules passed to `zgraph.shard`.
         has_step: whether a `zgraph.training_step` has been made for the model.
         rounding: optimizers whose steps round their moments.
@@ -51,7 +51,7 @@ class Resting:
 
     @classmethod
     def of(cls, options: Offload, mesh: DeviceMesh) -> Resting:
-        """Prepare the memory.
+        """Open the memory that the options ask for, on this rank of a mesh.
 
         Raises:
             ValueError: this machine or mesh does not support the options.
@@ -78,7 +78,10 @@ class Resting:
         return found
 
     def _follow_steps(self) -> None:
-        """Move state created by `optimizer.step()`; a captured step has these copies in its graph and calls no hook."""
+        """Register optimizer hooks that move the state which `optimizer.step()` creates to where it is stored.
+
+        A captured step calls no hook: its graph contains these copies.
+        """
         watched = weakref.ref(self)
 
         def check(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -110,13 +113,13 @@ class Resting:
         weakref.finalize(self, handle.remove)
 
     def _names(self) -> dict[int, str]:
-        """Return the names of the sharded modules' parameters, by their ids."""
+        """Return the names of the sharded modules' parameters, by the parameters' ids."""
         named = (entry for root in self.roots for entry in root.named_parameters())
         return {id(parameter): name for name, parameter in named}
 
     @property
     def computes_elsewhere(self) -> bool:
-        """Whether the host does not compute with offloaded tensors, because the device is a GPU."""
+        """Whether all computation runs on a GPU, so that nothing computes with offloaded tensors on the host."""
         return self.device.type != "cpu"
 
     @classmethod
@@ -158,19 +161,19 @@ class Resting:
         return DEVICE
 
     def place_shard(self, shard: Tensor, name: str) -> Tensor:
-        """Move a rank's part of a parameter to where it is stored."""
+        """Move a parameter's local shard to the tier of parameters, and return the moved shard."""
         return self._placed(shard, self.options.params_tier, f"{name}.shard")
 
     def place_parameter(self, sharded: DTensor, name: str) -> DTensor:
-        """Move a parameter's shard to where it is stored."""
+        """Move a DTensor parameter's local shard to the tier of parameters, and return the new DTensor."""
         return self._placed(sharded, self.options.params_tier, f"{name}.shard")
 
     def settle(self, optimizer: optim.Optimizer, names: dict[int, str]) -> None:
-        """Move the state of an optimizer to where it is stored, unless it is there already.
+        """Move the state of an optimizer to the tier of optimizer state, unless it is there already.
 
         Args:
-            optimizer: any optimizer; numbers, 0-d tensors and state of other models' parameters stay.
-            names: names of the model's parameters, by their ids.
+            optimizer: any optimizer; numbers, 0-d tensors and state of other models' parameters are not moved.
+            names: names of the model's parameters, by the parameters' ids.
         """
         tier = self.options.optimizer_tier
         if tier is None and not self.computes_elsewhere:
@@ -194,7 +197,7 @@ class Resting:
         """Move step counts to the device if the optimizer reads them there, as a captured step does.
 
         Args:
-            optimizer: optimizer of which all parameters are the model's.
+            optimizer: an optimizer that has only parameters of this model.
         """
         if not self.computes_elsewhere:
             return
@@ -205,7 +208,10 @@ class Resting:
                         optimizer.state[parameter][key] = _moved(value, self.device)
 
     def _join_parameters(self, optimizer: optim.Optimizer, names: dict[int, str]) -> None:
-        """Move an optimizer's state to its parameters' device, where a plain step computes; `settle` moves it back."""
+        """Move an optimizer's state to its parameters' device, where an uncaptured step computes.
+
+        After the step `settle` moves the state back.
+        """
         for parameter, entries in optimizer.state.items():
             device = _local(parameter).device
             for key, value in entries.items() if id(parameter) in names else ():
@@ -213,7 +219,7 @@ class Resting:
                     entries[key] = _moved(value, device)
 
     def _is_pageable(self, local: Tensor) -> bool:
-        """Return whether a host tensor is unpinned, such as those from `load_state_dict`: copies of it block."""
+        """Return whether a host tensor is unpinned, such as a tensor from `load_state_dict`; copies of it block."""
         has_values = bool(local.numel()) and not is_fake(local)
         return self.computes_elsewhere and has_values and self.space_of(local) == HOST and not local.is_pinned()
 
@@ -221,13 +227,13 @@ class Resting:
         """Refuse a step that keeps more on the host than the budget allows.
 
         Args:
-            params_bytes: parameters stored on the host, on the rank with the most.
-            state_bytes: optimizer state stored on the host, on the rank with the most.
-            step_bytes: further peak host memory of the step: activations and staging buffers.
-            staging_bytes: the part of step_bytes used as staging buffers between disk and GPU.
+            params_bytes: bytes of parameters stored on the host, on the rank with the most.
+            state_bytes: bytes of optimizer state stored on the host, on the rank with the most.
+            step_bytes: further bytes of the step on the host at its peak: activations and staging buffers.
+            staging_bytes: how many of step_bytes are staging buffers between disk and GPU.
 
         Raises:
-            ValueError: the step exceeds the budget; the message says by how much, and what would make it fit.
+            ValueError: the step exceeds the budget; the message gives both sizes, and options that fit.
         """
         budget = self.options.host_budget_bytes
         host_bytes = params_bytes + state_bytes + step_bytes
@@ -280,7 +286,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _cast(state: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast moments: `load_state_dict` gives them their parameter's dtype, which loses nothing."""
+    """Cast a moment to a dtype; `load_state_dict` had cast it to its parameter's dtype, which loses nothing."""
     if state.dtype == dtype:
         return state
     local = _local(state).to(dtype)

@@ -25,23 +25,23 @@ MOST_STAGING_BYTES = 2 * BUFFERS * PIECE_BYTES
 
 
 def buffer_bytes(nbytes: int, piece_bytes: int = PIECE_BYTES) -> int:
-    """Size of a buffer for a transfer of `nbytes`: a power of two, as torch's pinned-memory allocator uses."""
+    """Bytes of a buffer for a transfer of `nbytes`: a power of two, like blocks of torch's pinned-memory allocator."""
     return min(piece_bytes, 1 << (blocks(nbytes) - 1).bit_length())
 
 
 def staging_bytes(reads: Iterable[int], writes: Iterable[int], piece_bytes: int = PIECE_BYTES) -> int:
-    """Bytes of pinned memory needed by transfers of these sizes from the disk (reads) and to it (writes)."""
+    """Bytes of pinned memory needed by transfers of these sizes from the disk (reads) and to the disk (writes)."""
     each_way = (max(sizes, default=0) for sizes in (reads, writes))
     return sum(BUFFERS * buffer_bytes(largest, piece_bytes) for largest in each_way if largest)
 
 
 class Staging:
-    """The buffers of one direction, used only by the disk's thread.
+    """Pinned buffers of one direction, used only by the thread that reads or writes the disk.
 
     Args:
-        device: the device that is copied from or to.
-        lane: the stream of the copies.
-        cuda: module with streams.
+        device: the GPU that tensors are copied from or to.
+        lane: the stream on which the copies run.
+        cuda: module with streams and events, such as `torch.cuda`.
         allocate: makes a flat pinned uint8 tensor of the given number of bytes.
         piece_bytes: maximum size of a buffer.
     """
@@ -61,12 +61,12 @@ class Staging:
         return sum(buffer.nbytes for buffer in self._buffers if buffer is not None)
 
     def to_device(self, target: Tensor, reached: Any, ends: list[Any]) -> Generator[Tensor]:
-        """Yield buffers to be filled one after the other, and copy each to its part of a tensor.
+        """Yield buffers for the caller to fill, one after the other; copy each filled buffer to its part of `target`.
 
         Args:
             target: contiguous tensor on the device.
-            reached: event of the compute stream after which the memory of the target is free.
-            ends: receives the event of the end of all copies, even if the disk fails in between.
+            reached: event of the compute stream, after which the memory of the target may be overwritten.
+            ends: list that receives an event at the end of all copies, even if the disk fails in between.
         """
         bytes_of_target = target.view(-1).view(torch.uint8)
         try:
@@ -84,11 +84,11 @@ class Staging:
                 ends.append(self._record())
 
     def from_device(self, source: Tensor, reached: Any) -> Generator[Tensor]:
-        """Yield buffers with a tensor's parts one after the other; while one is written, the next one is copied.
+        """Yield buffers that hold the parts of a tensor, in order; while one is written, the next part is copied.
 
         Args:
             source: contiguous tensor on the device.
-            reached: event of the compute stream after which the source has its values.
+            reached: event of the compute stream, after which the source has its values.
         """
         with self._on_device():
             self.lane.wait_event(reached)
@@ -110,7 +110,10 @@ class Staging:
         return ((begin, min(begin + self.piece_bytes, nbytes)) for begin in range(0, nbytes, self.piece_bytes))
 
     def _take(self, nbytes: int, of: int) -> tuple[int, Tensor]:
-        """The next buffer, once its last copy has ended, for a piece of `nbytes` of a transfer of `of` bytes."""
+        """Wait for the last copy of the next buffer, and return the buffer's index and its first `nbytes` bytes.
+
+        `of` is the size of the whole transfer in bytes, from which a new buffer gets its size.
+        """
         turn, self._turn = self._turn, (self._turn + 1) % BUFFERS
         if self._ends[turn] is not None:
             self._ends[turn].synchronize()

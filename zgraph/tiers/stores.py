@@ -1,4 +1,4 @@
-"""The memory of tiers on this rank, by the lanes of one device."""
+"""Stores: the memory of each tier on this rank, which the copy lanes of one device read and write."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from zgraph.tiers.tier import HOST, Copy, Store, Tier
 
 @dataclass
 class Stores:
-    """Memory of tiers other than the host's, as long as a model holds it.
+    """Memory of the tiers other than the host. A store stays here as long as a model holds it.
 
     Attributes:
-        by_key: stores by the keys of their tiers, which operators carry.
+        by_key: stores by `Tier.key`, the string by which operators name a tier.
     """
 
     by_key: WeakValueDictionary[str, Store] = field(default_factory=WeakValueDictionary[str, Store])
 
     def of(self, tensor: Tensor) -> Store | None:
-        """The memory that a tensor is in; None: the host's."""
+        """The store whose memory a tensor is in; None for a tensor in host memory."""
         return next((store for store in [*self.by_key.values()] if store.holds(tensor)), None)
 
     def open(self, tier: Tier, lanes: Any, rank: int) -> Store:
@@ -36,7 +36,7 @@ class Stores:
         return found
 
     def folder(self, path: str, rank: int = 0) -> Store:
-        """The files of this rank in a folder, made on first use.
+        """The store of this rank's file in a folder, opened on first use.
 
         Raises:
             DiskError: the folder cannot be used.
@@ -49,7 +49,7 @@ class Stores:
 
 @dataclass(eq=False)
 class OnDisk:
-    """The files of a folder."""
+    """Store of the tensors that one rank keeps in a folder on disk."""
 
     folder: DiskFolder
 
@@ -70,7 +70,7 @@ class OnDisk:
 
 
 class Pool(Protocol):
-    """Allocates host memory."""
+    """Allocator of host memory."""
 
     def empty_like(self, tensor: Tensor) -> Tensor: ...
 
@@ -79,7 +79,7 @@ class Pool(Protocol):
 
 @dataclass(eq=False)
 class HostMemory:
-    """The host's memory: what is in no other tier. Its lanes wait for its copies themselves."""
+    """Store of the host's memory. `finish` does nothing: the lanes themselves wait for copies from and to the host."""
 
     pool: Pool
 

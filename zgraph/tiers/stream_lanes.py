@@ -1,4 +1,4 @@
-"""Copy lanes of a CUDA device: streams."""
+"""Copy lanes of a CUDA device, which are streams."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _OnStream:
         return self.copied
 
     def __del__(self) -> None:
-        """A failing program drops copies under way: their memory must still be freed only after they end."""
+        """Keep memory from being freed before the copy ends, even if a failing program drops a copy under way."""
         self._order_compute()
 
     def _order_compute(self) -> None:
@@ -66,7 +66,7 @@ class _FromDisk:
         return self.copied
 
     def __del__(self) -> None:
-        """A failing program drops it: its memory must still be freed only after the copies end."""
+        """Keep memory from being freed before the copies end, even if a failing program drops a copy under way."""
         with contextlib.suppress(Exception):
             self.read.wait()
         self._order_compute()
@@ -98,20 +98,20 @@ class _ToDisk:
 class StreamLanes:
     """Lanes of a CUDA device: a stream for each direction, pinned host memory, folders on disk, and an update thread.
 
-    Device memory is allocated and freed on the compute stream. A copy begins once that stream has reached the point at
-    which the copy was started; its source is held until the compute stream waits for its end, so it cannot be reused
-    before. Host memory is freed by torch's pinned-memory allocator, which checks the streams that used it. A reload
-    follows an earlier offload or store of its tensor because it waits for the compute stream, which has waited for
-    that copy. An update's thread waits until the compute stream has reached the point at which the update was started;
-    by then all copies that the stream has waited for have ended. The host itself waits only in `finish`, for updates,
-    and for the disk.
+    Device memory is allocated and freed on the compute stream. A copy begins once the compute stream has reached the
+    point at which the copy was started. The copy's source is held until the compute stream waits for the copy, so the
+    source's memory cannot be reused earlier. Host memory is freed by torch's pinned-memory allocator, which checks the
+    streams that used the memory. A reload waits for the compute stream. That stream has already waited for an earlier
+    offload or store of the tensor, so the reload runs after both. The update thread waits until the compute stream has
+    reached the point at which the update was started; by then all copies that the stream has waited for have ended.
+    The host itself waits only in `finish`, for updates, and for the disk.
 
-    Tensors on disk pass through pinned memory of a bounded size, see `zgraph.tiers.staging`. The disk's own
-    threads start those copies as they read and write; transfers of one tensor keep their order there.
+    Tensors on disk pass through pinned memory of a bounded size, see `zgraph.tiers.staging`. The threads of the disk
+    folder start these copies as they read and write, and keep the order of the transfers of one tensor.
 
     Args:
         device: device of the copies.
-        cuda: module with streams, which a test without a GPU replaces.
+        cuda: module with streams and events, such as `torch.cuda`; a test without a GPU passes a replacement.
         piece_bytes: most bytes of a tensor that pass between a disk and the device in one piece.
 
     Attributes:
@@ -179,10 +179,10 @@ class StreamLanes:
         return self.updates.submit(run)
 
     def finish(self) -> None:
-        """Let the host wait for all copies, after which it may access the tensors stored there.
+        """Wait on the host for all copies; then the host may access its tensors.
 
         Raises:
-            DiskError: a write failed that has not been waited for.
+            DiskError: a write to disk that nobody has waited for failed.
         """
         while self.writes:
             write, _ = self.writes.popitem()
@@ -197,13 +197,13 @@ class StreamLanes:
             store.finish()
 
     def staging(self, disk: DiskFolder) -> tuple[Staging, Staging]:
-        """The pinned memory through which tensors pass from a folder, and to it."""
+        """The pinned buffers between a disk folder and the device: first those for reads, then those for writes."""
         if disk not in self._staging:
             self._staging[disk] = self.staging_on(self.back), self.staging_on(self.out)
         return self._staging[disk]
 
     def staging_on(self, lane: Any) -> Staging:
-        """Pinned memory, not yet allocated, for copies on one of the streams."""
+        """Make the pinned buffers for copies on one stream; their memory is allocated on first use."""
         return Staging(self.device, lane, self.cuda, self._pinned, self.piece_bytes)
 
     def pinned_like(self, tensor: Tensor) -> Tensor:
@@ -213,7 +213,7 @@ class StreamLanes:
         return self.pinned_like(torch.empty(nbytes, dtype=torch.uint8, device="meta"))
 
     def _reached(self) -> Any:
-        """Event at the current end of the compute stream."""
+        """Record an event at the current end of the compute stream."""
         event = self.cuda.Event(blocking=True)  # a thread that spins would take the core of one that updates
         event.record(self.cuda.current_stream(self.device))
         return event

@@ -21,7 +21,7 @@ from zgraph.torch_compat.fake_values import is_fake
 
 @dataclass(frozen=True, slots=True)
 class OnPaper:
-    """A copy of a tensor without values."""
+    """A copy of a fake tensor, one without values: there is nothing to wait for."""
 
     copied: Tensor
 
@@ -56,7 +56,7 @@ class ThreadLanes:
 
     Attributes:
         bytes_per_us: maximum rate of copies; None: unlimited.
-        waits_at_once: whether to wait for each copy where it starts, as a baseline for overlapped copies.
+        waits_at_once: whether to wait for each copy as soon as it starts, as a baseline for overlapped copies.
         pool: the host memory.
         stores: memory of tiers other than the host's.
     """
@@ -111,7 +111,7 @@ class ThreadLanes:
 
     @contextlib.contextmanager
     def limited(self, bytes_per_us: float) -> Generator[None]:
-        """Let copies run at the rate of a slower link, for example to check predictions for it."""
+        """Limit the rate of copies inside a `with` block, for example to check predictions for a slower link."""
         before, self.bytes_per_us = self.bytes_per_us, bytes_per_us
         try:
             yield
@@ -136,5 +136,5 @@ class ThreadLanes:
 
 
 def thread(name: str) -> ThreadPoolExecutor:
-    """One thread, which ends with its executor."""
+    """An executor with one thread; the thread ends when the executor dies."""
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"zgraph-{name}")

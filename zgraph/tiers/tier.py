@@ -1,4 +1,4 @@
-"""Tiers: the places of memory in which tensors of a model are kept, one row each.
+"""Tiers: the kinds of memory in which tensors of a model are kept, each described by one `Tier` object.
 
 Graphs, the cost model, ledgers and reports ask the row of a place for its lanes, costs and name. A place of your own is
 a subclass of `Tier`, given to `zgraph.Offload(params=..., optimizer=...)`.
@@ -23,7 +23,7 @@ class Copy(Protocol):
     """A copy that has been started."""
 
     def wait(self) -> Tensor:
-        """The copied tensor, usable by all later compute of the caller.
+        """Wait for the copy and return the new tensor, which all later compute of the caller may use.
 
         Raises:
             RuntimeError: the copy has failed.
@@ -35,19 +35,19 @@ class Store(Protocol):
     """The memory of a tier on this rank. Copies of one direction end in the order in which they were started."""
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a CPU tensor is in this memory; asked for every input of every step."""
+        """Whether a CPU tensor is in this memory. Must be fast: called for every input of every step."""
         ...
 
     def empty(self, like: Tensor, name: str) -> Tensor:
-        """An uninitialised CPU tensor in this memory, of the shape and dtype of another; the name is for errors."""
+        """Make an uninitialised CPU tensor in this memory, of the shape and dtype of `like`; the name is for errors."""
         ...
 
     def start_in(self, kept: Tensor, lanes: CopyLanes) -> Copy:
-        """Start copying a tensor of this memory into new memory of the device that has these lanes."""
+        """Start copying `kept`, a tensor of this memory, into new memory of the device that has these copy lanes."""
         ...
 
     def start_out(self, source: Tensor, kept: Tensor, lanes: CopyLanes) -> Copy:
-        """Start copying a tensor of the device, after everything computed so far, over one of this memory."""
+        """Start copying a device tensor over `kept`, a tensor of this memory, after all compute queued so far."""
         ...
 
     def finish(self) -> None:
@@ -69,13 +69,13 @@ class Links(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Tier:
-    """A place of memory.
+    """A kind of memory in which tensors are kept.
 
     Attributes:
-        name: as options, dumps and reports write it.
-        to_device, from_device: lanes of copies to the device and from it; None: the device itself.
+        name: name in options, dumps and reports.
+        to_device, from_device: lanes of copies to the device and from the device; None for the device itself.
         updates: whether a CPU updates tensors in place here while it computes; from a GPU only the host does.
-        is_staged: between it and a GPU, copies pass through pinned buffers of the host.
+        is_staged: whether copies between this tier and a GPU pass through pinned buffers of the host.
     """
 
     name: str
@@ -89,21 +89,21 @@ class Tier:
 
     @property
     def key(self) -> str:
-        """Name of this rank's memory in operators, which finds its store again."""
+        """String by which operators name this tier; `Stores.by_key` maps it to this rank's store."""
         return self.name
 
     def open(self, lanes: CopyLanes, rank: int) -> Store:
-        """The memory of this tier on a rank, whose device has these lanes."""
+        """Open the memory of this tier on a rank whose device has these copy lanes."""
         raise NotImplementedError(f"{type(self).__name__}.open: return the store of this rank")
 
     def copy_us(self, hardware: Links, nbytes: float, *, to_device: bool) -> float:
-        """Predicted microseconds of a copy, alone; by default at the rate of the host's memory."""
+        """Predicted microseconds of a copy while no other copy runs; by default like a copy between host and device."""
         return (hardware.host_to_device if to_device else hardware.device_to_host).us(nbytes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Host(Tier):
-    """Memory of the host: pinned where the device is a GPU, else a pool that nothing computes in."""
+    """Memory of the host: pinned if the device is a GPU, else a separate pool that nothing computes in."""
 
     name: str = "host"
     to_device: Lane | None = HOST_TO_DEVICE
@@ -116,10 +116,10 @@ class Host(Tier):
 
 @dataclass(frozen=True, kw_only=True)
 class Disk(Tier):
-    """Files in a folder; each rank has one of its own, which is gone when the process is.
+    """Files in a folder: one for each rank, which disappears when the rank's process ends.
 
     Attributes:
-        folder: made if only the last part of the path is missing.
+        folder: path of the folder, which is made if only the last part of the path is missing.
     """
 
     folder: str = ""
@@ -142,20 +142,18 @@ class Disk(Tier):
 DEVICE = Tier(name="device")
 HOST = Host()
 # Names that options accept, in the order in which reports list them.
-NAMES: Mapping[str, type[Tier]] = MappingProxyType(
-    {"host": Host, "disk": Disk}
-)  # in the order in which reports list them
+NAMES: Mapping[str, type[Tier]] = MappingProxyType({"host": Host, "disk": Disk})
 
 
 class Transit(NamedTuple):
-    """The way of a copy between a tier and the device."""
+    """Route of a copy: a tier, and whether the copy goes from the tier to the device or back."""
 
     tier: Tier
     to_device: bool
 
     @property
     def lane(self) -> Lane:
-        """The lane that carries it.
+        """The lane on which the copy runs.
 
         Raises:
             ValueError: the tier is the device.
@@ -167,10 +165,10 @@ class Transit(NamedTuple):
 
 
 def is_offloaded(tier: Tier | None) -> bool:
-    """Whether a place is another one than the device; None: not recorded, as for most nodes of a graph."""
+    """Whether a tier is not the device; False for None, which means that no tier is recorded, as for most nodes."""
     return tier is not None and tier != DEVICE
 
 
 def listed(names: Iterable[str]) -> tuple[str, ...]:
-    """Names of tiers as reports list them: the device, the host and disks, whether used or not, then others in use."""
+    """Tier names in the order of reports: device, host and disk, used or not, then the others among `names`."""
     return tuple(dict.fromkeys([DEVICE.name, *NAMES, *names]))

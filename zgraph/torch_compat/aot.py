@@ -28,12 +28,10 @@ def aot_autograd(
     partition: Partitioner,
     decompose: bool = False,
 ) -> Callable[..., Any]:
-    """A Dynamo backend that traces forward and backward (2.11 - 2.15).
+    """Make a Dynamo backend that traces forward and backward with AOTAutograd (2.11 - 2.15).
 
-    `decompose` applies Inductor's decompositions; otherwise operators stay as in eager mode.
-
-    `functorch.compile.aot_module_simplified` is its public part, but would leave the generated backward visible to
-    Dynamo.
+    With `decompose` Inductor's decompositions are applied; otherwise operators stay as in eager mode. The public
+    `functorch.compile.aot_module_simplified` is not used, because it leaves the generated backward visible to Dynamo.
     """
     from torch._dynamo.backends.common import aot_autograd as build
 
@@ -51,11 +49,11 @@ def aot_autograd(
 
 
 def _donate_nothing() -> None:
-    """Let a backward with `retain_graph=True` follow one without, on the same graph (2.11 - 2.15).
+    """Let users call a compiled backward with `retain_graph=True` (2.11 - 2.15).
 
-    AOTAutograd lists the saved tensors that a compiled backward may overwrite, and then refuses `retain_graph=True`.
-    Islands overwrite none, so the list is emptied here: AOTAutograd's check and the tracing context share it. Its
-    option (`donated_buffer`) would have to be off when the user calls backward.
+    AOTAutograd lists the saved tensors that a compiled backward may overwrite, and refuses `retain_graph=True` if the
+    list is not empty. Islands, zgraph's compiled subgraphs, overwrite none. So the list is emptied here; AOTAutograd's
+    check reads the same list. Its option `donated_buffer` does not help: it must be off when the user calls backward.
     """
     from torch._guards import TracingContext
 
@@ -65,10 +63,10 @@ def _donate_nothing() -> None:
 
 
 def min_cut_partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """torch's min-cut partitioner, which honours `meta["recompute"]`.
+    """Split a joint graph into forward and backward by torch's min-cut partitioner, which honours `meta["recompute"]`.
 
-    2.11 - 2.15: if Inductor may generate random numbers in its own way (`fallback_random` is off), GPU operators that
-    backward recomputes draw from generators of the graph instead of the device's.
+    2.11 - 2.15: with Inductor's option `fallback_random` off, random GPU operators that backward recomputes draw from
+    generators of the graph, not from the device's generator. So the option is on here.
     """
     from functorch.compile import min_cut_rematerialization_partition
     from torch._inductor import config
@@ -78,14 +76,14 @@ def min_cut_partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tupl
 
 
 def fusible_operators() -> frozenset[object]:
-    """Operators torch's partitioner expects to be fused, as overload packets (`get_default_op_list`, 2.11 - 2.15)."""
+    """The operators that torch's partitioner expects a compiler to fuse (`get_default_op_list`, 2.11 - 2.15)."""
     from torch._functorch.partitioners import get_default_op_list
 
     return frozenset(get_default_op_list().fusible_ops)
 
 
 def may_be_written(node: fx.Node) -> bool:
-    """Whether AOTAutograd allows a saved tensor to be modified before backward reads it (2.11 - 2.15)."""
+    """Whether a node's result, saved for backward, may be written to before backward reads it (2.11 - 2.15)."""
     return bool(node.meta.get("saved_tensor_with_no_vc_check", False))
 
 
@@ -101,10 +99,10 @@ def rng_state_operators() -> tuple[object, object]:
 
 
 def aot_input_index(node: fx.Node) -> int | None:
-    """Index of the Dynamo graph input that a joint-graph placeholder came from; None for tangents and unknown kinds.
+    """Index of the Dynamo graph's input from which a joint graph's placeholder comes; None for all other placeholders.
 
-    2.11 - 2.15 leave a descriptor in `meta["desc"]`; DTensor inputs are flattened, so several placeholders may share
-    one index.
+    2.11 - 2.15 leave a descriptor in `meta["desc"]`. DTensor inputs are flattened, so several placeholders may share
+    one index. Tangents, the gradients of outputs, have none.
     """
     described: Any = node.meta.get("desc")
     while described is not None and hasattr(described, "base"):
@@ -114,14 +112,15 @@ def aot_input_index(node: fx.Node) -> int | None:
 
 
 def is_tangent(node: fx.Node) -> bool:
-    """Whether a joint-graph placeholder is an output's gradient, judged by name as in the partitioner (2.11 - 2.15)."""
+    """Whether a node of a joint graph is a tangent, an output's gradient; judged by name, as in torch (2.11 - 2.15)."""
     return node.op == "placeholder" and "tangents" in str(node.target)
 
 
 def mutated_inputs(graph: fx.Graph) -> list[fx.Node]:
-    """Inputs of a joint graph that the step modifies (2.11 - 2.15).
+    """The placeholders of a joint graph whose inputs are modified (2.11 - 2.15).
 
-    A node writes to the input, or an output's descriptor (`meta["desc"]`) says that it is copied into it afterwards.
+    Either a node writes to the input, or the descriptor of an output (`meta["desc"]`) says that AOTAutograd copies this
+    output into the input after the call.
     """
     written = [node for call in graph.nodes for node in written_arguments(call)]
     output = next(iter(reversed(graph.nodes)))
@@ -134,15 +133,15 @@ def mutated_inputs(graph: fx.Graph) -> list[fx.Node]:
 
 
 def boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """Tell AOTAutograd that `run` accepts one list and empties it (`_boxed_call`, 2.11 - 2.15)."""
+    """Mark `run` as a function that accepts one list and empties it, for AOTAutograd (`_boxed_call`, 2.11 - 2.15)."""
     run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
     return run
 
 
 class BoxedCodeGen(CodeGen):
-    """Generate code that accepts one list of inputs and empties it, so that each input is freed at its last use.
+    """Code generator for graphs whose code accepts one list of inputs and empties it: inputs are freed at last use.
 
-    2.12 and newer have the same class under a private name; 2.11 does not.
+    2.12 and newer have the same class under a private name; 2.11 has none.
     """
 
     def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, *, expanded_def: bool = False) -> str:
@@ -155,13 +154,13 @@ class BoxedCodeGen(CodeGen):
 
 
 def trace(function: Callable[..., Any], fakes: Sequence[Any], mode: Any, *, decompose: bool) -> fx.GraphModule:
-    """`make_fx` of a function of fake tensors and numbers: everything it runs, backward included, as one graph.
+    """Trace a function of fake tensors and numbers with `make_fx`: all that it runs, backward included, as one graph.
 
     Args:
-        function: returns a flat list of tensors.
-        fakes: its arguments, made by the mode.
-        mode: the mode from `step_mode`.
-        decompose: apply Inductor's decompositions.
+        function: the function, which returns a flat list of tensors.
+        fakes: arguments of the function, made by `mode`.
+        mode: the fake mode from `step_mode`.
+        decompose: whether to apply Inductor's decompositions.
     """
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -179,7 +178,7 @@ def _graph() -> fx.Graph | None:
 
 
 def without_graph() -> AbstractContextManager[Any]:
-    """Keep operations on symbolic numbers out of the graph (`disable_proxy_modes_tracing`, 2.11 - 2.15)."""
+    """Keep operations of a `with` block out of the traced graph (`disable_proxy_modes_tracing`, 2.11 - 2.15)."""
     from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
     return disable_proxy_modes_tracing()
@@ -192,7 +191,7 @@ def newest_node() -> fx.Node | None:
 
 
 def nodes_after(node: fx.Node | None) -> Iterator[fx.Node]:
-    """The nodes after this one; the graph's doubly linked list ends at its root (`_root`, 2.11 - 2.15)."""
+    """Yield the nodes after a node of a graph, whose linked list of nodes ends at its root (`_root`, 2.11 - 2.15)."""
     while node is not None and (node := node.next).op != "root":
         yield node
 
@@ -206,11 +205,11 @@ def node_of_number(number: Any) -> fx.Node:
 
 
 def forget_constant(literal: Tensor) -> None:
-    """Treat the tensor of a literal like any other in the graph being traced (2.11 - 2.15).
+    """Forget the constant value of a literal tensor, so that the trace treats it like any other tensor (2.11 - 2.15).
 
     FakeTensorMode and `make_fx` fold operators whose tensor inputs are all literals (`FakeTensor.constant`,
-    `_ProxyTensor.constant`). The former reads a symbolic number among the arguments as NaN; the latter misses the
-    writes of foreach operators.
+    `_ProxyTensor.constant`). Both fold wrongly: FakeTensorMode reads a symbolic number among the arguments as NaN, and
+    `make_fx` misses writes by foreach operators.
     """
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
@@ -223,7 +222,7 @@ def forget_constant(literal: Tensor) -> None:
 
 
 def let_stand_for(number: Any, other: Any) -> None:
-    """Give a symbolic number the node of another one (`set_proxy_slot`, 2.11 - 2.15)."""
+    """Let the node of `other` stand for `number`, too, in the graph being traced (`set_proxy_slot`, 2.11 - 2.15)."""
     from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, set_proxy_slot
 
     tracer: Any = cast(Any, get_proxy_mode()).tracer

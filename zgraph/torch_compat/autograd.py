@@ -1,4 +1,4 @@
-"""How this torch's autograd and loss scaling work."""
+"""Private parts of torch's autograd engine and loss scaling."""
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false, reportUntypedBaseClass=false
 
@@ -34,7 +34,7 @@ def running_backward() -> int:
 
 
 def leaves_below(node: torch.autograd.graph.Node, depth: int = 4) -> dict[int, torch.autograd.graph.Node]:
-    """AccumulateGrad nodes within `depth` steps of a node, by the id of their leaf (`variable`, 2.11 - 2.15)."""
+    """AccumulateGrad nodes at most `depth` edges from a node, by the id of their leaf (`variable`, 2.11 - 2.15)."""
     found: dict[int, torch.autograd.graph.Node] = {}
     level = [node]
     for _ in range(depth):
@@ -44,12 +44,12 @@ def leaves_below(node: torch.autograd.graph.Node, depth: int = 4) -> dict[int, t
 
 
 def use_of(leaf: torch.autograd.graph.Node) -> str:
-    """How the backward that this thread is running uses the gradient of a leaf.
+    """How the backward that this thread is running uses the gradient of a leaf, given by its AccumulateGrad node.
 
     `_will_engine_execute_node` (2.11 - 2.15) raises for a leaf whose gradient `torch.autograd.grad` returns.
 
     Returns:
-        "added" to `.grad`, "returned" by `torch.autograd.grad`, or "unused" if only other gradients were requested.
+        "added": to `.grad`; "returned": by `torch.autograd.grad`; "unused": only other gradients were requested.
     """
     try:
         return "added" if torch._C._will_engine_execute_node(leaf) else "unused"  # pyright: ignore[reportAttributeAccessIssue]
@@ -58,15 +58,15 @@ def use_of(leaf: torch.autograd.graph.Node) -> str:
 
 
 def forward_number() -> int:
-    """Number of the operator that this thread is recording for backward (`_get_sequence_nr`, 2.11 - 2.15).
+    """Sequence number of the operator that this thread is recording for backward (`_get_sequence_nr`, 2.11 - 2.15).
 
-    Call it while the operator runs; an operator that records nothing has the number of the last one that did.
+    Call this while the operator runs. For an operator that records nothing, it is the number of the last recorded one.
     """
     return torch.autograd._get_sequence_nr() - 1  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def backward_number() -> int:
-    """`forward_number` of the operator being differentiated (`_current_autograd_node`, 2.11 - 2.15); -1: none."""
+    """`forward_number` of the operator whose backward runs now, or -1 (`_current_autograd_node`, 2.11 - 2.15)."""
     node: Any = torch._C._current_autograd_node()  # pyright: ignore[reportAttributeAccessIssue]
     return -1 if node is None else node._sequence_nr()
 
@@ -82,7 +82,7 @@ def is_leaf(node: torch.autograd.graph.Node) -> bool:
 
 
 def current_node() -> torch.autograd.graph.Node:
-    """The node of autograd's graph that this thread is running (`_current_autograd_node`, 2.11 - 2.15).
+    """The node of autograd's graph whose backward this thread is running (`_current_autograd_node`, 2.11 - 2.15).
 
     The node of a Python `autograd.Function` has one entry in `next_functions` per tensor argument, in order.
     """
@@ -114,29 +114,30 @@ def at_end_of_backward(function: Callable[[], None]) -> None:
 def second_derivatives_vanish() -> bool:
     """Whether the gradient that `DTensor.to_local` passes to its DTensor is detached from autograd's graph.
 
-    2.11: `_ToTorchTensor.backward` makes a DTensor by hand, so that `create_graph=True` yields a leaf, and second
-    derivatives through it are silently zero. From 2.12 on it calls `DTensor.from_local`.
+    2.11: `_ToTorchTensor.backward` constructs a DTensor without autograd, so that with `create_graph=True` the gradient
+    is a leaf, and second derivatives through it are silently zero. From 2.12 on it calls `DTensor.from_local`.
     """
     return release_of(torch.__version__) < (2, 12)
 
 
 def tangents_outlive_backward() -> bool:
-    """Whether the gradients of outputs stay alive until a compiled backward ends, although it empties its list of them.
+    """Whether tangents, the gradients of outputs, stay alive until the end of a compiled backward that drops them.
 
-    2.11 and 2.12: AOTAutograd's `CompiledFunction.backward` receives them as `*flat_args`; 2.13 hands the tuple on.
+    2.11 and 2.12: AOTAutograd's `CompiledFunction.backward` receives tangents as `*flat_args`, and so holds them while
+    the compiled code runs. 2.13 hands the tuple on.
     """
     return release_of(torch.__version__) < (2, 13)
 
 
 class AgreeingGradScaler(torch.amp.GradScaler):
-    """A GradScaler that shows its overflow flags to `agree` before it acts on them.
+    """A GradScaler that passes its overflow flags to `agree`, which may change them, before it acts on them.
 
-    `_unscale_grads_` (2.11 - 2.15) makes all the flags: for `unscale_`, for a step without it, and for the fused
+    `_unscale_grads_` (2.11 - 2.15) makes all flags: for `unscale_`, for a step without `unscale_`, and for fused
     optimizers, which unscale by themselves.
     """
 
     def agree(self, optimizer: torch.optim.Optimizer, flags: dict[torch.device, Tensor]) -> None:
-        """Change the flags (0-d, 1.0: an inf or a NaN was found) in place."""
+        """Change the flags in place, so that all ranks agree; a flag is 0-d, and 1.0 if an inf or a NaN was found."""
         raise NotImplementedError
 
     def _unscale_grads_(
@@ -149,7 +150,7 @@ class AgreeingGradScaler(torch.amp.GradScaler):
 
 
 def scaler_tensors(scaler: torch.amp.GradScaler) -> dict[str, Tensor]:
-    """The state tensors of an enabled scaler, once it has made them (`_scale`, `_growth_tracker`, 2.11 - 2.15)."""
+    """The state tensors of a scaler by name; empty before they exist (`_scale`, `_growth_tracker`, 2.11 - 2.15)."""
     if not scaler.is_enabled() or scaler._scale is None or scaler._growth_tracker is None:
         return {}
     return {"scale": scaler._scale, "growth_tracker": scaler._growth_tracker}
@@ -165,9 +166,10 @@ def begin_scaling(scaler: torch.amp.GradScaler, device: torch.device) -> None:
 def steps_decided_by(
     scaler: torch.amp.GradScaler, decide: Callable[[torch.optim.Optimizer, Tensor], None]
 ) -> Generator[None]:
-    """Let a scaler pass the optimizer and the sum of its flags to `decide`, which skips the step if the sum is not 0.
+    """Replace a scaler's steps in the `with` block by `decide(optimizer, sum of overflow flags)`.
 
-    2.11 - 2.15: replaces `_maybe_opt_step`, which reads the flags and which fused optimizers do not need.
+    `decide` must skip the step if the sum is not 0. 2.11 - 2.15: this replaces `_maybe_opt_step`, which reads the flags
+    on the host.
 
     Raises:
         RuntimeError: gradients were unscaled without a following `update()`.
@@ -195,10 +197,10 @@ def steps_decided_by(
 
 
 def share_hooks(tensor: Tensor, other: Tensor) -> None:
-    """Let another leaf run the hooks of a leaf, in the same order; removing a hook removes it from both.
+    """Let the leaf `other` run the hooks of the leaf `tensor`, too; removing a hook removes it from both.
 
-    `_backward_hooks` and `_post_accumulate_grad_hooks` (2.11 - 2.13) are dicts that `register_hook` and its handles
-    modify.
+    Shares `_backward_hooks` and `_post_accumulate_grad_hooks` (2.11 - 2.13), dicts that `register_hook` and the handles
+    it returns modify.
     """
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if getattr(tensor, hooks):
@@ -206,9 +208,9 @@ def share_hooks(tensor: Tensor, other: Tensor) -> None:
 
 
 def refuse_gradients(leaf: Tensor, refuse: Callable[[], NoReturn]) -> None:
-    """When a backward reaches a leaf, call a function that raises, instead of the leaf's (perhaps shared) hooks.
+    """Replace a leaf's hooks by `refuse`, a function that raises an error when a backward reaches the leaf.
 
-    `_backward_hooks` (2.11 - 2.13), as in `share_hooks`.
+    Sets `_backward_hooks` (2.11 - 2.13), which the leaf may have shared with another one, see `share_hooks`.
     """
     if leaf.requires_grad and leaf.is_leaf:
         cast(Any, leaf)._backward_hooks = OrderedDict([(0, lambda grad: refuse())])

@@ -1,7 +1,7 @@
 """Operators called through torch's Python functions, in half the time of a call through `torch.ops`.
 
-An overload in `torch.ops` parses its arguments by its schema in every call. `torch.mm` and its like are compiled
-parsers that go straight to the dispatcher. Both end at the same kernel, so results are bitwise equal.
+An overload in `torch.ops` parses its arguments by its schema in every call. Functions such as `torch.mm` have compiled
+parsers, and go straight to the dispatcher. Both ways end at the same kernel, so results are bitwise equal.
 """
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false, reportUntypedBaseClass=false
@@ -60,9 +60,9 @@ FUNCTIONS: Mapping[OpOverload, Callable[..., Any]] = MappingProxyType(
 
 
 def function_for(node: fx.Node) -> Callable[..., Any]:
-    """The fastest callable for a node's operator and arguments: a torch function, or else its bound entry (`_op`).
+    """The fastest callable for a node's operator and arguments: one of `FUNCTIONS`, or else the overload's `_op`.
 
-    A number in place of a tensor is left to the operator's schema (`_schema`, 2.11 - 2.15).
+    `_op` is also used if an argument is a number where the operator's schema has a tensor (`_schema`, 2.11 - 2.15).
     """
     operator = node.target
     assert isinstance(operator, OpOverload)
@@ -84,15 +84,15 @@ def flatten_each(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def views_of(buffer: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Split a vector into consecutive views with the shapes of these tensors.
+    """Split a vector into consecutive views with the shapes of the tensors `like`.
 
-    `unflatten_dense_tensors`, 2.11 - 2.15. No tensor may be empty: torch would give its view the shape [0].
+    `unflatten_dense_tensors`, 2.11 - 2.15. No tensor may be empty: torch gives the view of an empty one the shape [0].
     """
     return cast(Any, torch._C)._nn.unflatten_dense_tensors(buffer, like)
 
 
 def rows_as(buffer: Tensor, index: Tensor, width: int, like: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Copy rows of a contiguous buffer, seen as [rows, width], into one vector and split it as `views_of` does.
+    """Copy rows of a buffer, seen as [rows, width], into one vector, and split the vector as `views_of` does.
 
     Args:
         buffer: contiguous tensor of any shape.
@@ -104,5 +104,5 @@ def rows_as(buffer: Tensor, index: Tensor, width: int, like: Sequence[Tensor]) -
 
 
 def interleave(tensors: Sequence[Tensor], count: int) -> Tensor:
-    """Cut each tensor's rows into equal parts; row r of the result has part r of each (`_chunk_cat`, 2.11 - 2.15)."""
+    """Cut each tensor into `count` parts of rows; row r of the result joins all parts r (`_chunk_cat`, 2.11 - 2.15)."""
     return torch._chunk_cat(list(tensors), 0, count)

@@ -1,4 +1,4 @@
-"""Functional collectives as operators, and the works that are waited for."""
+"""Torch's functional collectives as operators, and their works, the objects on which a wait waits."""
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false, reportUntypedBaseClass=false
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 
 def all_gather(output: Tensor, input: Tensor, group: ProcessGroup, *, async_op: bool = False) -> dist.Work | None:
-    """Gather equal pieces into one tensor. 2.13 renames all_gather_into_tensor and warns of the old name."""
+    """Gather equally long pieces into one tensor. 2.13 renames all_gather_into_tensor and deprecates the old name."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # pyright: ignore[reportDeprecated]
     return gather(output, input, group=group, async_op=async_op)  # pyright: ignore[reportDeprecated]
 
 
 def reduce_scatter(output: Tensor, input: Tensor, group: ProcessGroup) -> dist.Work | None:
-    """Start summing equal pieces, one for each rank. 2.13 renames reduce_scatter_tensor and warns of the old name."""
+    """Start a reduce_scatter of equally long pieces. 2.13 renames reduce_scatter_tensor and deprecates the old name."""
     scatter: Any = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor")  # noqa: B009
     return scatter(output, input, group=group, async_op=True)
 
@@ -40,12 +40,12 @@ def all_gather_op() -> Any:
 
 
 def all_gather_into(output: Tensor, input: Tensor, group_name: str) -> Tensor:
-    """Gather as `all_gather_op` does, into a given tensor.
+    """Start a gather as `all_gather_op` does, into the tensor `output`; gloo runs this variant safely.
 
     2.11 - 2.13: all_gather_into_tensor runs as gloo's ALLGATHER_COALESCED. Each gloo worker thread stores the name of
     the operation it has finished in one string of the group, without a lock (ProcessGroupGloo::runLoop). A name of
-    more than 15 characters is on the heap, so two such gathers that finish simultaneously free it twice. The out
-    variant runs as ALLGATHER.
+    more than 15 characters is on the heap, so two such gathers that finish simultaneously free the string twice. The
+    out variant used here runs as ALLGATHER.
     """
     world = dist.get_world_size(resolve_group(group_name))
     return torch.ops._c10d_functional.all_gather_into_tensor_out.default(input, world, group_name, out=output)
@@ -57,10 +57,10 @@ def grouped_gather_op() -> Any:
 
 
 def gather_group(outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: ProcessGroup) -> dist.Work:
-    """Gather each input into its output, as a single launch where the backend can (NCCL); one work for all.
+    """Start gathering each input into its output, in one launch on NCCL, and return one work for all of them.
 
-    2.11 - 2.15: `ProcessGroup.allgather_into_tensor_coalesced`, which the functional op calls as well; but that op
-    registers its work for every output, so each output must be waited for.
+    2.11 - 2.15: `ProcessGroup.allgather_into_tensor_coalesced`. The functional op calls it, too, but registers the work
+    for every output, so that each output needs a wait.
     """
     return group.allgather_into_tensor_coalesced(list(outputs), list(inputs))
 
@@ -81,29 +81,29 @@ def all_reduce_op() -> Any:
 
 
 def wait_op() -> Any:
-    """wait_tensor(input): the same tensor, usable"""
+    """wait_tensor(input) -> the same tensor, once its collective has ended"""
     return torch.ops._c10d_functional.wait_tensor.default
 
 
 def wait(started: Tensor) -> Tensor:
-    """The result of a functional collective, usable."""
+    """Wait for a functional collective, and return its result, the tensor `started`, which may then be read."""
     return wait_op()(started)
 
 
 def register_work(result: Tensor, work: dist.Work) -> None:
-    """Make `wait(result)` wait for this work too; a tensor may have several (`_register_work`, 2.11 - 2.15)."""
+    """Make `wait(result)` wait for this work, too; a tensor may have several works (`_register_work`, 2.11 - 2.15)."""
     _register_work(result, work)
 
 
 def works_waited_for() -> int:
-    """Number of registered works not yet waited for (`_get_work_registry_size`, 2.11 - 2.15)."""
+    """Number of registered works for which no wait has run yet (`_get_work_registry_size`, 2.11 - 2.15)."""
     from torch._C._distributed_c10d import _get_work_registry_size
 
     return _get_work_registry_size()
 
 
 def is_functional_collective(target: object) -> bool:
-    """Whether target starts a functional collective (wait_tensor and in-place variants are not starts)."""
+    """Whether the target of a node starts a functional collective; wait_tensor and in-place variants do not count."""
     if not isinstance(target, OpOverload):
         return False
     if target.namespace not in ("_c10d_functional", "_c10d_functional_autograd"):

@@ -1,4 +1,4 @@
-"""DTensor access without the per-call overhead of the public functions."""
+"""Access to DTensors without the per-call overhead of the public functions."""
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false, reportUntypedBaseClass=false
 
@@ -19,20 +19,20 @@ from zgraph.torch_compat.operators import OpOverload
 
 
 def local_of(tensor: DTensor) -> Tensor:
-    """This rank's part, outside autograd's graph (`_local_tensor`, 2.11 - 2.15).
+    """This rank's local part of a DTensor, outside autograd's graph (`_local_tensor`, 2.11 - 2.15).
 
-    `to_local()` takes forty times as long, even longer with gradients enabled.
+    The public `to_local()` takes forty times as long, and even longer with gradients enabled.
     """
     return tensor._local_tensor
 
 
 def put_local(tensor: DTensor, local: Tensor) -> None:
-    """Replace this rank's part by another tensor of the same shape (`_local_tensor`, 2.11 - 2.15)."""
+    """Replace this rank's local part of a DTensor by a tensor of the same shape (`_local_tensor`, 2.11 - 2.15)."""
     tensor._local_tensor = local
 
 
 def put_whole(tensor: DTensor, whole: Tensor) -> None:
-    """Replace its values by a whole tensor that all ranks have (`_local_tensor`, `_spec`, 2.11 - 2.15)."""
+    """Make a DTensor replicated, with a whole tensor that all ranks have (`_local_tensor`, `_spec`, 2.11 - 2.15)."""
     from torch.distributed.tensor import Replicate
 
     tensor._local_tensor = whole
@@ -40,7 +40,7 @@ def put_whole(tensor: DTensor, whole: Tensor) -> None:
 
 
 def allow_lists_of(kind: type[DTensor]) -> None:
-    """Let optimizers and clipping use foreach kernels for a subclass, as they do for DTensor.
+    """Let torch's optimizers and gradient clipping use foreach kernels for a subclass of DTensor, as for DTensor.
 
     `_foreach_supported_types` of torch.optim and torch.utils, 2.11 - 2.15.
     """
@@ -55,13 +55,13 @@ def allow_lists_of(kind: type[DTensor]) -> None:
 def dtensor_like(local: Tensor, like: DTensor) -> DTensor:
     """Wrap a local tensor in a DTensor of the class, mesh, placements and shape of another (`_spec`, 2.11 - 2.15).
 
-    `DTensor.from_local` checks first, and `DTensor(...)` goes through a guard against Dynamo: both take far longer.
+    `DTensor.from_local` checks its arguments, and `DTensor(...)` goes through a guard against Dynamo: both are slower.
     """
     return DTensor.__new__(type(like), local, like._spec, requires_grad=False)
 
 
 def locals_of(tensors: Iterable[DTensor]) -> list[Tensor]:
-    """`local_of` each of many tensors, without a Python loop (`_local_tensor`, 2.11 - 2.15)."""
+    """The `local_of` of each tensor, read without a Python loop (`_local_tensor`, 2.11 - 2.15)."""
     return list(map(attrgetter("_local_tensor"), tensors))
 
 
@@ -75,22 +75,22 @@ def gradients_of(tensors: Iterable[Tensor]) -> list[Tensor | None]:
 
 
 def requires_grad_of(tensors: Iterable[Tensor]) -> list[bool]:
-    """`.requires_grad` of each tensor, without the same lookup as in `gradients_of` (2.11 - 2.15)."""
+    """`.requires_grad` of each tensor, read without the `__torch_function__` lookup, as in `gradients_of`."""
     with torch._C.DisableTorchFunctionSubclass():
         return list(map(attrgetter("requires_grad"), tensors))
 
 
 def layouts_of(tensors: Iterable[DTensor]) -> list[Any]:
-    """Spec of each tensor: mesh, placements, shape and dtype; tensors may share one (`_spec`, 2.11 - 2.15)."""
+    """The spec of each tensor: mesh, placements, shape and dtype. Tensors may share a spec (`_spec`, 2.11 - 2.15)."""
     return list(map(attrgetter("_spec"), tensors))
 
 
 @contextlib.contextmanager
 def own_placements() -> Generator[None]:
-    """Run the body with empty placement caches, and empty them again afterwards.
+    """Run the `with` block with empty caches of DTensor placements, and empty the caches again afterwards.
 
-    Caches of `ShardingPropagator` (2.11 - 2.15) compare arguments, and fail on a symbolic number of another trace,
-    which has no proxy in this one.
+    Caches of `ShardingPropagator` (2.11 - 2.15) compare arguments with earlier ones. The comparison fails for symbolic
+    numbers of different traces, because a number has a proxy only in its trace.
     """
     _forget_placements()
     try:
@@ -105,10 +105,10 @@ def _forget_placements() -> None:
 
 
 def on_local_parts(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call an operator; a pointwise one with symbolic numbers runs on the local parts of equally placed DTensors.
+    """Call an operator, on local parts if it is pointwise, has symbolic numbers, and its DTensors are placed alike.
 
     DTensor hashes the arguments of its operators (`OpSchema.__hash__`, 2.11 - 2.15), and hashing a symbolic number
-    turns it into a constant: each new learning rate would need another graph.
+    turns it into a constant: then each new learning rate needs another graph.
     """
     from torch.distributed.tensor._dtensor_spec import TensorMeta
 
@@ -135,7 +135,7 @@ def _lies_like(tensor: Tensor, like: DTensor) -> bool:
 def sharded_rows(local: Tensor, mesh: DeviceMesh, rows: int) -> DTensor:
     """Wrap this rank's rows of a tensor of `rows` rows, split in order over a mesh (`DTensorSpec`, 2.11 - 2.15).
 
-    `DTensor.from_local` would move a host tensor to the mesh's device.
+    `DTensor.from_local` is not used, because it moves a host tensor to the mesh's device.
     """
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -147,7 +147,7 @@ def sharded_rows(local: Tensor, mesh: DeviceMesh, rows: int) -> DTensor:
 
 
 def replicated_scalar(local: Tensor, mesh: DeviceMesh) -> DTensor:
-    """Wrap a number that all ranks of a mesh have, without the checks of `from_local` (`DTensorSpec`, 2.11 - 2.15)."""
+    """Wrap a 0-d tensor that is equal on all ranks as a DTensor, without `from_local`'s checks (2.11 - 2.15)."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
@@ -157,9 +157,10 @@ def replicated_scalar(local: Tensor, mesh: DeviceMesh) -> DTensor:
 
 
 def partial_norms(norms: Tensor, mesh: DeviceMesh, split: Sequence[bool], norm_type: float) -> DTensor:
-    """Wrap the norms of each rank's parts of tensors that are split along the `split` axes of a mesh (2.11 - 2.15).
+    """Wrap norms of this rank's parts of tensors as a DTensor that is partial along the axes in `split` (2.11 - 2.15).
 
-    DTensor's own norms of sharded tensors return `_NormPartial`, too.
+    `split` says for each axis of the mesh whether the tensors are split along it. Like the norms that DTensor computes
+    of sharded tensors, the result has the placement `_NormPartial`.
     """
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor._ops._math_ops import _NormPartial
@@ -178,7 +179,7 @@ def joined_mesh(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:
-    """Shard a dim that another axis has already split into `split_factor` parts (`_StridedShard`, 2.11 - 2.15)."""
+    """Placement that shards a dim already split into `split_factor` parts by another axis (2.11 - 2.15)."""
     from torch.distributed.tensor.placement_types import _StridedShard
 
     return _StridedShard(dim, split_factor=split_factor)

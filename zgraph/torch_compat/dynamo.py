@@ -1,4 +1,4 @@
-"""Dynamo: which frames it compiles, what it recorded about them, and raising errors through it."""
+"""Dynamo: which frames it compiles, what it has recorded about them, and how errors pass through it unwrapped."""
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false, reportUntypedBaseClass=false
 
@@ -26,8 +26,8 @@ R = TypeVar("R")
 def never_a_frame(function: Callable[P, R]) -> Callable[P, R]:
     """Let Dynamo trace the function as part of its caller, and run it uncompiled if the caller is not traced.
 
-    In a function that Dynamo compiles as a frame of its own, integers become symbols as soon as two calls differ in
-    them. 2.11 - 2.15: `torch._dynamo.eval_frame.skip_code` does the same, but would load Dynamo at import.
+    If Dynamo compiles a function as a separate frame, integers become symbols as soon as two calls differ in them.
+    2.11 - 2.15: `torch._dynamo.eval_frame.skip_code` does the same, but loads Dynamo at import.
     """
     from torch._C._dynamo.eval_frame import _FrameAction
 
@@ -35,7 +35,7 @@ def never_a_frame(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def no_frames_inside(function: Callable[P, R]) -> Callable[P, R]:
-    """As `never_a_frame`, and its callees, such as `DTensor.to_local`, run uncompiled too (2.11 - 2.15)."""
+    """Do as `never_a_frame`, and also run the function's callees, such as `DTensor.to_local`, uncompiled."""
     from torch._C._dynamo.eval_frame import _FrameAction
 
     return _skip_frames(function, inside=_FrameAction.SKIP)
@@ -61,10 +61,10 @@ def compiles_frames() -> bool:
 
 
 def register_late(name: str, module: str) -> None:
-    """Register a backend with Dynamo if Dynamo searched the entry points before this one could be found.
+    """Register a backend with Dynamo if Dynamo has already searched the entry points, and so may have missed it.
 
-    Otherwise Dynamo finds it itself, and a second registration under its name would be an error. `_lazy_import`
-    searches the entry points, once (2.11 - 2.13).
+    Otherwise Dynamo finds the backend by its entry point, and a second registration under the same name is an error.
+    Dynamo's `_lazy_import` searches the entry points once (2.11 - 2.13).
 
     Args:
         name: name of the backend and of the function in the module.
@@ -88,11 +88,11 @@ def checkpoint_operator() -> object:
 
 @torch.compiler.assume_constant_result
 def traced_body() -> str:
-    """Kind of the operator whose body Dynamo is tracing; such a body may not write to anything made outside it.
+    """Kind of the higher-order operator whose body Dynamo is tracing; a body may not write to tensors from outside it.
 
-    "checkpoint": checkpointed regions only, perhaps nested. "control_flow": inside `torch.cond` or the like. "other":
-    any other operator. "": none. Read from the chain of tracers (`current_tracer`, `parent`, `source_target`,
-    2.11 - 2.13).
+    "checkpoint": only checkpointed regions, perhaps nested. "control_flow": `torch.cond` or the like, perhaps around
+    others. "other": any other operator. "": none. Read from the chain of tracers (`current_tracer`, `parent`,
+    `source_target`, 2.11 - 2.13).
     """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
@@ -109,7 +109,7 @@ def traced_body() -> str:
 
 
 def break_graph(message: str) -> None:
-    """Make Dynamo break the graph here (`torch._dynamo.graph_break`, 2.11 - 2.13); does nothing outside tracing."""
+    """Make Dynamo break the graph at this call, if it is tracing (`torch._dynamo.graph_break`, 2.11 - 2.13)."""
     torch._dynamo.graph_break(message)
 
 
@@ -124,7 +124,7 @@ def is_inlining(function: Callable[..., Any]) -> bool:
 
 
 def is_compiled_wrapper(module: nn.Module) -> bool:
-    """Whether the module is torch.compile's wrapper around another (2.11 - 2.15)."""
+    """Whether the module is torch.compile's wrapper around another module (2.11 - 2.15)."""
     from torch._dynamo import OptimizedModule
 
     return isinstance(module, OptimizedModule)
@@ -136,9 +136,9 @@ def without_compile(module: nn.Module) -> nn.Module:
 
 
 def inline_compiled() -> AbstractContextManager[Any]:
-    """Run compiled modules as they were before torch.compile while `make_fx` traces (2.11 - 2.15).
+    """Run compiled modules uncompiled inside a `with` block, so that `make_fx` can trace them (2.11 - 2.15).
 
-    `error_on_nested_fx_trace` off: a compiled function calls the original one.
+    With `error_on_nested_fx_trace` off, a compiled function that is called during a trace calls the original function.
     """
     from torch._dynamo import config
 
@@ -146,17 +146,17 @@ def inline_compiled() -> AbstractContextManager[Any]:
 
 
 def trace_artifact(name: str, encoding: str, payload: Callable[[], str]) -> None:
-    """Add a text to torch's structured trace of this compile; made only if TORCH_TRACE is on (2.11 - 2.15)."""
+    """Add a text to torch's structured trace of this compile; `payload` makes it if TORCH_TRACE is on (2.11 - 2.15)."""
     from torch._logging import trace_structured
 
     trace_structured("artifact", lambda: {"name": name, "encoding": encoding}, payload_fn=payload)
 
 
 def is_to_local(node: fx.Node) -> bool:
-    """Whether a node of a Dynamo graph is `DTensor.to_local()`, without arguments.
+    """Whether a node of a Dynamo graph is a call of `DTensor.to_local()` without arguments.
 
-    2.12 - 2.15: a call of the method. 2.11: a call of a function made by Dynamo, which hides the arguments
-    (`to_local_fn_with_prim_types`).
+    2.12 - 2.15: the node calls the method. 2.11: the node calls a function made by Dynamo, in whose closure the
+    arguments are hidden (`to_local_fn_with_prim_types`).
     """
     if node.op == "call_method":
         return node.target == "to_local" and len(node.args) == 1 and not node.kwargs
@@ -167,7 +167,7 @@ def is_to_local(node: fx.Node) -> bool:
 
 
 def dynamo_example(node: fx.Node) -> object:
-    """The real value behind a placeholder of a Dynamo graph, or None once Dynamo has dropped it (2.11 - 2.15)."""
+    """The real value for a placeholder of a Dynamo graph; None once Dynamo has dropped the value (2.11 - 2.15)."""
     return getattr(node.meta.get("grapharg"), "_example", None) and node.meta["grapharg"].example
 
 
@@ -177,7 +177,7 @@ def dynamo_fake(node: fx.Node) -> object:
 
 
 def compile_id() -> str:
-    """Dynamo's "frame/recompile" id of this compile, such as "0/1"; "manual" outside of one (2.11 - 2.15)."""
+    """Dynamo's "frame/recompile" id of this compile, such as "0/1"; "manual" outside of a compile (2.11 - 2.15)."""
     from torch._guards import CompileContext
 
     current = CompileContext.current_compile_id()
@@ -185,10 +185,10 @@ def compile_id() -> str:
 
 
 def recompile_reason() -> str:
-    """The failed guard, if the frame being compiled was compiled before; else "".
+    """The guard whose failure made Dynamo compile the current frame again, as text; "" if there is none.
 
-    Dynamo records the failure of the first variant it checked in its metrics (`get_metrics_context`, 2.11 - 2.15).
-    "" also if it has recorded nothing; wording and place are up to Dynamo.
+    Dynamo's metrics record the guard failure of the first compiled variant that was checked (`get_metrics_context`,
+    2.11 - 2.15). "" also if Dynamo has recorded nothing. The wording is Dynamo's.
     """
     from torch._dynamo.utils import get_metrics_context
 
@@ -213,7 +213,7 @@ def graph_breaks() -> dict[str, int]:
 
 
 def graph_break_reasons() -> dict[str, int]:
-    """As `graph_breaks`, with the first sentence of Dynamo's explanation (a line "Explanation: ...", 2.11 - 2.13)."""
+    """The counts of `graph_breaks`, with the first sentence of Dynamo's "Explanation: ..." after a reason."""
     from torch._dynamo.utils import counters
 
     found: dict[str, int] = {}
@@ -227,14 +227,14 @@ def graph_break_reasons() -> dict[str, int]:
 
 
 def raise_through_dynamo(message: str, kind: type[Exception] = ValueError) -> NoReturn:
-    """Raise an error while Dynamo traces or compiles so that the caller of the compiled model gets it unwrapped.
+    """Raise an error during tracing or compiling in such a way that Dynamo passes it to the user unwrapped.
 
     Dynamo wraps errors of backends in BackendCompilerFailed, and errors of traced functions in
-    InternalTorchDynamoError. 2.11 - 2.15: a ShortenTraceback passes, without Dynamo's own part of the traceback, and
-    with a hint for Dynamo's developers added to its arguments.
+    InternalTorchDynamoError. 2.11 - 2.15: an error that is a ShortenTraceback passes unwrapped. Dynamo only removes its
+    frames from the traceback, and adds a hint for Dynamo's developers to the error's arguments.
 
     Args:
-        message: text of the error (its `str`).
+        message: text of the error, which its `str` returns.
         kind: class of the error; the raised error is of a subclass with the same name.
     """
     from torch._dynamo.exc import ShortenTraceback

@@ -14,27 +14,27 @@ from torch import Tensor
 
 
 def fake_mode() -> Any:
-    """A mode whose tensors have shapes but no values; real tensors may be mixed in (FakeTensorMode, 2.11 - 2.15)."""
+    """Make a mode whose tensors have shapes but no values; it accepts real tensors (FakeTensorMode, 2.11 - 2.15)."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def size_expression(size: Any) -> Any:
-    """A symbolic integer as its sympy expression, any other unchanged (`node.expr`, 2.11 - 2.15)."""
+    """The sympy expression of a symbolic size; any other size unchanged (`node.expr`, 2.11 - 2.15)."""
     return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
 def fake_storage_key(value: Tensor) -> int:
     """A key shared by all fake tensors on one storage, valid while they are alive (`_cdata`, 2.11 - 2.15).
 
-    A sparse tensor, which has no storage of its own, has a key of its own.
+    A sparse tensor has no storage, and so has a key that it shares with no other tensor.
     """
     return value.untyped_storage()._cdata if value.layout == torch.strided else id(value)
 
 
 def hint_of(size: object) -> int | None:
-    """A size as a number, without a guard; None if it depends on data (`SymNode.hint`, 2.11 - 2.15)."""
+    """A size as a number, without adding a guard; None if the size depends on data (`SymNode.hint`, 2.11 - 2.15)."""
     if not isinstance(size, torch.SymInt):
         return cast(int, size)
     try:
@@ -60,7 +60,7 @@ def replaying(mode: Any) -> Generator[None]:
 
 
 def without_fake_mode() -> AbstractContextManager[Any]:
-    """Allow real tensors during a compile (torch._subclasses.fake_tensor.unset_fake_temporarily, 2.11 - 2.15)."""
+    """Leave the fake mode in a `with` block, to compute with real tensors (`unset_fake_temporarily`, 2.11 - 2.15)."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     return unset_fake_temporarily()
@@ -74,14 +74,14 @@ def fake_mode_of(values: Sequence[object]) -> Any:
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Whether a tensor has no values (FakeTensor, 2.11 - 2.15)."""
+    """Whether a tensor is fake, that is, has no values (FakeTensor, 2.11 - 2.15)."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return isinstance(tensor, FakeTensor)
 
 
 def step_mode() -> Any:
-    """A fake mode with static shapes, in which numbers read from tensors are symbols (FakeTensorMode, 2.11 - 2.15)."""
+    """Make a fake mode with static shapes; numbers read from its tensors are symbols (FakeTensorMode, 2.11 - 2.15)."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -89,12 +89,12 @@ def step_mode() -> Any:
 
 
 def fake_of(mode: Any, tensor: Tensor, device: torch.device | None = None) -> Tensor:
-    """Make a fake leaf that looks like the tensor and needs no gradient (`from_tensor`, 2.11 - 2.15).
+    """Make a fake tensor with a tensor's shape, strides and dtype that needs no gradient (`from_tensor`, 2.11 - 2.15).
 
     Args:
-        mode: mode of the new tensor.
+        mode: fake mode of the new tensor.
         tensor: a real tensor, or a fake one of any mode.
-        device: device of the new tensor; None: the tensor's.
+        device: device of the new tensor; None for the device of `tensor`.
     """
     if is_fake(tensor) or device is not None:
         with mode:
@@ -120,7 +120,7 @@ def data_dependent_errors() -> tuple[type[BaseException], ...]:
 
 
 def fake_number(mode: Any, value: float, name: str) -> Any:
-    """A number that is a graph input; Python's branches on it become guards (`create_symfloatnode`, 2.11 - 2.15).
+    """Make a symbolic number for a graph input; branches on it add guards (`create_symfloatnode`, 2.11 - 2.15).
 
     Args:
         mode: the mode from `step_mode`.
@@ -136,21 +136,21 @@ def fake_number(mode: Any, value: float, name: str) -> Any:
 
 
 def unknown_number(number: torch.SymFloat) -> Any:
-    """A new number of unknown value in the same shape environment (`create_unbacked_symfloat`, 2.11 - 2.15)."""
+    """Make a symbolic number of unknown value, in the shape environment of `number` (2.11 - 2.15)."""
     env = number.node.shape_env
     with env.ignore_fresh_unbacked_symbols():
         return env.create_unbacked_symfloat()
 
 
 def number_hint(number: torch.SymFloat) -> float:
-    """The value of a number from `fake_number` while tracing (`SymNode.hint`, 2.11 - 2.15)."""
+    """The value that a number from `fake_number` has during the trace (`SymNode.hint`, 2.11 - 2.15)."""
     return float(number.node.hint)
 
 
 class NumberGuards:
-    """Guards that Python, and compilers since, have put on numbers of `fake_number` (`ShapeEnv.guards`, 2.11 - 2.15).
+    """Guards on numbers of `fake_number`, from branches in Python and compilers (`ShapeEnv.guards`, 2.11 - 2.15).
 
-    A number that was found to equal a constant is this constant in `SymNode.expr`, but still a symbol in `_expr`.
+    If a guard says that a number equals a constant, `SymNode.expr` is the constant, but `_expr` is still the symbol.
 
     Args:
         mode: the mode from `step_mode`.
@@ -163,7 +163,7 @@ class NumberGuards:
         self._seen, self._guards = 0, list[Any]()
 
     def current(self) -> int:
-        """Number of guards so far."""
+        """Update the guards from the shape environment, and return their number so far."""
         if len(self._decided) != self._seen:
             known = set(self._symbols.values())
             every = dict.fromkeys(decided.expr for decided in self._decided)

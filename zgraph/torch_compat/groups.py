@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 
 def resolve_group(group_name: str) -> ProcessGroup:
-    """The process group of that name (2.11 - 2.15: public only through functional collectives)."""
+    """The process group of a name (2.11 - 2.15: public only through functional collectives)."""
     return _resolve_process_group(cast(Any, group_name))
 
 
 def backend_of(group: ProcessGroup, device: torch.device) -> str:
-    """Name of a group's backend for a device, such as "gloo" or "nccl"; "" if it has none.
+    """Name of a group's backend for a device, such as "gloo" or "nccl"; "" if the group has none for the device.
 
-    2.11 - 2.15: `dist.get_backend` says "undefined" for a group that serves several devices, such as the one that
-    `init_device_mesh` makes if `init_process_group` was not called; hence `_get_backend`.
+    2.11 - 2.15: `dist.get_backend` returns "undefined" for a group that serves several devices, such as the default
+    group that `init_device_mesh` makes if `init_process_group` was not called. So `_get_backend` is used.
     """
     try:
         return str(group._get_backend(device).name())
@@ -37,7 +37,7 @@ def backend_of(group: ProcessGroup, device: torch.device) -> str:
 
 
 def find_group(group_name: str) -> ProcessGroup | None:
-    """The process group of that name; None if there is none (`_world.pg_names`, 2.11 - 2.15)."""
+    """The process group of a name; None if no group has it (`_world.pg_names`, 2.11 - 2.15)."""
     from torch.distributed.distributed_c10d import _world
 
     return next((group for group, name in _world.pg_names.items() if name == group_name), None)
@@ -53,21 +53,21 @@ def groups_of_ranks() -> int:
 def make_sibling_group(
     group: ProcessGroup, group_name: str, members: Sequence[int] | None = None, *, high_priority: bool = False
 ) -> ProcessGroup:
-    """Make a second group with the ranks, backend and timeout of a group; only its members call this.
+    """Make a new group of a group's ranks, with its backend and timeout; called by the new group's members only.
 
     Args:
         group: the existing group.
         group_name: name of the new group.
-        members: ranks within `group` that the new group has; None: all.
-        high_priority: run its NCCL collectives on a high-priority stream
+        members: members of the new group, as ranks within `group`; None for all ranks.
+        high_priority: whether to run the new group's NCCL collectives on a high-priority stream
             (`ProcessGroupNCCL.Options.is_high_priority_stream`).
 
-    If the default group is bound to a device (`init_process_group(device_id=...)`), so is the new one, which is then
-    split off the default group's communicator immediately; all ranks of the world take part in that.
+    If the default group is bound to a device (`init_process_group(device_id=...)`), the new group is, too. Then it is
+    split off the default group's communicator immediately, in which all ranks of the world must take part.
 
-    2.11 - 2.15: `dist.new_group` would need every rank of the world, and `use_local_synchronization` names a group by
-    how many groups a rank is in, on which its members may disagree. `_new_process_group_helper` accepts a name.
-    `destroy_process_group()` destroys the new group with all others.
+    2.11 - 2.15: `dist.new_group` is not used. It needs every rank of the world; with `use_local_synchronization` it
+    names a group by the number of groups of a rank, on which members may disagree. `_new_process_group_helper` accepts
+    a name. `destroy_process_group()` destroys the new group with all others.
     """
     from torch.distributed.distributed_c10d import _new_process_group_helper, _world
 
@@ -101,12 +101,12 @@ def make_sibling_group(
 
 
 def keep_gloo_from_preempting() -> None:
-    """Keep the threads on which gloo reads its sockets from preempting others on their core; only on Linux.
+    """Keep gloo's threads that read sockets from preempting other threads on their core; only on Linux.
 
     gloo sends on the thread that starts a send, and locks the connection meanwhile. Arriving data wakes the reading
     thread, which preempts the sender on its core, finds the lock taken, and retries until its time slice ends (gloo's
-    `Pair::handleEvents`, 2.11 - 2.15): about three milliseconds a bucket if a rank has one core. A SCHED_BATCH thread
-    does not preempt another when it wakes (sched(7)).
+    `Pair::handleEvents`, 2.11 - 2.15). This costs about three milliseconds a bucket if a rank has one core. So reading
+    threads get the policy SCHED_BATCH, under which a waking thread preempts no other (sched(7)).
     """
     for task in Path("/proc/self/task").glob("*"):
         with suppress(OSError):  # the thread has ended, or the system does not allow it
@@ -115,9 +115,9 @@ def keep_gloo_from_preempting() -> None:
 
 
 def collectives_so_far(group: ProcessGroup) -> int:
-    """Number of collectives a group has started, as counted by its flight recorder's `collective_seq_id`.
+    """Number of collectives that a group has started, counted like `collective_seq_id` of the flight recorder.
 
-    2.11 - 2.15: `_get_sequence_number_for_group` of its backend, which counts a coalesced collective once.
+    2.11 - 2.15: `_get_sequence_number_for_group`, which counts a coalesced collective once.
     """
     return cast(Any, group)._get_sequence_number_for_group()
 
@@ -125,8 +125,8 @@ def collectives_so_far(group: ProcessGroup) -> int:
 def flight_recorder_directory() -> Path:
     """Directory to which torch's flight recorder dumps when the watchdog ends a process.
 
-    2.13: the directory of TORCH_FR_DUMP_TEMP_FILE, or TORCH_NCCL_DEBUG_INFO_TEMP_FILE, a path without the rank; else
-    `torch` in the user's cache (DebugInfoWriter in FlightRecorder.cpp; 2.11 and 2.12 know both variables).
+    2.13: the directory of the path in the variable TORCH_FR_DUMP_TEMP_FILE or TORCH_NCCL_DEBUG_INFO_TEMP_FILE, else the
+    folder `torch` in the user's cache (DebugInfoWriter in FlightRecorder.cpp; 2.11 and 2.12 know both variables).
     """
     given = os.environ.get("TORCH_FR_DUMP_TEMP_FILE") or os.environ.get("TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
     if given:
@@ -137,9 +137,9 @@ def flight_recorder_directory() -> Path:
 class NoMessageToItself:
     """Mixin, listed before torch's `PipelineStage`, for a stage whose neighbour may be on the same rank.
 
-    2.11: a schedule opens with a message between each pair of neighbours (`_get_init_p2p_neighbors_ops`), even if both
-    are on one rank, as in a V schedule, and gloo refuses to send to itself. Stages of one rank exchange no messages in
-    any version. 2.12 - 2.15 open differently and never call this.
+    2.11: a schedule begins with a message between each pair of neighbouring stages (`_get_init_p2p_neighbors_ops`),
+    even if both are on one rank, as in a V schedule; gloo refuses to send to the same rank. Later messages pass only
+    between ranks. 2.12 - 2.15 begin differently and never call the method.
     """
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
@@ -148,7 +148,7 @@ class NoMessageToItself:
 
 
 def kept_of_forward(stage: Any, chunk: int) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Outputs and inputs of a micro-batch's forward that torch's `PipelineStage` keeps until its backward.
+    """Outputs and inputs of a micro-batch's forward that torch's `PipelineStage` keeps until the backward.
 
     2.11 - 2.14: `fwd_cache`. 2.15: `_forward_chunk_states`, where an output that has been sent is replaced by its
     autograd edge (`GradientEdge`) or None.
@@ -162,9 +162,9 @@ def kept_of_forward(stage: Any, chunk: int) -> tuple[Sequence[Any], Sequence[Any
 def stages_hold_messages() -> bool:
     """Whether torch's `PipelineStage` holds sent and received tensors longer than it needs them.
 
-    2.11 - 2.14: outputs stay until their backward, their messages until the step ends, and there is a buffer for each
-    micro-batch's activation and gradient. 2.15 releases an output that has been sent (`release_fwd_send_outputs`) and
-    has one buffer for gradients.
+    2.11 - 2.14: a stage keeps outputs until their backward, sent messages until the step ends, and one buffer for the
+    activation and one for the gradient of each micro-batch. 2.15 releases an output that has been sent
+    (`release_fwd_send_outputs`) and has one buffer for all gradients.
     """
     from torch.distributed.pipelining import PipelineStage
 
@@ -194,7 +194,7 @@ def fake_world(world: int) -> Generator[None]:
 
 
 def is_fake_world() -> bool:
-    """Whether the default group is fake, without other processes (backend "fake", 2.11 - 2.15)."""
+    """Whether the default group is fake, that is, has no other processes (backend "fake", 2.11 - 2.15)."""
     return dist.get_backend() == "fake"
 
 

@@ -1,4 +1,4 @@
-"""Inductor: its decompositions, its compiler for islands, and its C++ toolchain."""
+"""Inductor: its decompositions, its compiler for islands (compiled subgraphs), and its C++ toolchain."""
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false, reportUntypedBaseClass=false
 
@@ -21,7 +21,7 @@ from zgraph.torch_compat.fake_values import fake_mode_of, without_fake_mode
 
 
 def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
-    """Inductor's decompositions, but random operators draw as in eager torch (2.11 - 2.15)."""
+    """Inductor's decompositions, except that random operators draw as in eager torch (2.11 - 2.15)."""
     from torch._inductor import config
     from torch._inductor.decomposition import select_decomp_table
 
@@ -33,9 +33,9 @@ def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
 
 
 def _lerp(start: Tensor, end: Tensor, weight: Any) -> Tensor:
-    """`torch.lerp` by a number, decomposed as from 2.12 on, so that one graph serves any weight.
+    """Decompose `torch.lerp` with a number as weight as torch 2.12 does, so that one graph serves any weight.
 
-    2.11 turns the weight into a tensor first (`aten.full`), whose value Inductor makes a constant.
+    2.11 first turns the weight into a tensor (`aten.full`), and Inductor makes the tensor's value a constant.
     """
     if weight >= 0.5 or weight <= -0.5:
         return torch.add(end, end - start, alpha=weight - 1.0)
@@ -48,7 +48,7 @@ def _lerp_in_place(start: Tensor, end: Tensor, weight: Any) -> Tensor:
 
 @functools.cache
 def _attention_patterns(device: torch.device) -> Any:
-    """Only Inductor's patterns of hand-written attention: `joint_graph.patterns` has them among others."""
+    """Inductor's patterns of hand-written attention, without the other patterns of `joint_graph.patterns`."""
     from torch._guards import tracing
     from torch._inductor.fx_passes.fuse_attention import _get_sfdp_patterns
     from torch._inductor.pattern_matcher import PatternMatcherPass, gen_register_replacement
@@ -65,12 +65,12 @@ def _attention_patterns(device: torch.device) -> Any:
 def fuse_attention(gm: fx.GraphModule, device: torch.device) -> int:
     """Replace hand-written attention in a joint graph by `scaled_dot_product_attention` (2.11 - 2.15).
 
-    Like Inductor's joint-graph passes, it matches forward and backward together and looks only at the graph. Patterns
-    describe graphs without no-op views and copies, so those are removed first, even if nothing matches.
+    As in Inductor's joint-graph passes, a pattern matches forward and backward together. Patterns describe graphs
+    without no-op views and copies, so these are removed first, even if no pattern matches.
 
     Args:
-        gm: joint graph, decomposed by `inductor_decompositions`. New nodes may end up before their inputs, and their
-            users may have been traced with other strides.
+        gm: joint graph, decomposed by `inductor_decompositions`; changed in place. Afterwards new nodes may be placed
+            before their inputs, and users of new nodes may have been traced with other strides.
         device: device of the attention.
 
     Returns:
@@ -85,14 +85,14 @@ def fuse_attention(gm: fx.GraphModule, device: torch.device) -> int:
 
 
 def compile_with_inductor(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
-    """Compile a functional aten graph that returns a tuple; called inside a compile (compile_fx_inner, 2.11 - 2.15).
+    """Compile a functional aten graph that returns a tuple, during a Dynamo compile (compile_fx_inner, 2.11 - 2.15).
 
     Args:
         gm: the graph; its outputs keep the strides in `meta["val"]`.
-        inputs: fake values of its placeholders.
+        inputs: fake values of the graph's placeholders.
 
     Returns:
-        A function of one list, which it empties.
+        A function of one list of inputs; a call empties the list.
     """
     from torch._guards import TracingContext
     from torch._inductor import config
@@ -123,14 +123,14 @@ _ISLAND_OPTIONS = MappingProxyType({"fallback_random": True, "triton.cudagraphs"
 
 
 def load_cpp(source: str) -> ctypes.CDLL:
-    """Compile C++ that includes no torch headers with Inductor's toolchain, and load it.
+    """Compile C++ source without torch headers by Inductor's toolchain, and load the library.
 
     The library is kept in Inductor's cache directory, by source, command line and processor, so that it is compiled
-    once per machine; concurrent processes wait for the first. Arithmetic is exact: no multiplication is contracted
-    with an addition, and nothing is assumed about NaNs, signed zeros or the order of sums.
+    once per machine; concurrent processes wait for the first one. Arithmetic follows IEEE: no multiplication is
+    contracted with an addition, and nothing is assumed about NaNs, signed zeros or the order of sums.
 
-    Run on 2.11 - 2.15 (`cpp_builder`, `codecache.write`, `torch.utils._filelock`). Inductor's own options
-    (`CppOptions`) are not used because they turn off the vectorization of loops.
+    Run on 2.11 - 2.15 (`cpp_builder`, `codecache.write`, `torch.utils._filelock`). Inductor's compiler options
+    (`CppOptions`) are not used, because they turn off the vectorization of loops.
 
     Raises:
         RuntimeError: a compiler was not found, or rejected the source.
@@ -168,7 +168,7 @@ def load_cpp(source: str) -> ctypes.CDLL:
 
 
 def _processor() -> str:
-    """Kind and features of this processor, for which "native" code is built."""
+    """Text of this processor's kind and features, on which code compiled with "native" depends."""
     try:
         with open("/proc/cpuinfo") as file:
             first = file.read().partition("\n\n")[0]

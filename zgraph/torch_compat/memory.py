@@ -12,13 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class DispatchMode(TorchDispatchMode):
-    """Sees every operator that runs while it is entered (torch.utils._python_dispatch, 2.11 - 2.15)."""
+    """Base class of modes that see every operator called in a `with` block (`TorchDispatchMode`, 2.11 - 2.15)."""
 
 
 def storage_key(tensor: Tensor) -> int | None:
-    """A key shared by all views of a plain tensor, even when its storage is resized (`_cdata`, 2.11 - 2.15).
+    """A key shared by all views of a plain tensor, even after its storage is resized (`_cdata`, 2.11 - 2.15).
 
-    None for tensors without a storage of their own: sparse ones, and subclasses that wrap others.
+    None for tensors that have no storage: sparse tensors, and subclasses that wrap other tensors.
     """
     if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
         return None
@@ -28,11 +28,6 @@ def storage_key(tensor: Tensor) -> int | None:
 def version_of(tensor: Tensor) -> int:
     """Number of writes to a tensor or its views so far (`_version`, 2.11 - 2.13); 0 for inference tensors."""
     return 0 if tensor.is_inference() else tensor._version
-
-
-def traced_storage_key(tensor: Tensor) -> int:
-    """`storage_key` of a traced (fake) tensor (`_cdata`, 2.11 - 2.13); for a sparse tensor its own id."""
-    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
 
 
 def holders(storage: torch.UntypedStorage) -> int:
@@ -48,11 +43,11 @@ def is_profiling() -> bool:
 def allocation_events(
     taken: torch.profiler.profile, prefix: str
 ) -> tuple[dict[str, tuple[int, int]], list[tuple[int, int]]]:
-    """Labels and allocations on the CPU in a profile with memory, in nanoseconds (`kineto_results`, 2.11 - 2.15).
+    """Labels, and allocations on the CPU, in a profile that recorded memory (`kineto_results`, 2.11 - 2.15).
 
     Returns:
-        Begin and end of each label that starts with the prefix; and time and bytes of each allocation or release, in
-        order.
+        (begin, end) of each label that starts with the prefix; and (time, bytes) of each allocation, or release with
+        negative bytes, by time. Times are in nanoseconds.
     """
     spans: dict[str, tuple[int, int]] = {}
     events: list[tuple[int, int]] = []

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 
 
 def tree_flatten(tree: object) -> tuple[list[Any], Any]:
-    """Flatten with torch's own pytree, which knows Hugging Face's ModelOutput (2.11 - 2.15)."""
+    """Flatten a tree to its leaves and spec by torch's pytree, which knows Hugging Face's ModelOutput (2.11 - 2.15)."""
     from torch.utils._pytree import tree_flatten as flatten
 
     return flatten(tree)
@@ -26,14 +26,14 @@ def tree_unflatten(leaves: list[Any], spec: Any) -> Any:
 
 
 def tree_leaves_with_paths(tree: object) -> list[tuple[str, Any]]:
-    """Leaves with their paths, such as "['loss']" or "[0]" (`tree_flatten_with_path`, 2.11 - 2.13)."""
+    """Leaves of a tree, each with its path, such as "['loss']" or "[0]" (`tree_flatten_with_path`, 2.11 - 2.13)."""
     from torch.utils._pytree import keystr, tree_flatten_with_path
 
     return [(keystr(path), leaf) for path, leaf in tree_flatten_with_path(tree)[0]]
 
 
 def lazy_graph_module(root: torch.nn.Module | dict[str, Any], graph: fx.Graph) -> fx.GraphModule:
-    """A graph module whose code is generated when it is called or shown (`_LazyGraphModule`, 2.11 - 2.15)."""
+    """Make a graph module whose code is generated only when it is called or shown (`_LazyGraphModule`, 2.11 - 2.15)."""
     from torch.fx._lazy_graph_module import _LazyGraphModule
 
     return _LazyGraphModule(root, graph)
@@ -49,30 +49,30 @@ def generate_code(gm: fx.GraphModule) -> Callable[..., Any]:
 
 
 def replace_parameter(owner: torch.nn.Module, name: str, value: Tensor) -> None:
-    """Set the parameter `name` of owner to value (`_parameters`, all versions).
+    """Set the parameter `name` of the module `owner` to `value` (`_parameters`, all versions).
 
-    Not through `setattr`, which some modules intercept (`nn.RNNBase`) or forbid.
+    `setattr` is not used, because some modules intercept (`nn.RNNBase`) or forbid it.
     """
     owner._parameters[name] = cast(torch.nn.Parameter, value)
 
 
 def local_parameters(owner: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
-    """The module's own parameters by name, without attribute lookup (`_parameters`, all versions)."""
+    """The parameters of a module, without those of submodules, by name (`_parameters`, all versions)."""
     return owner._parameters
 
 
 def local_buffers(owner: torch.nn.Module) -> dict[str, Tensor | None]:
-    """The module's own buffers by name, persistent or not (`_buffers`, all versions)."""
+    """The buffers of a module, without those of submodules, by name, persistent or not (`_buffers`, all versions)."""
     return owner._buffers
 
 
 def reset_method(module: torch.nn.Module) -> Callable[[], object] | None:
-    """`reset_parameters`; nn.MultiheadAttention and nn.Transformer call theirs `_reset_parameters` (2.11 - 2.15)."""
+    """A module's `reset_parameters`, or `_reset_parameters` as in nn.Transformer; None without both (2.11 - 2.15)."""
     return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
 
 
 def plain_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
-    """The class's own `step`, without profiling and hooks (`profile_hook_step`, 2.11 - 2.15)."""
+    """The `step` of an optimizer's class, unwrapped from profiling and hooks (`profile_hook_step`, 2.11 - 2.15)."""
     step: Any = type(optimizer).step
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
@@ -95,7 +95,10 @@ def storage_info(name: str, offset: int, length: int) -> Any:
 
 
 def apply_keeping(base: type[nn.Module], attribute: str) -> Callable[..., Any]:
-    """Wrap a class's `_apply` (2.11 - 2.13), which swaps DTensors and their attributes, to keep one attribute."""
+    """Wrap a module class's `_apply` so that parameters keep one of their attributes.
+
+    `_apply` (2.11 - 2.13), which `module.to` calls, swaps DTensors together with their attributes.
+    """
 
     @functools.wraps(base._apply)
     def apply(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Facts from operators' schemas, and foreach kernels."""
+"""Properties of operators, mostly read from their schemas, and torch's foreach kernels."""
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false, reportUntypedBaseClass=false
 
@@ -15,12 +15,12 @@ from torch._ops import OpOverloadPacket as OpOverloadPacket
 
 
 def foreach_norms(tensors: Sequence[Tensor], norm_type: float) -> tuple[Tensor, ...]:
-    """The norm of each tensor, as torch's own clipping computes it (`_foreach_norm`, 2.11 - 2.15)."""
+    """The norm of each tensor, computed as in torch's gradient clipping (`_foreach_norm`, 2.11 - 2.15)."""
     return tuple(torch._foreach_norm(list(tensors), norm_type))
 
 
 def foreach_scale(tensors: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply all tensors in place, as torch's own clipping does (`_foreach_mul_`, 2.11 - 2.15)."""
+    """Multiply all tensors in place by a factor, as torch's gradient clipping does (`_foreach_mul_`, 2.11 - 2.15)."""
     torch._foreach_mul_(list(tensors), factor)
 
 
@@ -32,7 +32,7 @@ def arguments_by_name(node: fx.Node) -> dict[str, Any]:
 
 
 def argument_of(node: fx.Node, name: str) -> object:
-    """A named argument of an operator's call, or its default; None if there is none (`_schema`, 2.11 - 2.15)."""
+    """The argument of a node's call with a name, or its default; None if it has no such argument (2.11 - 2.15)."""
     if not isinstance(node.target, OpOverload):
         return None
     for place, argument in enumerate(node.target._schema.arguments):
@@ -42,9 +42,10 @@ def argument_of(node: fx.Node, name: str) -> object:
 
 
 def overwritten(node: fx.Node) -> list[fx.Node]:
-    """The nodes that a node's call really overwrites.
+    """The nodes whose tensors a node's call overwrites in fact.
 
-    Fused updates declare that they write to gradients, too, but do so only to divide out a scale.
+    By their schemas fused updates write to gradients, too; in fact they do so only if they have a `grad_scale` to
+    divide by.
     """
     grads = None if argument_of(node, "grad_scale") is not None else argument_of(node, "grads")
     kept = frozenset(cast("list[fx.Node]", grads or []))
@@ -83,7 +84,7 @@ def _aliases(target: OpOverload) -> bool:
 
 
 def alias_positions(target: object) -> tuple[int | None, ...]:
-    """For each result of an operator, the argument whose storage it shares, by its schema (`_schema`, 2.11 - 2.15)."""
+    """For each result of an operator, the position of the argument whose storage it shares, or None (2.11 - 2.15)."""
     if not isinstance(target, OpOverload):
         return ()
     arguments = target._schema.arguments
@@ -108,7 +109,7 @@ def is_mutable(target: OpOverload) -> bool:
 
 
 def assigns_data(target: object) -> bool:
-    """Whether target is `tensor.data = value` as Dynamo traces it (`set_` to 2.13, `shallow_copy_data_` to 2.15)."""
+    """Whether target is Dynamo's form of `tensor.data = value` (`set_` in 2.11 - 2.13, then `shallow_copy_data_`)."""
     names = ("aten.set_.source_Tensor", "aten.shallow_copy_data_")
     return target is Tensor.set_ or str(target).startswith(names)
 
@@ -135,7 +136,7 @@ def is_fused_update(target: object) -> bool:
 
 
 def over_lists(packet: OpOverloadPacket, overload: str) -> OpOverload:
-    """The variant of an operator over lists of tensors: `_foreach_mul_.Scalar` of `mul_` (2.11 - 2.15)."""
+    """The variant of an operator for lists of tensors, such as `_foreach_mul_.Scalar` for `mul_` (2.11 - 2.15)."""
     return getattr(getattr(torch.ops.aten, f"_foreach_{packet.__name__}"), overload)
 
 
@@ -163,7 +164,7 @@ def is_higher_order(target: object) -> bool:
 
 
 def flop_formula(target: object) -> Callable[..., Any] | None:
-    """torch's flop formula of an operator, a function of shapes in place of tensors and of `out_val`.
+    """torch's flop formula of an operator: a function of its arguments and `out_val`, with shapes in place of tensors.
 
     2.11 - 2.15: torch.utils.flop_counter.flop_registry, keyed by overload packet; the module does not export it.
     """

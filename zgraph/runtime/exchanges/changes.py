@@ -1,13 +1,14 @@
-"""Record of the loop's changes to weights and gradients: if ranks differ, the next exchange is refused.
+"""Record of the training loop's changes to weights and gradients: if ranks differ, the next exchange is refused.
 
 `p.grad.mul_(1 / tokens)` scales each shard by its own rank's number, `if loss.isnan(): p.grad.zero_()` clears shards
 of one rank only, and `model.load_state_dict(best)` may restore a different step's weights on each rank. Such operators
-do not communicate. So each sharded tensor carries
+do not communicate, so none of them detects the difference. So each sharded tensor carries
 
-- its origin: a hash of the parameters, operators, numbers and step that it was computed from;
-- its digest: a hash of the operators and numbers that have written to it since the last step.
+- its origin: a hash of the parameters, operators, numbers and step that the tensor was computed from;
+- its digest: a hash of the operators and numbers that have written to the tensor since the last step.
 
-The exchange that ends a step compares both for all tensors of the optimizer; every exchange compares weights' digests.
+The exchange that ends a step compares origins and digests of all tensors of the optimizer. Every exchange compares the
+digests of weights.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ class Changes:
     """The record of one model's changes between two steps.
 
     Attributes:
-        are_noted: whether changes are recorded; False while an optimizer steps, whose options are compared instead.
-        last: the last operators that read numbers and that wrote, for errors.
+        are_noted: whether changes are recorded; False during an optimizer's step, whose options are compared instead.
+        last: text for errors: the last operator that used a number, and the last operator after it.
         steps: number of steps that have ended.
-        pending: sum that each exchange compares until the step ends: digests of all writes to parameters, and more.
+        pending: sum of the numbers that each exchange compares until the step ends, such as digests of parameters.
     """
 
     are_noted: bool = True
@@ -51,15 +52,15 @@ class Changes:
     _last_numbers: str = ""
 
     def compare(self, number: int) -> None:
-        """Make the next exchanges compare this number as well, until the step ends."""
+        """Add a number to those that each exchange compares until the step ends."""
         self.pending = (self.pending + number) & _MASK
 
     def begin_anew(self, failures: int) -> None:
-        """Forget changes that other ranks may lack, after the given number of failed agreements."""
+        """Restart the record after ranks have disagreed for the given number of times."""
         self.steps, self.pending = failures << 32, 0  # differs from every earlier step's number
 
     def of_read(self, operator: int, name: object, args: Sequence[Any], results: Iterable[Any]) -> None:
-        """Record that an operator has computed sharded tensors from arguments."""
+        """Record that an operator has computed sharded tensors: set the origin of each result."""
         results, numbers = list(results), list(_numbers_in(args))
         sources = [*map(origin_of, _sharded_in(args))]
         # Ranks may accumulate differently, so a sum that autograd makes has the origin of its first summand.
@@ -71,9 +72,9 @@ class Changes:
             self._note(operator, name, numbers, results)
 
     def of_write(self, operator: int, name: object, args: Sequence[Any], written: Sequence[Any]) -> None:
-        """Record that an operator has written to tensors, some of them sharded.
+        """Record that an operator has written to tensors: set the digest of each sharded one.
 
-        Autograd's additions to a gradient count only if they involve numbers: ranks may accumulate differently.
+        In a backward a write counts only if it involves numbers: ranks may accumulate gradients differently.
         """
         targets = frozenset(map(id, written))
         numbers = list(_numbers_in(args, targets))
@@ -103,11 +104,11 @@ class Changes:
             self.last = f"{self._last_numbers}, {name}" if self._last_numbers else f"{name}"
 
     def taken(self, tensors: Iterable[tuple[Tensor | None, int]]) -> int:
-        """End a step: combine the origins and digests of all tensors that it reads into one number, and reset them.
+        """End a step: hash the origins and digests of all tensors that the step reads, and reset both.
 
         Args:
-            tensors: parameters, gradients (or None) and the optimizer's state, in the same order on all ranks; each
-                with the origin of its parameter, which does not count as a change.
+            tensors: parameters, gradients (or None) and the optimizer's state, in the same order on all ranks. Each is
+                paired with its parameter's origin; a tensor that has this origin does not count as changed.
 
         Returns:
             0 if nothing has changed and no tensor is None.
@@ -135,7 +136,7 @@ def _change_of(tensor: Any, origin: int) -> int:
 
 
 def origin_of(tensor: Any) -> int:
-    """Hash of a sharded tensor's (or view's) origin and of the writes to it since."""
+    """Hash of a sharded tensor's origin and digest; for a view, of its base's and of the number of the view."""
     whole, viewed = _whole(tensor), getattr(tensor, "viewed", None)
     return hash((getattr(whole, "origin", 0), getattr(whole, "digest", 0), 0 if viewed is None else viewed.number))
 
@@ -149,16 +150,19 @@ def _sharded_in(args: Iterable[Any]) -> Iterator[DTensor]:
 
 
 def _whole(tensor: Any) -> Any:
-    """The base of a view, or else the tensor itself."""
+    """The base of a recorded view; for any other tensor, the tensor itself."""
     viewed = getattr(tensor, "viewed", None)
     return tensor if viewed is None else viewed.whole
 
 
 def _numbers_in(args: Iterable[Any], written: Container[int] = ()) -> Iterator[float]:
-    """Numbers, those in plain CPU scalars (others need a device sync), and the digests of sharded tensors.
+    """Yield the numbers among an operator's arguments, and the digests of the sharded tensors among them.
+
+    Numbers in 0-d CPU tensors count; numbers on a device do not, because reading them needs a sync.
 
     Args:
-        written: ids of result tensors, which are skipped: a GradScaler's flag, say, is each rank's own.
+        written: ids of the tensors that the operator writes, which are skipped: a GradScaler's flag, for example, may
+            differ between ranks.
     """
     for arg in args:
         if isinstance(arg, int | float):
@@ -180,12 +184,12 @@ def hash_of(numbers: Iterable[float]) -> int:
 
 
 def note_origin(sharded: DTensor, whole: Tensor) -> None:
-    """Record a checksum of the whole tensor as the origin of its shard; it must be equal on all ranks."""
+    """Record a checksum of the whole tensor, which must be equal on all ranks, as the origin of its shard."""
     sharded.origin = checksum([whole])  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def checksum(tensors: Iterable[Tensor]) -> int:
-    """CRC-32 of shapes, dtypes and values."""
+    """CRC-32 of the shapes, dtypes and values of tensors; values of sparse tensors do not count."""
     found = 0
     for tensor in tensors:
         found = zlib.crc32(f"{list(tensor.shape)} {tensor.dtype}".encode(), found)

@@ -1,17 +1,17 @@
-"""Starting zgraph's collectives: point-to-point between pairs of ranks on gloo, the backend's own elsewhere.
+"""Functions that start zgraph's collectives: sends between pairs of ranks on gloo, the backend's collectives elsewhere.
 
-Results are bitwise equal. Advantages of point-to-point on gloo (2.11 - 2.13):
+Results are bitwise equal. Advantages of point-to-point sends on gloo (torch 2.11 - 2.13):
 
-- It uses both directions of a link. In gloo's own all_to_all and all_gather a rank sends data before it announces that
-  it is ready to receive. A late rank queues that announcement after its data, and its peer sends nothing meanwhile:
-  four ranks got 94 MB/s through links on which TCP gets 119 (`examples/benchmarks/shaped_link.py`); point-to-point
-  gets 117.
-- It needs no staging. ProcessGroupGloo gathers into a buffer of its own and copies the result out of it.
-- It keeps no tensors alive. Each of gloo's threads keeps the tensors of its last collective until its next one, up to
-  four buckets.
+- They use both directions of a link. In gloo's all_to_all and all_gather a rank sends data before it announces that it
+  is ready to receive. A late rank queues its announcement after its data, and its peer sends nothing meanwhile: four
+  ranks got 94 MB/s through links on which TCP gets 119 MB/s (`examples/benchmarks/shaped_link.py`); point-to-point
+  sends get 117 MB/s.
+- They need no staging. ProcessGroupGloo gathers into an internal buffer and copies the result out of that buffer.
+- They keep no tensors alive. Each of gloo's threads keeps the tensors of its last collective until its next
+  collective, up to four buckets.
 
-Sends between two ranks arrive in the order in which they were started, so all ranks must start the collectives of a
-group in the same order, as with the backend's own.
+Sends between two ranks arrive in the order in which they were started. So all ranks must start the collectives of a
+group in the same order, as they must for the backend's collectives.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ _TAGS = (0x7A670000, 0x7A670000 + _NUMBERS)
 
 
 class Route(NamedTuple):
-    """Facts about a group that starting a collective needs; the same in every call.
+    """What the start of a collective needs to know of a process group; the same in every call.
 
     Attributes:
         group: the process group.
-        backend: the group's backend for tensors on the device in question; "" if it has none.
+        backend: the group's backend for tensors on the collective's device; "" if the group has none for it.
         point_to_point: whether the collective runs as sends between pairs of ranks: on gloo, from host memory.
-        rank: this rank's place in the group.
-        others: the other ranks, starting with the next one; only for point-to-point.
+        rank: this rank's number in the group.
+        others: the group's other ranks, starting after this rank; empty unless point_to_point.
     """
 
     group: ProcessGroup
@@ -74,15 +74,16 @@ class Route(NamedTuple):
 def bind(
     function: Callable[..., Any], *more: Any, about: Callable[[], About | None] | None = None
 ) -> Callable[..., Any]:
-    """Bind one of this module's functions to one node of a compiled program; the first call finds its route.
+    """Bind one of this module's functions to one node of a compiled program; the first call finds the `Route`.
 
     Args:
         function: accepts tensors of one device, any other arguments, the group's name, `more`, and `route=`.
         more: arguments that are the same in every call.
-        about: returns the identity of a call's exchange, for a function that accepts `about=`; None for others.
+        about: returns the identity of each call's exchange; None if the function does not accept `about=`.
 
     Returns:
-        The function without `more` and `route`. It notices if the name comes to mean another group.
+        The function without its arguments `more`, `route` and `about`. If the group's name comes to mean another
+        group, the next call finds the route anew.
     """
     known: Route | None = None
 
@@ -108,7 +109,7 @@ def start_all_gather(
     route: Route | None = None,
     about: About | None = None,
 ) -> Tensor:
-    """[n, ...] of every rank -> [world * n, ...], usable after a wait; `number` and `about` as in `_start`."""
+    """Start an all_gather, [n, ...] of each rank -> [world * n, ...], usable after a wait; arguments as in `_start`."""
     route = route or Route.of(resolve_group(group_name), shard.device)
     if route.backend != "gloo":
         return all_gather_op()(shard.contiguous(), world, group_name)
@@ -120,7 +121,7 @@ def start_all_gather(
 
 
 def all_gather(shard: Tensor, world: int, group_name: str, *, about: About | None = None) -> Tensor:
-    """`start_all_gather` and its wait, which is cheaper when torch need not keep the work in between."""
+    """Start an all_gather and wait for it: cheaper than two calls, because torch need not register the work."""
     route = Route.of(resolve_group(group_name), shard.device)
     if not route.point_to_point:
         return wait(start_all_gather(shard, world, group_name, route=route))
@@ -130,12 +131,13 @@ def all_gather(shard: Tensor, world: int, group_name: str, *, about: About | Non
 
 
 def start_hierarchical_gather(shard: Tensor, world: int, group_name: str, number: int, ranks_per_host: int) -> Tensor:
-    """All-gather for a group with several ranks on each of several hosts: each part crosses to another host once.
+    """Start an all_gather over several hosts with several ranks each, in which a part is sent to each host only once.
 
-    Four ranks on two hosts; 0 and 2 are first on their hosts, 1 and 3 second:
+    Example: ranks 0 and 1 are first and second on one host, ranks 2 and 3 on another:
 
-        start    each sends its part to its own host and to its place on other hosts    0 -> 1, 2    1 -> 0, 3    ...
-        wait     each passes parts from other hosts on to the ranks of its own          0 -> 1: 2's  1 -> 0: 3's  ...
+        start    a rank sends its part to all ranks of its host, and to the rank at     0 -> 1, 2    1 -> 0, 3    ...
+                 its position on each other host
+        wait     a rank passes parts from other hosts on to the ranks of its host       0 -> 1: 2's  1 -> 0: 3's  ...
     """
     group = resolve_group(group_name)
     hosts = hosts_of(group, ranks_per_host)
@@ -158,10 +160,10 @@ def start_hierarchical_gather(shard: Tensor, world: int, group_name: str, number
 
 
 class _PassOn(dist.Work):
-    """Second half of a gather by host, which runs when its result is waited for.
+    """Second half of a gather by host: its `wait` passes the parts from other hosts on.
 
-    It ends when the other ranks of the host wait for it too, so all ranks must wait for all collectives in the same
-    order: see `zgraph.graph.collective_dispatch.order_of_waits`.
+    The wait ends only when the other ranks of the host wait for the same gather. So all ranks must wait for all
+    collectives in the same order: see `zgraph.graph.collective_dispatch.order_of_waits`.
     """
 
     def __init__(
@@ -199,7 +201,8 @@ def start_grouped_gather(
 ) -> list[Tensor]:
     """Start several all_gathers, as one launch on NCCL and one by one elsewhere; `finish_group` waits for them.
 
-    gloo's own op (2.11 - 2.13) runs as ALLGATHER_COALESCED, which is unsafe with several in flight (`all_gather_into`).
+    Torch's grouped gather is not used on gloo: it runs as ALLGATHER_COALESCED (torch 2.11 - 2.13), and several of these
+    at a time are unsafe, see `all_gather_into`.
 
     Args:
         shards: at least one shard; [n, ...] each.
@@ -222,7 +225,10 @@ def start_grouped_gather(
 
 
 def finish_group(started: Sequence[Tensor], group_name: str, *, route: Route | None = None) -> list[Tensor]:
-    """Wait for the gathers of `start_grouped_gather`; where possible the first result carries all of the work."""
+    """Wait for the gathers of `start_grouped_gather`, and return their results.
+
+    Point-to-point and grouped launches register all work on the first result, so one wait is enough there.
+    """
     route = route or Route.of(resolve_group(group_name), started[0].device)
     for one in started[: 1 if route.point_to_point or kind_of_backend(route.backend).groups_launches else None]:
         wait(one)
@@ -239,7 +245,13 @@ def start_all_to_all(
     route: Route | None = None,
     about: About | None = None,
 ) -> Tensor:
-    """Rows for each rank -> [sum of output_splits, ...], usable after a wait; `number`, `about` as in `_start`."""
+    """Start an all_to_all of rows; return [sum of output_splits, ...], usable after a wait.
+
+    Args:
+        pieces: rows for all ranks, one rank after the other; rank r is sent `input_splits[r]` of them.
+        output_splits: rows received from each rank.
+        number, about: as in `_start`.
+    """
     route = route or Route.of(resolve_group(group_name), pieces.device)
     if not route.point_to_point:
         return all_to_all_op()(pieces, list(output_splits), list(input_splits), group_name)
@@ -250,7 +262,7 @@ def start_all_to_all(
 
 
 def all_to_all(pieces: Tensor, splits: Sequence[int], group_name: str, *, about: About | None = None) -> Tensor:
-    """`start_all_to_all` and its wait, with equal splits for input and output; cheaper, as in `all_gather`."""
+    """Start an all_to_all with equal splits for input and output, and wait for it; cheaper, as `all_gather` is."""
     route = Route.of(resolve_group(group_name), pieces.device)
     if not route.point_to_point:
         return wait(start_all_to_all(pieces, splits, splits, group_name, route=route))
@@ -269,12 +281,12 @@ def start_all_reduce(
     route: Route | None = None,
     about: About | None = None,
 ) -> Tensor:
-    """[n, ...] of every rank -> [n, ...], reduced in the backend's order, usable after a wait.
+    """Start an all_reduce, [n, ...] of every rank -> [n, ...], in the backend's order of sums, usable after a wait.
 
     Args:
         in_place: whether the result overwrites the input.
-        number, about: as in `_start`. On gloo messages of one byte precede the collective to carry its identity; if
-            they do not match, the wait raises.
+        number, about: as in `_start`. On gloo, messages of one byte precede the collective and carry its identity; if
+            the identities of two ranks differ, the wait raises an AgreementError.
     """
     route = route or Route.of(resolve_group(group_name), sent.device)
     if not route.point_to_point or reduction != "sum":
@@ -293,7 +305,7 @@ def start_reduce_scatter(
     route: Route | None = None,
     about: About | None = None,
 ) -> Tensor:
-    """[world * n, ...] of every rank -> [n, ...], reduced in the backend's order; otherwise as `start_all_reduce`."""
+    """Start a reduce_scatter, [world * n, ...] of every rank -> [n, ...]; all else is as in `start_all_reduce`."""
     route = route or Route.of(resolve_group(group_name), pieces.device)
     if not route.point_to_point or reduction != "sum":
         return reduce_scatter_op()(pieces, reduction, world, group_name)
@@ -302,9 +314,9 @@ def start_reduce_scatter(
 
 
 def end_together(group_name: str, about: About) -> None:
-    """Wait until all ranks of a group have reached the same exchange, after the same number of earlier ones.
+    """Wait until all ranks of a group have started the same exchange, after the same number of earlier exchanges.
 
-    Does nothing unless the group is point-to-point: elsewhere exchanges carry no identity.
+    Does nothing unless the group uses point-to-point sends: other exchanges carry no identity.
     """
     route = Route.of(resolve_group(group_name), torch.device("cpu"))
     if route.point_to_point:
@@ -318,7 +330,7 @@ def uses_point_to_point(group: ProcessGroup, device: torch.device) -> bool:
 
 
 def hosts_of(group: ProcessGroup, ranks_per_host: int) -> list[list[int]]:
-    """Ranks of a group, host by host."""
+    """The group's ranks on each host, as one list per host."""
     found: dict[int, list[int]] = {}
     for rank, member in enumerate(dist.get_process_group_ranks(group)):
         found.setdefault(member // ranks_per_host, []).append(rank)
@@ -326,10 +338,10 @@ def hosts_of(group: ProcessGroup, ranks_per_host: int) -> list[list[int]]:
 
 
 def is_hierarchical(group: ProcessGroup, ranks_per_host: int) -> bool:
-    """Whether a gather over this group should be started by `start_hierarchical_gather`.
+    """Whether a gather over this group should be started by `start_hierarchical_gather`: several ranks on each host.
 
-    Sent from each rank to every other, a part would cross to another host once for every rank there. If hosts have
-    unequal numbers of ranks, each rank is treated as a host of its own.
+    A plain gather sends each part to another host once for every rank there. False if hosts have unequal numbers of
+    ranks.
     """
     hosts = hosts_of(group, ranks_per_host)
     return len(hosts) > 1 and len(hosts[0]) > 1 and len({len(members) for members in hosts}) == 1
@@ -343,14 +355,15 @@ def _start(
     number: int,
     about: About | None,
 ) -> None:
-    """Exchange parts with every rank; waiting for `result` waits for all receives and sends.
+    """Start sends and receives of parts between this rank and every other; a wait for `result` waits for all of them.
 
     Args:
         to_fill, to_send: parts to receive and to send, one for each rank.
-        route: the group, and this rank's place in it.
-        result: tensor for which the work is registered; None: wait here.
-        number: number of the collective, the same on all ranks. With several interfaces, gloo chooses one by the tag.
-        about: identity of the exchange, so that it never meets another one; None: exchanges are matched by order.
+        route: the process group, and this rank's number in the group.
+        result: tensor on which the work is registered; None: wait here.
+        number: number of the collective, the same on all ranks; becomes part of the tag, by which gloo chooses among
+            several network interfaces.
+        about: identity of the exchange, so that no other exchange is mistaken for it; None: the order decides.
     """
     sends, receives = [part.nbytes for part in to_send], [part.nbytes for part in to_fill]
     works = _messages(to_fill, to_send, route, number, about)
@@ -377,7 +390,7 @@ def _messages(
 def _identified(
     result: Tensor, start: Callable[[], dist.Work | None], route: Route, number: int, about: About | None
 ) -> Tensor:
-    """Start one of the backend's collectives, preceded by messages of one byte that carry its identity."""
+    """Start a collective of the backend, preceded by messages of one byte that carry its identity; return `result`."""
     parts = [torch.zeros(1, dtype=torch.uint8)] * route.group.size()
     works = [] if about is None else _messages(parts, parts, route, number, about)
     work = start()
@@ -396,7 +409,7 @@ def _register(
     sends: Sequence[int],
     receives: Sequence[int],
 ) -> None:
-    """Make `wait(result)` wait for all these works; without a result, wait here."""
+    """Register works on `result`, so that `wait(result)` waits for all of them; if `result` is None, wait here."""
     if about is not None and works:
         works = [Exchange(works, about, number, route.group, sends, receives)]
     for work in works:

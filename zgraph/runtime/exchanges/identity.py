@@ -1,14 +1,14 @@
-"""Identity of exchanges: the parameters a collective is for, so that it is never matched with another one.
+"""Identity of exchanges: a tag, computed from a collective's parameters, that keeps other collectives from matching it.
 
 Gathers of two parameters of the same shape look alike on the wire. If ranks make different calls (layers dropped at
-random, experts without tokens, an evaluation on one rank), two wrong ones would meet and mix their data. So each
-exchange between pairs of ranks has a tag of its own, computed from
+random, experts without tokens, an evaluation on one rank), two unrelated gathers meet and mix their data. So each
+exchange between pairs of ranks has a unique tag, computed from
 
 - the model's number from `zgraph.shard`, and the number of its exchanges so far;
 - the names of the parameters, and the bytes of the message;
 - the loop's writes to weights (`zgraph.runtime.exchanges.changes`).
 
-Exchanges with different tags never meet: they wait, and `zgraph.runtime.exchanges.watch` finds out.
+Exchanges with different tags never meet: both wait, until `zgraph.runtime.exchanges.watch` finds the mismatch.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class Exchanges:
     """Count of the exchanges of one model, that is, of all parameters sharded by one call of `zgraph.shard`.
 
     Attributes:
-        group_name: name of its process group.
-        store: the rendezvous store, which has numbered the model.
-        model: number of the call among those on that group; equal on all ranks, which shard in the same order.
-        failures: number of times ranks have found their exchanges to differ; the ranks involved then restart the count.
+        group_name: name of the model's process group.
+        store: torch.distributed's rendezvous store, which gave the model its number.
+        model: number of the model among those on the group; equal on all ranks, which shard models in the same order.
+        failures: how often ranks have found that their exchanges differ; the ranks involved then restart the count.
         count: exchanges since the last restart.
         changes: record of the loop's changes to weights and gradients since the last step.
     """
@@ -56,7 +56,7 @@ class Exchanges:
 
     @classmethod
     def of(cls, group_name: str) -> Exchanges | None:
-        """Start the count of a new model, which the store numbers; None in a fake world, where nothing is sent."""
+        """Start the count of a new model, numbered by the store; return None in a fake world, where nothing is sent."""
         if is_fake_world():
             return None
         store = default_store()
@@ -66,21 +66,21 @@ class Exchanges:
         return cast("Exchanges | None", memo.setdefault(id(self), Exchanges.of(self.group_name)))  # a model of its own
 
     def next(self, number: int = 0) -> int:
-        """Key of the next exchange: a hash of integers, so that it is the same in each process.
+        """Count one exchange, and return its key: a hash of integers, which is the same in each process.
 
         Args:
-            number: hash of the parameter's name or of options; 0 for neither.
+            number: hash of the parameter's name or of options; 0 if there is neither.
         """
         self.count += 1
         return hash((self.model, self.failures, self.count, number, self.changes.pending))
 
     def end_of_step(self, options: Options, number: int = 0, changes: int = 0, text: str = "") -> About:
-        """The exchange that ends a step: every rank must have had the same number of exchanges in it.
+        """Identity of the exchange that ends a step; it matches only after equally many exchanges on every rank.
 
         Args:
             options: (name, value) of the optimizer's numeric options, the same on all ranks.
             number: hash of the optimizer's other inputs.
-            changes: hash of the loop's changes to weights and gradients; 0: none.
+            changes: hash of the loop's changes to weights and gradients; 0 if there are none.
             text: description of the changes, for the error.
         """
         key = self.next(hash((_number_of(options), number, changes)))
@@ -88,13 +88,13 @@ class Exchanges:
         return found
 
     def meeting(self, call: str, options: Options = (), number: int = 0, detail: str = "") -> About:
-        """The exchange with which all ranks begin a call that is not for certain parameters; see `Model.meet`."""
+        """Identity of the exchange with which all ranks begin a call that is not about parameters; see `Model.meet`."""
         key = self.next(hash((zlib.crc32(call.encode()), _number_of(options), number)))
         return About(key, call + detail, (), self, options)
 
     @property
     def began(self) -> list[Any]:
-        """Group and number of the model, and the number of restarts of its count."""
+        """The arguments that a peer passes to `began_anew`: group, model number, and restarts of this count."""
         return [self.group_name, self.model, self.failures]
 
     def began_anew(self, group_name: str, model: int, failures: int) -> bool:
@@ -111,10 +111,10 @@ class About(NamedTuple):
     """Identity of an exchange.
 
     Attributes:
-        key: hash that is equal on all participating ranks, and different from every other exchange's.
+        key: hash that is equal on all participating ranks, and differs from that of any other exchange.
         kind: description of the operation, for errors.
-        handles: handles of the parameters it is for.
-        exchanges: count of the model, which includes this exchange.
+        handles: handles of the parameters whose data is exchanged.
+        exchanges: exchange count of the model, which includes this exchange.
         options: (name, value) of options that ranks must agree on.
     """
 
@@ -143,13 +143,13 @@ class Identity:
 
 
 def identify(handle: Tensor, exchanges: Exchanges | None) -> None:
-    """Give a handle its identity; do nothing if exchanges are not counted (None)."""
+    """Attach a parameter's identity to its handle; do nothing if exchanges are not counted (None)."""
     if exchanges is not None:
         setattr(handle, _IDENTITY, Identity(exchanges, zlib.crc32(name_of(handle).encode())))
 
 
 def about(kind: str, handle: Tensor) -> About | None:
-    """The next exchange for one parameter; None if exchanges are not counted."""
+    """Count one exchange for one parameter, and return its identity; None if exchanges are not counted."""
     found: Identity | None = getattr(handle, _IDENTITY, None)
     if found is None:
         return None
@@ -157,15 +157,15 @@ def about(kind: str, handle: Tensor) -> About | None:
 
 
 def exchanges_of(handles: Sequence[Tensor]) -> Exchanges | None:
-    """The exchange count of the model to which the first handle belongs; None if there is none."""
+    """The exchange count of the model to which the first handle belongs; None if exchanges are not counted."""
     found: Identity | None = getattr(handles[0], _IDENTITY, None) if handles else None
     return None if found is None else found.exchanges
 
 
 class CalledFor:
-    """The parameters of the current call of a compiled graph: equal blocks share it, and only handles tell them apart.
+    """The parameters for which a compiled program is being called: equal blocks of a model share one program.
 
-    Each program has one. It sets the handles at the beginning of a call and drops them at the end, because Dynamo keeps
+    The program sets the parameters' handles when a call begins, and drops them when the call ends. Dynamo keeps
     programs longer than models live, and a handle keeps its model alive.
     """
 
@@ -177,7 +177,7 @@ class CalledFor:
         self._options: Options = ()
 
     def begin(self, handles: Mapping[str, Tensor], options: Options = ()) -> None:
-        """Begin a call with these handles, by the names of their placeholders, and options of optimizers."""
+        """Begin a call with these handles, by the names of their placeholders, and with options of optimizers."""
         pairs = ((name, getattr(handle, _IDENTITY, None)) for name, handle in handles.items())
         found: dict[str, Identity] = {name: one for name, one in pairs if one is not None}
         self._handles, self._numbers = handles, {name: one.number for name, one in found.items()}
@@ -186,11 +186,11 @@ class CalledFor:
             self._key, self._options = self._exchanges.next(_number_of(options)), options
 
     def end(self) -> None:
-        """End the call; exchanges that it has started keep their own identity."""
+        """End the call; exchanges that the call has started keep their identity."""
         self._handles, self._numbers, self._exchanges = {}, {}, None
 
     def about(self, kind: str, names: Sequence[str]) -> About | None:
-        """An exchange of this call, for the parameters of these placeholders; None if exchanges are not counted."""
+        """Identity of an exchange of this call for the parameters of these placeholders; None if none are counted."""
         if self._exchanges is None:
             return None
         known = [name for name in names if name in self._numbers]
@@ -200,21 +200,21 @@ class CalledFor:
 
 @cache
 def _number_of_kind(kind: str) -> int:
-    """Checksum that tells a gather from a reduction: those of one parameter may have equal bytes, places and ranks."""
+    """Checksum of the kind of a collective, which tells a gather from a reduction of the same parameter and size."""
     return zlib.crc32(kind.encode())
 
 
 def _number_of(options: Options) -> int:
-    """Hash of the values that is the same in each process; the hash of a name is not."""
+    """Hash of the options' values, which is the same in each process; hashes of names, which are strings, are not."""
     return hash(tuple(value if value == value else 0.5 for _, value in options))  # NaN's hash depends on the object
 
 
 def tag_of(key: int, place: int, nbytes: int) -> int:
-    """Tag of a message of an exchange.
+    """Tag of one message of an exchange.
 
     Args:
-        key: key of the exchange, or of the call of its graph.
-        place: number of the exchange in its graph. With several interfaces, gloo chooses one by the tag.
-        nbytes: size of the message. Messages of different sizes must not meet either: gloo would end the process.
+        key: key of the exchange, see `About.key`.
+        place: number of the exchange in its graph; the tag keeps it, because gloo chooses a network interface by tag.
+        nbytes: size of the message; if messages of different sizes met, gloo would end the process.
     """
     return _FIRST_TAG | (hash((key, place, nbytes)) % (1 << _BITS)) * _PLACES | place % _PLACES

@@ -27,9 +27,9 @@ class Model:
     """The parameters sharded by one call of `zgraph.shard`.
 
     Attributes:
-        exchanges: count of their exchanges.
-        group_names: names of the groups of the mesh's axes.
-        states: their states.
+        exchanges: count of the model's exchanges.
+        group_names: names of the process groups of the mesh's axes.
+        states: state of each parameter.
         divisor: divisor of the sum of all ranks' gradients.
     """
 
@@ -55,14 +55,14 @@ class Model:
 
         Args:
             options: (name, value) of the optimizer's numeric options.
-            stepping: parameters by their ids.
-            state: tensors of the optimizer's state, which the loop may have changed, too, with the origins of their
-                parameters.
+            stepping: parameters that the optimizer steps, by their ids.
+            state: tensors of the optimizer's state, which the loop may have changed, too, each with the origin of its
+                parameter.
             number: hash of the step's other inputs.
-            detail: description of them for the error; not compared.
+            detail: description of these other inputs for the error; not compared.
 
         Raises:
-            AgreementError: a rank's differ.
+            AgreementError: exchanges, options or changes differ between ranks.
         """
         found = [(state.name, state.parameter) for state in self.states if state.is_among(stepping)]
         grads = gradients_of([parameter for _, parameter in found])
@@ -86,15 +86,15 @@ class Model:
             detail: description of the arguments for the error; not compared.
 
         Raises:
-            AgreementError: a rank does something else.
+            AgreementError: a rank makes another call.
         """
         self._wait(self.exchanges.meeting(call, options, number, detail))
 
     def reduced(self, loss: Tensor) -> Tensor:
-        """Reduce a number of each rank's batch as gradients are: sum it over the ranks and divide it.
+        """Sum each rank's loss over the ranks and divide the sum by `divisor`, as for gradients.
 
         Raises:
-            AgreementError: a rank does something else.
+            AgreementError: a rank makes another call.
         """
         self.meet("averaging what a closure returns")
         found = loss.detach().clone()
@@ -108,7 +108,7 @@ class Model:
 
 
 def _put_sharded_gradient(parameter: Tensor, grad: Tensor) -> DTensor:
-    """Replace a plain gradient that the loop has assigned by this rank's part of it; all ranks must have the same."""
+    """Replace a plain gradient, assigned by the loop and equal on all ranks, by this rank's shard; return the shard."""
     sharded = cast(DTensor, parameter)
     whole = grad.detach().to(sharded.device_mesh.device_type)
     placed = distribute_tensor(whole, sharded.device_mesh, sharded.placements, src_data_rank=None)
@@ -119,14 +119,14 @@ def _put_sharded_gradient(parameter: Tensor, grad: Tensor) -> DTensor:
 
 
 class Guarded(Protocol):
-    """A scope whose parameters optimizers step on."""
+    """A scope, such as one sharded model, whose parameters optimizers step."""
 
     accumulation: Accumulation
     models: list[Model]
 
 
 def guard_steps(scope: Guarded) -> None:
-    """Refuse optimizer steps on gradients not yet reduced; let ranks step together, after equally many exchanges."""
+    """Register optimizer hooks for a scope: ranks step together, and a step on unreduced gradients raises an error."""
     watched = weakref.ref(scope)
 
     def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
@@ -165,8 +165,8 @@ def _compared(
 ) -> Callable[[], object]:
     """Wrap a closure for `optimizer.step` so that ranks compare the gradients that it computes.
 
-    LBFGS and optimizers that are not torch's may choose their step by the loss, so they receive the loss reduced over
-    all ranks. The other optimizers return the loss without reading it.
+    LBFGS and optimizers from outside torch may choose their step by the loss, so for them the wrapped closure returns
+    the loss reduced over all ranks. Torch's other optimizers return the loss without reading it.
     """
     reads = isinstance(optimizer, torch.optim.LBFGS) or not type(optimizer).__module__.startswith("torch.optim")
     reads = reads and not hasattr(closure, "is_compared")  # compared already by an optimizer that wraps this one
@@ -191,7 +191,7 @@ def _compared(
 
 
 def members_of(optimizer: torch.optim.Optimizer) -> tuple[int, str]:
-    """A hash, and a text for errors, of the parameters in an optimizer's groups and the progress of their state."""
+    """A hash, and a text for errors, of an optimizer's parameters by group, its size of state, and its step count."""
     members = [tuple(map(origin_of_parameter, group["params"])) for group in optimizer.param_groups]
     states = [one for one in optimizer.state.values() if isinstance(one, Mapping)]
     step = _number(states[0].get("step", 0)) if states else 0
@@ -205,7 +205,7 @@ def origin_of_parameter(parameter: Tensor) -> int:
 
 
 def state_of(optimizer: torch.optim.Optimizer) -> list[tuple[Tensor, int]]:
-    """The sharded tensors of an optimizer's state, with the origins of their parameters."""
+    """The sharded tensors of an optimizer's state, each with the origin of its parameter."""
     entries = [(key, one) for key, one in optimizer.state.items() if isinstance(one, Mapping)]
     return [
         (value, origin_of_parameter(key))
@@ -216,10 +216,12 @@ def state_of(optimizer: torch.optim.Optimizer) -> list[tuple[Tensor, int]]:
 
 
 def numbers_of(optimizers: Iterable[torch.optim.Optimizer], *, of_tensors: bool = False) -> Options:
-    """The numeric options of optimizers, group by group. Tensors count only on the CPU: reading others would block.
+    """(name, value) of the optimizers' numeric options, group by group.
+
+    Numbers in tensors count only on the CPU: reading a tensor of a device blocks the host.
 
     Args:
-        of_tensors: return only numbers in tensors.
+        of_tensors: whether to return only options that are tensors.
     """
     optimizers = tuple(optimizers)
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
@@ -241,10 +243,10 @@ def _entries(value: Any) -> tuple[Any, ...]:
 
 
 def check_all_sharded(stepping: Iterable[Tensor]) -> None:
-    """Refuse an optimizer that mixes parameters whose gradients zgraph reduces with others.
+    """Check that an optimizer does not mix sharded parameters, whose gradients zgraph reduces, with plain ones.
 
     Raises:
-        ZgraphError: among the trained parameters are shards and a plain tensor.
+        ZgraphError: the trained parameters include both sharded ones and a plain tensor.
     """
     trained = [one for one in stepping if one.requires_grad]
     plain = [one for one in trained if not isinstance(one, DTensor)]

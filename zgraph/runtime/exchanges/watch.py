@@ -1,14 +1,14 @@
 """A watch over exchanges that do not end because a peer has started different ones.
 
-A rank that has waited for an exchange for some time publishes that exchange to the rendezvous store, and reads which
-ones its peers wait for. Two ranks that wait for different exchanges, neither of which the other has started, would wait
-forever. Each is told so by the other and sent dummy messages, so that its wait ends. The received data is not used: the
-wait raises an AgreementError that names both exchanges.
+A rank that has waited for an exchange for some time publishes that exchange to the rendezvous store, and reads there
+which exchanges its peers wait for. If two ranks wait for different exchanges, and neither has started the exchange of
+the other, both wait forever. Then each rank stores an error text for the other and sends it dummy messages, so that its
+wait ends. The received data is not used: the wait raises an AgreementError that names both exchanges.
 
     rank 0   starts A ......... waits for A: publishes "A"     has not started B; rank 1 has not started A
     rank 1   starts B ......... waits for B: publishes "B"     has not started A; rank 0 has not started B
 
-A slow peer is not such a case: it has started the exchange in question, or waits for nothing.
+A slow peer is left alone: it has started the exchange that this rank waits for, or it waits for nothing.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ ADVICE = (
 
 
 class Exchange(dist.Work):
-    """The messages of one exchange as one work, whose wait is watched.
+    """All messages of one exchange as one `dist.Work`, whose wait is watched.
 
     Args:
         works: works of the messages.
         about: identity of the exchange.
-        place: its number in its graph.
-        group: group of the participating ranks.
+        place: number of the exchange in its graph.
+        group: process group of the participating ranks.
         sends, receives: bytes sent to, and received from, each rank of the group.
     """
 
@@ -93,17 +93,17 @@ class Exchange(dist.Work):
 
 
 class Watch:
-    """Watches the exchange that this rank waits for; one for each rendezvous store.
+    """A thread that watches the exchange that this rank waits for; one for each rendezvous store.
 
-    An exchange that ends in time costs only the assignments in `Exchange`: a thread checks now and then whether this
-    rank still waits for the same one.
+    An exchange that ends in time costs only the assignments in `Exchange`: the thread checks now and then whether this
+    rank still waits for the exchange of the last check.
 
     Attributes:
         waits: the exchange that this rank waits for.
-        published: its description in the store, as JSON, set as soon as a peer may read it; "" if there is none.
-        announced: error and model of a failed call, until this rank starts another exchange: peers that have not failed
-            may wait for exchanges of the model that this rank will not start.
-        started: key, place, and bytes to and from each rank, of the last exchanges that this rank has started.
+        published: description of the exchange in `waits`, as JSON, while peers may read it in the store; else "".
+        announced: error text and exchange count of the model of a failed call; None once this rank starts another
+            exchange. Peers that have not failed may wait for exchanges that this rank will never start.
+        started: (key, place, bytes to each rank, bytes from each rank) of the last exchanges that this rank started.
     """
 
     def __init__(self, store: Store, rank: int) -> None:
@@ -120,7 +120,7 @@ class Watch:
         threading.Thread(target=_look_again, args=(weakref.ref(self),), daemon=True).start()
 
     def end(self, exchange: Exchange) -> str:
-        """End a wait that peers may know of; return why the received data must not be used, or ""."""
+        """End a published wait; return the error text if a peer has ended the wait with dummy messages, else ""."""
         with self._lock:
             self.waits = None
             self._store.set(f"waits/{self.rank}", "")
@@ -136,7 +136,7 @@ class Watch:
         return text
 
     def stuck(self, rank: int) -> dict[str, Any] | None:
-        """The exchange that a peer waits for, if this rank is part of it but has not started it; else None."""
+        """Published description of a peer's exchange that this rank belongs to and has not started; else None."""
         text = self._read(f"waits/{rank}")
         found: dict[str, Any] = json.loads(text) if text else {}
         if self.rank not in found.get("ranks", ()):
@@ -148,7 +148,10 @@ class Watch:
         return found
 
     def tell(self, rank: int, found: dict[str, Any], text: str) -> None:
-        """End the wait of a stuck peer, which then raises the text as an AgreementError."""
+        """End the wait of a stuck peer by dummy messages; the peer then raises an AgreementError with this text.
+
+        `found` is the description of the peer's exchange, from `stuck`.
+        """
         place = f"told/{rank}/{found['key']}"
         if self._read(f"{place}/by/{self.rank}"):
             return
@@ -167,7 +170,7 @@ class Watch:
                 self._sent.append((empty, group.recv([empty], peer, tag_of(key, place, sends))))
 
     def look(self) -> None:
-        """Compare the exchange that this rank waits for with those of its peers."""
+        """Check once: publish a wait that takes long, and end the waits of peers that can never end otherwise."""
         exchange = self.waits
         key = None if exchange is None else exchange.key
         if key != self._seen:
@@ -209,7 +212,7 @@ class Watch:
 
 
 def _text(exchange: Exchange, ranks: Sequence[int], missing: Mapping[int, list[int]]) -> str:
-    """The published description of a wait; `missing`: by peer, an exchange it waits for that this rank lacks."""
+    """Description of a wait to publish, as JSON; `missing` has each stuck peer's exchange that this rank lacks."""
     messages = zip(ranks, exchange.sends, exchange.receives, strict=True)
     return json.dumps(
         {
@@ -226,7 +229,7 @@ def _text(exchange: Exchange, ranks: Sequence[int], missing: Mapping[int, list[i
 
 @contextlib.contextmanager
 def announcing(handles: Sequence[Tensor]) -> Generator[None]:
-    """Announce a ZgraphError to peers, so that none waits for exchanges that this rank will no longer start."""
+    """Announce a ZgraphError raised inside the `with` block, so that no peer waits for exchanges of the failed call."""
     try:
         yield
     except ZgraphError as error:
@@ -256,5 +259,5 @@ def _look_again(watched: weakref.ref[Watch]) -> None:
 
 @functools.lru_cache(maxsize=1)
 def watch_of(store: Store) -> Watch:
-    """The watch for this store; the watch of an earlier store ends."""
+    """The watch for a rendezvous store, made on first use; the watch of an earlier store ends."""
     return Watch(store, dist.get_rank())

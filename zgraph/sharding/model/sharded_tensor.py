@@ -32,8 +32,8 @@ from zgraph.errors import AgreementError, ZgraphError
 from zgraph.runtime.exchanges.changes import checksum, origin_of
 from zgraph.runtime.exchanges.steps import Model
 from zgraph.torch_compat.dtensor import allow_lists_of, dtensor_like, local_of, put_local, put_whole
-from zgraph.torch_compat.fake_values import is_fake
-from zgraph.torch_compat.memory import DispatchMode, traced_storage_key
+from zgraph.torch_compat.fake_values import fake_storage_key, is_fake
+from zgraph.torch_compat.memory import DispatchMode
 from zgraph.torch_compat.modules import tree_flatten, tree_unflatten
 from zgraph.torch_compat.operators import (
     OpOverload,
@@ -377,7 +377,7 @@ def _note_view(
 def _is_copy(view: Sharded) -> bool:
     """Return whether a view is a gathered copy, with storage of its own."""
     return view.viewed is not None and (
-        traced_storage_key(local_of(view)) != traced_storage_key(local_of(view.viewed.whole))
+        fake_storage_key(local_of(view)) != fake_storage_key(local_of(view.viewed.whole))
     )
 
 

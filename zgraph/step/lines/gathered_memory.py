@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from zgraph.step.lines.refusals import refusal
 from zgraph.torch_compat.dtensor import local_of
-from zgraph.torch_compat.memory import traced_storage_key
+from zgraph.torch_compat.fake_values import fake_storage_key
 from zgraph.torch_compat.operators import OpOverload
 
 
@@ -28,7 +28,7 @@ class GatheredMemory:
     def follow(self, func: OpOverload, args: Sequence[object], result: object) -> None:
         """Record the result of an operator that has run, if it is a gathered parameter."""
         if func is torch.ops.zgraph.unshard.default and isinstance(result, Tensor):
-            self._gathered[traced_storage_key(result)] = result, self.names.get(id(args[1]), "a parameter")
+            self._gathered[fake_storage_key(result)] = result, self.names.get(id(args[1]), "a parameter")
 
     def check(self, func: OpOverload, written: Sequence[Tensor]) -> None:
         """Refuse a write to gathered memory: neither another forward nor the parameter would see the written values.
@@ -37,7 +37,7 @@ class GatheredMemory:
             ZgraphError: gathered memory is written to; the message names the line and the parameter.
         """
         for one in written if self._gathered else ():
-            found = self._gathered.get(traced_storage_key(local_of(one) if isinstance(one, DTensor) else one))
+            found = self._gathered.get(fake_storage_key(local_of(one) if isinstance(one, DTensor) else one))
             if found is not None:
                 raise refusal(
                     f"writes to the parameter {found[1]} inside a forward ({func}), where it reads as a copy",

@@ -14,8 +14,7 @@ from zgraph.step.lines.refusals import refusal
 from zgraph.step.lines.watch import Watch
 from zgraph.torch_compat.aot import newest_node, node_of_number, nodes_after
 from zgraph.torch_compat.dtensor import local_of
-from zgraph.torch_compat.fake_values import number_hint
-from zgraph.torch_compat.memory import traced_storage_key
+from zgraph.torch_compat.fake_values import fake_storage_key, number_hint
 from zgraph.torch_compat.operators import is_fused_update
 
 
@@ -95,7 +94,7 @@ class Redirect(TorchFunctionMode):
 
 
 def _memory_of(tensor: Tensor) -> int:
-    return traced_storage_key(local_of(tensor) if isinstance(tensor, DTensor) else tensor)
+    return fake_storage_key(local_of(tensor) if isinstance(tensor, DTensor) else tensor)
 
 
 def _layout_of(tensor: Tensor) -> tuple[Any, ...]:

@@ -1,8 +1,8 @@
 """Choice between direct transfers of a file, which bypass the page cache, and buffered ones.
 
 Linux keeps direct transfers and mappings of one file coherent: dirty pages are written before a direct read, and pages
-are dropped around a direct write. That holds for transfers and accesses that do not overlap in time, which is the rule
-for tensors. A network or FUSE filesystem may behave differently, so each folder is tested once.
+are dropped around a direct write. This holds if a transfer and a mapped access do not overlap in time, as the rule in
+`folder.py` demands. A network or FUSE filesystem may behave differently, so each folder is tested once.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _ALIGNMENTS = (64, 512, BLOCK)
 
 @dataclass(frozen=True)
 class Access:
-    """Descriptors of a file.
+    """File descriptors through which one file is read and written.
 
     Attributes:
         buffered: descriptor for transfers of any range from or to any memory.
-        direct: descriptor for transfers of whole blocks from or to aligned memory; None if the filesystem has none.
+        direct: descriptor for transfers of whole blocks from or to aligned memory; None if direct transfers fail here.
         alignment: alignment in bytes that direct transfers require of memory.
         buffers: memory for large reads.
     """
@@ -41,9 +41,10 @@ class Access:
     buffers: Buffers = field(default_factory=Buffers)
 
     def buffer(self, nbytes: int) -> Tensor:
-        """Make a [nbytes] uint8 tensor in memory, aligned for direct transfers and with room up to the next block.
+        """Make a [nbytes] uint8 tensor in memory for a read, aligned for direct transfers if there are any.
 
-        Large buffers consist of huge pages if the system has them, and reuse the memory of earlier ones.
+        Its storage then has room up to the next block. Large buffers consist of huge pages if the system has them, and
+        reuse the memory of earlier buffers.
         """
         if self.direct is None:
             return torch.empty(nbytes, dtype=torch.uint8)
@@ -55,7 +56,7 @@ class Access:
 
 
 def open_access(space: Space) -> Access:
-    """Test direct transfers on two blocks of the file, and use them if they work and agree with a mapping."""
+    """Return a file's access, with direct transfers if a test on two blocks shows that they agree with a mapping."""
     direct = reopen_direct(space.fd)
     if direct is None:
         return Access(space.fd, None)

@@ -1,8 +1,8 @@
 """Memory for large reads: made of huge pages, and reused once the tensor that was read into it is gone.
 
-A direct read into fresh memory faults its pages in one by one, and a request holds a few hundred of them at most: with
-pages of 4 KiB that took longer than the disk, and with huge ones still a fifth of a read (64 MiB at a time: 1.5 GiB/s
-into fresh memory, 1.9 into memory that had been read into before, with a fortieth of the processor's time).
+A direct read into fresh memory faults the pages in one by one, and one request holds a few hundred pages at most. With
+pages of 4 KiB the faults took longer than the disk, and with huge pages still a fifth of a read. Measured with requests
+of 64 MiB: 1.5 GiB/s into fresh memory; 1.9 GiB/s, in a fortieth of the processor time, into memory read into before.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MOST_SPARE = 1.5  # free memory is reused for a tensor if it is at most this man
 
 @dataclass(frozen=True, eq=False)
 class _Pages:
-    """Memory at a multiple of a huge page in `mapped`, which unmaps it when it dies."""
+    """Memory that starts at a multiple of a huge page inside `mapped`; the object `mapped` unmaps it when it dies."""
 
     mapped: mmap.mmap
     address: int
@@ -31,7 +31,7 @@ class _Pages:
 
 @dataclass(frozen=True)
 class Buffers:
-    """Buffers of one folder. Any thread may take one; it returns here when the last tensor in it dies.
+    """Buffers of one folder. Any thread may take a buffer; it becomes free again when the last tensor in it dies.
 
     Args:
         kept_bytes: most bytes that stay allocated while no tensor uses them.
@@ -47,7 +47,7 @@ class Buffers:
         return sum(pages.span for pages in list(self._free))
 
     def take(self, nbytes: int) -> Tensor:
-        """Make a [nbytes] uint8 tensor in memory at a multiple of a huge page, with room up to the next block."""
+        """Make a [nbytes] uint8 tensor that starts at a multiple of a huge page; its storage has room up to a block."""
         span = blocks(nbytes)
         pages = self._found(span) or _made(span)
         array = view(pages.address, span)
@@ -55,7 +55,7 @@ class Buffers:
         return torch.frombuffer(array, dtype=torch.uint8)[:nbytes]
 
     def _found(self, span: int) -> _Pages | None:
-        """The smallest free memory that is large enough, but not much larger."""
+        """Take the smallest free memory of `span` to `MOST_SPARE * span` bytes; None if there is none."""
         fitting = [pages for pages in list(self._free) if span <= pages.span <= MOST_SPARE * span]
         for pages in sorted(fitting, key=lambda pages: pages.span):
             try:

@@ -6,13 +6,13 @@
         values = reading.wait()                                                       # in memory
         disk.start_write(values.mul_(0.9), moment).wait()
 
-Reads use preadv and writes pwritev, each in a thread of its own; another thread reads the second halves of large reads.
-They bypass the page cache, in which small tensors stay. DeepSpeed's aio bypasses the page cache, too, but reserves no
+One thread reads (preadv), one writes (pwritev), and a third reads the second halves of large reads. Transfers of large
+tensors bypass the page cache; small tensors stay in it. DeepSpeed's aio bypasses the page cache, too, but reserves no
 space and keeps no order.
 
-Rule: do not access a tensor through its mapping while one of its transfers is under way, that is from `start_read` or
-`start_write` until `wait`; nor a buffer that is being filled or written. Transfers of one tensor keep their order, and
-the mapping and later transfers see everything that earlier ones have written.
+Rule: from `start_read` or `start_write` until the end of `wait`, do not access the tensor through its mapping, nor the
+buffer that is being filled or written. Transfers of one tensor keep their order: its mapping and later transfers see
+everything that earlier transfers have written.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Read:
         """Wait for the end of the read and return the buffer.
 
         Raises:
-            DiskError: the read failed, or an earlier write of this tensor did.
+            DiskError: the read failed, or an earlier write of this tensor failed.
         """
         return _result(self._future)
 
@@ -70,7 +70,7 @@ class Write:
         return self._future.done()
 
     def wait(self) -> None:
-        """Wait until the bytes are in the file; they are not synced, because the file does not outlive the process.
+        """Wait until the bytes are in the file. They are not synced: the file does not outlive the process.
 
         Raises:
             DiskError: the write failed.
@@ -83,18 +83,18 @@ class Write:
 class DiskFolder:
     """Tensors of one rank in an unnamed file in the user's folder.
 
-    The file disappears with the process, however it ends: a run leaves nothing in the folder. Several ranks and runs
-    may use the same folder concurrently. A forked process can read the tensors; the folder stays the parent's.
+    The file disappears with the process, however the process ends: a run leaves nothing in the folder. Several ranks
+    and runs may use the same folder concurrently. A forked process can access the tensors, but start no transfers.
 
     Args:
-        path: a folder on a disk with room; made if only the last part of the path is missing.
+        path: a folder on a disk with enough space; it is made if only the last part of the path is missing.
         rank: rank to name in errors.
 
     Raises:
         DiskError: the folder cannot be made, is not a directory or not writable, or its disk is full.
 
     Warns:
-        ZgraphWarning: the folder is in memory, a tmpfs.
+        ZgraphWarning: the folder is in memory (tmpfs or ramfs), not on a disk.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, rank: int = 0) -> None:
@@ -118,10 +118,10 @@ class DiskFolder:
         self._unseen: dict[Slot, DiskError] = {}  # failed writes that have not been waited for
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, name: str) -> Tensor:
-        """Make a contiguous CPU tensor whose storage is a mapped range of the file; its space is reserved.
+        """Make a contiguous CPU tensor whose storage is a mapped range of the file, with its disk space reserved.
 
-        To optimizers, `state_dict` and checkpoints it is an ordinary tensor; copies of it are in memory. Its space is
-        freed when its storage dies.
+        Optimizers, `state_dict` and checkpoints treat it as an ordinary tensor; copies of it are in memory. The disk
+        space is freed when the tensor's storage dies.
 
         Args:
             shape: any shape, also () and with zeros.
@@ -129,7 +129,7 @@ class DiskFolder:
             name: name of the parameter or state, for errors.
 
         Raises:
-            DiskError: there is not enough space; the message says how many bytes are lacking, and none are kept.
+            DiskError: there is not enough space; the message says how many bytes are lacking. Nothing stays reserved.
         """
         plan = torch.empty(tuple(shape), dtype=dtype, device="meta")
         with self._lock:
@@ -139,20 +139,21 @@ class DiskFolder:
         return torch.empty(0, dtype=dtype).set_(storage, 0, plan.shape, plan.stride())
 
     def is_on_disk(self, tensor: Tensor) -> bool:
-        """Whether a tensor, or the base of a view, was made by `empty` of this folder."""
+        """Whether a tensor, or the tensor that it is a view of, was made by `empty` of this folder."""
         return self._slot(tensor) is not None
 
     def start_read(self, tensor: Tensor) -> Read:
-        """Start reading a tensor of this folder into new memory, after the writes of it that have been started.
+        """Start reading a tensor of this folder into new memory, after all started writes of the tensor.
 
         Every started read holds memory for its result; up to 128 MiB of earlier results are kept for reuse.
 
         Args:
-            tensor: a tensor made by `empty`, or a contiguous view; views at multiples of 4 KiB are as fast.
+            tensor: a tensor made by `empty`, or a contiguous view; a view that starts at a multiple of 4 KiB is read
+                as fast as a whole tensor.
 
         Raises:
             DiskError: the folder is closed. Later errors are raised by `Read.wait`.
-            ValueError: the tensor does not fit the description above.
+            ValueError: the tensor is not one of this folder, or not contiguous.
         """
         part = self._part("start_read", tensor)
 
@@ -164,17 +165,17 @@ class DiskFolder:
         return Read(self._start_reading("start_read", part, read))
 
     def start_read_in_pieces(self, tensor: Tensor, pieces: Generator[Tensor]) -> Read:
-        """Start reading a tensor of this folder piece by piece, if the host cannot hold all of it in memory.
+        """Start reading a tensor of this folder into buffers, one after the other, where memory cannot hold all of it.
 
         Args:
-            tensor: as for `start_read`; `Read.wait` returns it.
-            pieces: generator of flat uint8 CPU tensors, which together have the tensor's size and are filled in order.
-                The reading thread fetches the next one once one has been filled. `Read.wait` raises the generator's
-                errors. It is closed at the end, even if the read fails.
+            tensor: as for `start_read`; `Read.wait` returns this tensor itself.
+            pieces: generator of the buffers: flat uint8 CPU tensors that together have the tensor's size. The reading
+                thread fills a buffer, then fetches the next one. `Read.wait` raises the generator's errors. The
+                generator is closed at the end, even if the read fails.
 
         Raises:
             DiskError: the folder is closed. Later errors are raised by `Read.wait`.
-            ValueError: the tensor does not fit the description above.
+            ValueError: the tensor is not one of this folder, or not contiguous.
         """
         part = self._part("start_read_in_pieces", tensor)
 
@@ -187,32 +188,33 @@ class DiskFolder:
         return Read(self._start_reading("start_read_in_pieces", part, read))
 
     def start_write(self, source: Tensor, tensor: Tensor) -> Write:
-        """Start writing to a tensor of this folder, after the transfers of it that have been started.
+        """Start writing to a tensor of this folder, after all started transfers of the tensor.
 
-        If a failed write is not waited for, the next read of the tensor, or `close`, raises its error.
+        If nobody waits for a failed write, the next read of the tensor, or `close`, raises the write's error.
 
         Args:
-            source: contiguous CPU tensor of the same shape and dtype; kept alive until it is written.
-            tensor: as for `start_read`.
+            source: contiguous CPU tensor of the shape and dtype of `tensor`; kept alive until it is written.
+            tensor: the tensor to overwrite, as for `start_read`.
 
         Raises:
             DiskError: the folder is closed. Later errors are raised by `Write.wait`.
-            ValueError: a tensor does not fit the description above.
+            ValueError: `tensor` is not a contiguous tensor of this folder, or `source` does not match it.
         """
         part = self._part("start_write", tensor)
         _check_source(source, tensor)
         return self._start_writing("start_write", part, tensor, lambda: self._writes.write(part, source.data_ptr()))
 
     def start_write_in_pieces(self, pieces: Generator[Tensor], tensor: Tensor) -> Write:
-        """Start writing to a tensor of this folder piece by piece, after its transfers that have been started.
+        """Start writing buffers, one after the other, to a tensor of this folder, after its started transfers.
 
         Args:
-            pieces: as for `start_read_in_pieces`; the next one is fetched once one has been written.
-            tensor: as for `start_read`.
+            pieces: generator of the buffers, as for `start_read_in_pieces`; the next buffer is fetched once one has
+                been written.
+            tensor: the tensor to overwrite, as for `start_read`.
 
         Raises:
             DiskError: the folder is closed. Later errors are raised by `Write.wait`.
-            ValueError: the tensor does not fit the description above.
+            ValueError: the tensor is not one of this folder, or not contiguous.
         """
         part = self._part("start_write_in_pieces", tensor)
 
@@ -224,7 +226,7 @@ class DiskFolder:
         return self._start_writing("start_write_in_pieces", part, tensor, write)
 
     def finish(self) -> None:
-        """Wait for all started transfers; their errors are still raised only by their own `wait`."""
+        """Wait for all started transfers. Raise none of their errors: `Read.wait` and `Write.wait` still do that."""
         with self._lock:
             ends = [] if self._closed else [self._reader.submit(int), self._writer.submit(int)]
         wait(ends)
@@ -238,7 +240,7 @@ class DiskFolder:
         """Wait for all started transfers, and close the file. Tensors stay readable and writable through mappings.
 
         Raises:
-            DiskError: a write failed and has not been waited for.
+            DiskError: a write that nobody has waited for failed.
         """
         with self._lock:
             if self._closed or os.getpid() != self._process:
@@ -363,7 +365,7 @@ def _room_in(memory: Tensor) -> int:
 
 
 def _pieces_of(part: Part, buffers: Iterable[Tensor]) -> Iterator[tuple[Part, Tensor]]:
-    """Split a part into consecutive parts of the buffers' sizes."""
+    """Yield each buffer with the part of the tensor that belongs in it: consecutive parts of the buffers' sizes."""
     done = 0
     for buffer in buffers:
         yield Part(part.slot, part.start + done, buffer.nbytes), buffer

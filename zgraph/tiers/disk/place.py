@@ -1,8 +1,8 @@
 """Unnamed files in the user's folder: however the process ends, the kernel frees their space.
 
-A named file would have to be removed by the next run, which cannot easily tell the files of dead processes from those
-of live ones. An unnamed file needs no cleaning, cannot be opened by a second process, and is not removed or truncated
-by mistake. `df`, `lsof +L1` and `ls -l /proc/PID/fd` show the space that a run uses.
+Named files must be removed by a later run, and that run cannot easily tell files of dead processes from files of live
+ones. An unnamed file needs no cleaning, cannot be opened by a second process, and is not removed or truncated by
+mistake. `df`, `lsof +L1` and `ls -l /proc/PID/fd` show the space that a run uses.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def open_anonymous(folder: Path, who: str) -> int:
 
 
 def ensure(folder: Path, who: str) -> None:
-    """Make a folder if it is missing, but not its parents: they are missing if the disk is not mounted.
+    """Make a folder if it is missing, but not its parents: missing parents mean that the disk is not mounted.
 
     Raises:
         DiskError: the path is not a folder, or the folder cannot be made.
@@ -68,7 +68,10 @@ def refused(error: OSError, folder: Path, who: str) -> DiskError:
 
 
 def _open_and_remove(folder: Path, who: str) -> int:
-    """For filesystems without unnamed files: open a named file, remove its name; a kill in between leaves it, empty."""
+    """Open a new named file and remove its name, on a filesystem without unnamed files; return its descriptor.
+
+    If the process is killed in between, an empty file stays in the folder.
+    """
     # A host removes only its own names: on a network filesystem another host's file may not survive it.
     own = f"{_PREFIX}-{platform.node()}-"
     path = folder / f"{own}{secrets.token_hex(8)}"
@@ -96,6 +99,6 @@ def filesystem_of(fd: int) -> str:
 
 
 def free_bytes(fd: int) -> int:
-    """Free bytes on the filesystem of a file, for this user."""
+    """Free bytes that this user may use on the filesystem of an open file."""
     found = os.fstatvfs(fd)
     return found.f_bavail * found.f_frsize

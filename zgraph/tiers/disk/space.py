@@ -1,7 +1,7 @@
-"""One file per rank, cut into slots: space is reserved when a tensor is made, and freed when it dies.
+"""One file per rank, cut into slots: a slot is reserved when a tensor is made, and freed when the tensor dies.
 
-One file per tensor would need two descriptors each (the usual limit is 1024), and is no faster.
-Slots are multiples of 4 KiB; a freed one is reused for a tensor of its size.
+One file per tensor needs two descriptors for each tensor (the usual limit is 1024), and is no faster.
+Slots are multiples of 4 KiB; a freed slot is reused for a tensor of the same size.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from zgraph.tiers.disk.system_calls import blocks, map_shared, punch_hole, unmap
 
 @dataclass(eq=False)
 class Slot:
-    """A tensor's place in the file, and its transfers.
+    """The range of the file that holds one tensor, and the tensor's transfers under way.
 
     Attributes:
         name: name of the tensor, for errors.
         offset, nbytes: range in the file, without padding.
-        address: address of the mapping.
-        error: error of a failed write, after which its bytes cannot be trusted; None if there is none.
+        address: memory address at which the range is mapped.
+        error: error of a failed write, after which the slot's bytes cannot be trusted; None if there is none.
         writing, reading: transfers under way, for which later ones must wait.
     """
 
@@ -43,7 +43,7 @@ class Slot:
 
     @property
     def span(self) -> int:
-        """Bytes on disk."""
+        """Bytes of the slot on disk: `nbytes` rounded up to whole blocks."""
         return blocks(self.nbytes)
 
 
@@ -86,10 +86,12 @@ class Space:
         return self._slots.get(address)
 
     def allocate(self, name: str, nbytes: int) -> tuple[Slot, ctypes.Array[ctypes.c_char]]:
-        """Reserve and map a slot; it is freed when the array, which torch.frombuffer keeps, is gone.
+        """Reserve and map a slot, and return it with its memory as an array.
+
+        The slot is freed when the array dies; a tensor that torch.frombuffer made of the array keeps it alive.
 
         Raises:
-            DiskError: there is not enough space; none is kept.
+            DiskError: there is not enough space; nothing stays reserved.
         """
         span = blocks(nbytes)
         offset = self._find(span)
@@ -116,7 +118,7 @@ class Space:
         return slot, array
 
     def check(self, slot: Slot) -> None:
-        """Raise a DiskError if the file has become too short, before a mapped access would kill the process."""
+        """Raise a DiskError if the file has become too short: an access to the mapping then kills the process."""
         size = os.fstat(self.fd).st_size
         if size < slot.offset + slot.span:
             raise DiskError(
@@ -125,7 +127,7 @@ class Space:
             )
 
     def close(self) -> None:
-        """Close the file. Tensors stay mapped, and their space reserved, until they die."""
+        """Close the file. Each tensor stays mapped, and its space reserved, until the tensor dies."""
         with self._closing:
             self.fd = -1  # before closing: another file may get the number immediately
             self._closer()

@@ -1,7 +1,7 @@
 """Linux system calls that Python lacks, or offers only with a file descriptor for each mapping.
 
-Python's mmap duplicates its descriptor, so that a model with a thousand tensors would reach the usual limit of 1024
-open files; libc's keeps none.
+Python's mmap duplicates the file descriptor for each mapping: a model with a thousand tensors reaches the usual limit
+of 1024 open files. The mmap of libc keeps no descriptor.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def unmap(address: int, nbytes: int) -> None:
 
 
 def view(address: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
-    """Memory as an object that Python can read into and write from; it does not keep the memory alive."""
+    """Memory at an address as an array for Python's reads and writes; the array does not keep the memory alive."""
     return (ctypes.c_char * nbytes).from_address(address)
 
 
@@ -63,7 +63,7 @@ def address_of(pages: mmap.mmap) -> int:
 
 
 def take_huge_pages(address: int, nbytes: int) -> None:
-    """Advise the kernel to use huge pages for untouched memory where whole ones fit; this may fail silently."""
+    """Advise the kernel to use huge pages for untouched memory, where whole huge pages fit; this may fail silently."""
     first = -(-address // HUGE_PAGE) * HUGE_PAGE
     whole = (address + nbytes - first) // HUGE_PAGE * HUGE_PAGE
     if whole > 0:
@@ -71,7 +71,7 @@ def take_huge_pages(address: int, nbytes: int) -> None:
 
 
 def punch_hole(fd: int, offset: int, nbytes: int) -> None:
-    """Return blocks of a file to the filesystem, if it can; the file's size stays, and reads return zeros."""
+    """Return a range of a file to a filesystem that supports it; the file keeps its size, and the range reads zeros."""
     _libc.fallocate(fd, _FALLOC_PUNCH_HOLE | _FALLOC_KEEP_SIZE, offset, nbytes)
 
 
@@ -79,7 +79,7 @@ def drop_pages(fd: int, offset: int, nbytes: int, address: int) -> None:
     """Write the dirty pages of a file range that is mapped at an address, and drop the range from the page cache.
 
     Raises:
-        OSError: the kernel could not write them.
+        OSError: the kernel could not write the dirty pages.
     """
     # Mapped pages would stay in the cache; unmapping them also transfers their dirty bits to the cache.
     _libc.madvise(address, nbytes, _MADV_DONTNEED)

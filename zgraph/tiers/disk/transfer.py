@@ -1,4 +1,4 @@
-"""Moves bytes between a slot and memory: in place if the memory is aligned, else through a bounded buffer."""
+"""Transfers between a slot of the file and memory: in place if the memory is aligned, else through a small buffer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _HINTS = MappingProxyType(
 
 @dataclass(frozen=True)
 class Part:
-    """Bytes of a slot that hold its tensor or a contiguous view of it."""
+    """A byte range of a slot of the file: a whole tensor, or a contiguous view of a tensor."""
 
     slot: Slot
     start: int
@@ -51,16 +51,20 @@ class Part:
 
     @property
     def in_blocks(self) -> bool:
-        """Whether the part begins at a block boundary, and ends at one or with the slot, whose padding is unused."""
+        """Whether whole blocks can be transferred: the part begins at a block, and ends at a block or with its slot.
+
+        The slot's padding is unused, so it may be transferred along.
+        """
         ends_slot = self.start + self.nbytes == self.slot.nbytes
         return self.start % BLOCK == 0 and (ends_slot or self.nbytes % BLOCK == 0)
 
 
 class Mover:
-    """Transfers in one direction, for use by one thread; a helper thread reads the second halves of large reads.
+    """Transfers in one direction, started by one thread; a helper thread reads the second halves of large reads.
 
     Args:
-        space, access: the file and its descriptors.
+        space: the file.
+        access: the file's descriptors.
     """
 
     def __init__(self, space: Space, access: Access) -> None:
@@ -70,16 +74,16 @@ class Mover:
         self._beside = ThreadPoolExecutor(1, "zgraph-disk-half")  # starts its thread at the first large read
 
     def close(self) -> None:
-        """End the thread of second halves."""
+        """End the helper thread that reads the second halves of large reads."""
         self._beside.shutdown()
 
     @property
     def staging_bytes(self) -> int:
-        """Bytes of staging memory held."""
+        """Bytes of staging memory held: the buffer for transfers that cannot run in place."""
         return 0 if self._staging is None else len(self._staging)
 
     def read(self, part: Part, address: int, room: int) -> None:
-        """Read a part into memory, of which `room` bytes may be overwritten.
+        """Read a part of the file into memory at an address, from which on `room` bytes may be overwritten.
 
         Raises:
             DiskError: the file cannot be read, or has become shorter than the part.
@@ -100,10 +104,10 @@ class Mover:
             raise self._failed("reading", part, error) from error
 
     def write(self, part: Part, address: int) -> None:
-        """Write memory to a part.
+        """Write memory at an address to a part of the file.
 
         Raises:
-            DiskError: the file could not be written, or only in part.
+            DiskError: the part could not be written, or not all of it.
         """
         try:
             self.space.check(part.slot)
@@ -119,14 +123,14 @@ class Mover:
             raise self._failed("writing", part, error) from error
 
     def drop(self, part: Part) -> None:
-        """Drop the pages of a part from the page cache, after writing the dirty ones."""
+        """Write the dirty pages of a part to disk, then drop the part from the page cache."""
         first = part.start // BLOCK * BLOCK
         nbytes = blocks(part.start + part.nbytes - first)
         with self._noting_lost():
             drop_pages(self.access.buffered, part.slot.offset + first, nbytes, part.slot.address + first)
 
     def _check_written(self, part: Part) -> None:
-        """Raise if the kernel may have failed to write a part: once its page is evicted, old bytes would be read.
+        """Raise an OSError if the kernel may have failed to write a part, so that a read may return old bytes.
 
         The kernel reports a failure only once, for the whole file: from then on no small tensor can be trusted.
         """
@@ -144,7 +148,7 @@ class Mover:
             raise
 
     def staging(self, nbytes: int) -> int:
-        """Address of the staging memory for transfers of `nbytes`, at most `STAGING_BYTES` at a time."""
+        """Allocate staging memory for a transfer of `nbytes`, `STAGING_BYTES` at most, and return its address."""
         wanted = min(STAGING_BYTES, blocks(nbytes))
         if self._staging is None or len(self._staging) < wanted:
             self._staging = None  # freed first, so that there are never two
@@ -199,10 +203,10 @@ class Mover:
         return self._reaches_pinned and address % self.access.alignment == 0
 
     def _reached(self, transfer: Callable[[], None]) -> bool:
-        """Run a transfer in place, and return whether the disk can reach its memory.
+        """Run a transfer in place, and return whether the disk could reach the memory.
 
-        Pinned memory may be a device's own mapping, which the kernel does not pass to disks (EFAULT); only the driver
-        knows. After the first such refusal all transfers are staged.
+        Pinned memory may be mapped by a device's driver, and the kernel then refuses to pass it to a disk (EFAULT).
+        Nothing tells so beforehand. After the first refusal all transfers go through staging memory.
         """
         try:
             transfer()
@@ -225,17 +229,17 @@ def _is_small(part: Part) -> bool:
 
 
 def steps(start: int, end: int, most: int) -> Iterator[tuple[int, int]]:
-    """Start and length of steps of at most `most` bytes from start to end."""
+    """Yield the start and length of consecutive steps of at most `most` bytes, from start to end."""
     while start < end:
         yield start, min(most, end - start)
         start += most
 
 
 def repeat(call: Callable[..., int], fd: int, address: int, nbytes: int, offset: int) -> None:
-    """Transfer all of a range; the kernel may stop early, for example at 2 GiB or at a signal.
+    """Repeat a system call until a whole range is transferred: one call may stop early, at 2 GiB or at a signal.
 
     Raises:
-        OSError: it failed, or nothing more could be transferred.
+        OSError: a call failed, or transferred nothing.
     """
     done = 0
     while done < nbytes:

@@ -43,7 +43,7 @@ class Island:
 
 
 def find_islands(graph: fx.Graph) -> list[list[fx.Node]]:
-    """The runs of nodes that are worth compiling, in order; all other nodes are to run one by one.
+    """The runs of nodes that are worth compiling, in order; all other nodes run one by one.
 
     Moves each `getitem` up to the call whose result it selects, and changes nothing else.
     """

@@ -71,7 +71,7 @@ def merged_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def names_of_no_rank(others: Sequence[str]) -> list[str]:
-    """Those names in a checkpoint that no rank's model has.
+    """Names in a checkpoint that no rank's model has.
 
     Args:
         others: names in the checkpoint that this rank's model lacks.

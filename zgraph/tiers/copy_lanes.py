@@ -76,7 +76,7 @@ class CopyLanes(Protocol):
         Used, for example, after a program has failed while its copies and updates go on.
 
         Raises:
-            DiskError: on a GPU, a write to disk that nobody has waited for failed.
+            DiskError: on a GPU, a write to disk failed that was not waited for.
         """
         ...
 

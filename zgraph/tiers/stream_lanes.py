@@ -182,7 +182,7 @@ class StreamLanes:
         """Wait on the host for all copies; then the host may access its tensors.
 
         Raises:
-            DiskError: a write to disk that nobody has waited for failed.
+            DiskError: a write to disk failed that was not waited for.
         """
         while self.writes:
             write, _ = self.writes.popitem()

@@ -275,7 +275,7 @@ def _ancestors(ends: Iterable[fx.Node], order: Sequence[fx.Node]) -> dict[fx.Nod
 
 
 def _from_first_tangent(calls: list[fx.Node]) -> list[fx.Node]:
-    """Calls from the first reader of a tangent on; calls in front of it run just before their own first readers."""
+    """Calls from the first reader of a tangent on; calls before it run just before their own first readers."""
     first = next(
         (position for position, node in enumerate(calls) if any(map(is_tangent, node.all_input_nodes))),
         0,

@@ -190,7 +190,7 @@ class DiskFolder:
     def start_write(self, source: Tensor, tensor: Tensor) -> Write:
         """Start writing to a tensor of this folder, after all started transfers of the tensor.
 
-        If nobody waits for a failed write, the next read of the tensor, or `close`, raises the write's error.
+        If a failed write is not waited for, the next read of the tensor, or `close`, raises the write's error.
 
         Args:
             source: contiguous CPU tensor of the shape and dtype of `tensor`; kept alive until it is written.
@@ -240,7 +240,7 @@ class DiskFolder:
         """Wait for all started transfers, and close the file. Tensors stay readable and writable through mappings.
 
         Raises:
-            DiskError: a write that nobody has waited for failed.
+            DiskError: a write failed that was not waited for.
         """
         with self._lock:
             if self._closed or os.getpid() != self._process:

@@ -86,7 +86,9 @@ class CompileOptions:
         given = dict(options or {})
         if "pipeline" in given:
             renamed('options["pipeline"]', 'options["passes"]')
-            given.setdefault("passes", given.pop("pipeline"))
+            if given.get("passes") is not None:
+                raise ValueError('zgraph: options["pipeline"] is the former name of options["passes"]; write one.')
+            given["passes"] = given.pop("pipeline")
         if given.get("passes") is not None:
             given["passes"] = PassList.made_of(given["passes"], 'zgraph: options["passes"]')
         known = [entry.name for entry in fields(cls)]

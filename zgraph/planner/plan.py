@@ -78,7 +78,9 @@ def plan(
     """
     if "pipeline" in before:
         renamed("zgraph.plan(pipeline=)", "passes=")
-        passes = before.pop("pipeline") if passes is None else passes
+        if passes is not None:
+            raise ValueError("zgraph.plan: pipeline= is the former name of passes=; write one.")
+        passes = before.pop("pipeline")
     unknown = [name for name in before if name not in OF_PIPELINES]
     if unknown:
         raise TypeError(f"zgraph.plan() got an unexpected keyword argument {unknown[0]!r}")

@@ -11,16 +11,17 @@ import torch
 from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zgraph.errors import ZgraphError
 from zgraph.tiers.copy_lanes import lanes_of
 from zgraph.tiers.devices import KINDS, is_gpu
 from zgraph.tiers.offload import MOMENTS, Offload
 from zgraph.tiers.staging import MOST_STAGING_BYTES
+from zgraph.tiers.stores import allocated
 from zgraph.tiers.tier import DEVICE, HOST, Store, Tier
 from zgraph.torch_compat.dtensor import dtensor_like, local_of
 from zgraph.torch_compat.fake_values import fake_storage_key, is_fake
+from zgraph.torch_compat.modules import hook_steps
 
 T = TypeVar("T", bound=Tensor)
 
@@ -106,11 +107,9 @@ class Resting:
                 resting._join_parameters(optimizer, resting._names())
 
         # The hooks must not be compiled if the optimizer's step is.
-        for hook in (check, join) if self.computes_elsewhere else (check,):
-            handle = register_optimizer_step_pre_hook(cast(Any, torch.compiler.disable(hook)))
-            weakref.finalize(self, handle.remove)
-        handle = register_optimizer_step_post_hook(cast(Any, torch.compiler.disable(settle)))
-        weakref.finalize(self, handle.remove)
+        hook_steps(self, before=torch.compiler.disable(check), after=torch.compiler.disable(settle))
+        if self.computes_elsewhere:
+            hook_steps(self, before=torch.compiler.disable(join))
 
     def _names(self) -> dict[int, str]:
         """Return the names of the sharded modules' parameters, by the parameters' ids."""
@@ -273,7 +272,7 @@ class Resting:
             self.traced[fake_storage_key(moved)] = tier, moved
         else:
             store = self.stores[tier]
-            moved = store.empty(local, name)
+            moved = allocated(store, local, name)
             if tier == HOST:
                 moved.copy_(local)
             else:

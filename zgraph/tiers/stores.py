@@ -8,6 +8,7 @@ from weakref import WeakValueDictionary
 
 from torch import Tensor
 
+from zgraph.errors import ZgraphError
 from zgraph.tiers.disk.folder import DiskFolder
 from zgraph.tiers.tier import HOST, Copy, Store, Tier
 
@@ -97,3 +98,18 @@ class HostMemory:
 
     def finish(self) -> None:
         pass
+
+
+def allocated(store: Store, like: Tensor, name: str) -> Tensor:
+    """Uninitialised memory of a tier for a tensor.
+
+    Raises:
+        ZgraphError: a store of the user returned a tensor of another shape or dtype, which would round its values.
+    """
+    found = store.empty(like, name)
+    if found.shape != like.shape or found.dtype != like.dtype:
+        raise ZgraphError(
+            f"zgraph.Tier: {type(store).__name__}.empty() returned {tuple(found.shape)} of {found.dtype} for {name}; "
+            f"return a tensor like the one that is given, {tuple(like.shape)} of {like.dtype}."
+        )
+    return found

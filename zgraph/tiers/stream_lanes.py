@@ -15,7 +15,7 @@ from torch import Tensor
 from zgraph.tiers.disk.folder import DiskFolder, Read, Write
 from zgraph.tiers.pinned_pool import PinnedPool
 from zgraph.tiers.staging import PIECE_BYTES, Staging
-from zgraph.tiers.stores import HostMemory, Stores
+from zgraph.tiers.stores import HostMemory, Stores, allocated
 from zgraph.tiers.thread_lanes import OnPaper, thread
 from zgraph.tiers.tier import Copy
 from zgraph.torch_compat.fake_values import is_fake
@@ -162,7 +162,7 @@ class StreamLanes:
         if is_fake(tensor):
             return OnPaper(tensor.new_empty(tensor.shape, device="cpu"))
         store = self.stores.by_key[key]
-        return store.start_out(tensor.detach(), store.empty(tensor, "new state"), self)
+        return store.start_out(tensor.detach(), allocated(store, tensor, "new state"), self)
 
     def update(self, operator: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Future[Any]:
         if any(isinstance(one, Tensor) and is_fake(one) for one in tree_flatten((args, kwargs))[0]):

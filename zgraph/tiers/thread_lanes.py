@@ -14,7 +14,7 @@ from torch import Tensor
 
 from zgraph.tiers.disk.folder import DiskFolder, Write
 from zgraph.tiers.host_pool import HostPool
-from zgraph.tiers.stores import HostMemory, Stores
+from zgraph.tiers.stores import HostMemory, Stores, allocated
 from zgraph.tiers.tier import Copy
 from zgraph.torch_compat.fake_values import is_fake
 
@@ -83,7 +83,7 @@ class ThreadLanes:
 
     def spill(self, tensor: Tensor, key: str) -> Copy:
         store, tensor = self.stores.by_key[key], tensor.detach().contiguous()
-        return store.start_out(tensor, store.empty(tensor, "new state"), self)
+        return store.start_out(tensor, allocated(store, tensor, "new state"), self)
 
     def from_host(self, kept: Tensor) -> Copy:
         return self._start(self._back, kept, torch.empty_like(kept))

@@ -5,11 +5,36 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+
+@functools.cache
+def _gone() -> list[RemovableHandle]:
+    """Handles of step hooks whose owners are gone."""
+    return []
+
+
+def hook_steps(
+    owner: object, *, before: Callable[..., Any] | None = None, after: Callable[..., Any] | None = None
+) -> None:
+    """Run functions before and after each step of every optimizer, as long as `owner` is alive.
+
+    torch iterates over its hooks during a step, in which Python may collect an owner. So the hooks of collected owners
+    are removed later, when the next ones are registered; until then they must do nothing.
+    """
+    while _gone():
+        _gone().pop().remove()
+    if before is not None:
+        weakref.finalize(owner, _gone().append, register_optimizer_step_pre_hook(cast(Any, before)))
+    if after is not None:
+        weakref.finalize(owner, _gone().append, register_optimizer_step_post_hook(cast(Any, after)))
 
 
 def tree_flatten(tree: object) -> tuple[list[Any], Any]:

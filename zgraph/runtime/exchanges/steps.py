@@ -11,7 +11,6 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zgraph.errors import ZgraphError
 from zgraph.runtime.exchanges.changes import Changes, checksum
@@ -20,6 +19,7 @@ from zgraph.runtime.exchanges.identity import About, Exchanges, Options
 from zgraph.runtime.window_state import Accumulation, ParameterState
 from zgraph.torch_compat.dtensor import dtensor_like, gradients_of, local_of
 from zgraph.torch_compat.groups import resolve_group
+from zgraph.torch_compat.modules import hook_steps
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,8 +152,7 @@ def guard_steps(scope: Guarded) -> None:
         for model in () if alive is None else alive.models:
             model.changes.are_noted = True
 
-    for handle in (register_optimizer_step_pre_hook(check), register_optimizer_step_post_hook(begin_anew)):
-        weakref.finalize(scope, handle.remove)
+    hook_steps(scope, before=check, after=begin_anew)
 
 
 def _compared(

@@ -14,13 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zgraph.errors import ZgraphError
 from zgraph.torch_compat.collectives import all_gather
 from zgraph.torch_compat.dtensor import local_of
 from zgraph.torch_compat.fake_values import is_fake
-from zgraph.torch_compat.modules import local_parameters
+from zgraph.torch_compat.modules import hook_steps, local_parameters
 
 _TOLERANCE = 0.02  # fraction of the norm: nondeterministic summation stays far below, different activations exceed it
 _NOISE = 1e-4  # fraction of the largest norm: smaller gradients may be pure rounding, such as of a bias before a norm
@@ -51,7 +50,7 @@ class SameGradients:
             if one is not None and one.is_due:
                 one.check(optimizer)
 
-        weakref.finalize(made, register_optimizer_step_pre_hook(check).remove)
+        hook_steps(made, before=check)
         return made
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:

@@ -27,6 +27,7 @@ from zgraph.step.capture.outputs import (
     Returned,
     SkipFlag,
     ToldFlag,
+    holds_traced,
     put_all,
     values_of,
 )
@@ -344,6 +345,11 @@ class _Tracer:
             if isinstance(leaf, torch.SymFloat):  # an option of the optimizer, or computed from options
                 pairs.append((Returned(place, None), leaf))
             elif not isinstance(leaf, Tensor):
+                if holds_traced(leaf):
+                    raise ZgraphError(
+                        f"zgraph.training_step: the step returns a {type(leaf).__name__} that holds tensors, which a "
+                        "graph cannot make; return tensors, alone or in tuples, lists, dicts or named tuples."
+                    )
                 known[place] = leaf
             elif not is_fake(_part(leaf)):
                 raise ZgraphError(

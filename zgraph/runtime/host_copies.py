@@ -31,7 +31,7 @@ class HostCopies(Protocol):
     """Copies to and from one device. Only `Arrival.synchronize` blocks the host."""
 
     def kept(self, tensor: Tensor) -> Tensor:
-        """Return a host tensor in the memory that is fastest to copy, pinned on CUDA; unchanged if already there."""
+        """Return a host tensor in the memory that is fastest to copy, pinned on CUDA; itself if it is already there."""
         ...
 
     def fetch(self, kept: Sequence[Tensor], stored: Arrival | None) -> tuple[list[Tensor], Arrival | None]:
@@ -47,12 +47,12 @@ class HostCopies(Protocol):
         ...
 
     def store(self, computed: Sequence[Tensor], kept: Sequence[Tensor]) -> Arrival | None:
-        """Start copying computed device tensors into the kept ones; return the event at the end of the copies."""
+        """Start copying `computed`, device tensors, into `kept`; return the event at the end of the copies."""
         ...
 
 
 class OnTheHost:
-    """Copies for a device that is a CPU: they have ended when the call returns."""
+    """Copies for a device that is a CPU: each copy has ended when the call that starts it returns."""
 
     def kept(self, tensor: Tensor) -> Tensor:
         return tensor

@@ -238,7 +238,7 @@ class Allocations:
         self._held = [storage for storage in self._held if holders(storage) > 1]
 
     def peaks(self) -> dict[str, int]:
-        """Highest rise of memory in each call, by its label, in bytes above the level at the beginning of the call."""
+        """Peak memory of each call by the call's label, in bytes above the level at the beginning of the call."""
         spans, events = allocation_events(self._profile, "zgraph::")
         return {label: _rise(events, begin, end) for label, (begin, end) in spans.items()}
 

@@ -56,7 +56,7 @@ class Changes:
         self.pending = (self.pending + number) & _MASK
 
     def begin_anew(self, failures: int) -> None:
-        """Restart the record after ranks have disagreed for the given number of times."""
+        """Restart the record after ranks have disagreed; `failures` is the number of disagreements so far."""
         self.steps, self.pending = failures << 32, 0  # differs from every earlier step's number
 
     def of_read(self, operator: int, name: object, args: Sequence[Any], results: Iterable[Any]) -> None:
@@ -74,7 +74,7 @@ class Changes:
     def of_write(self, operator: int, name: object, args: Sequence[Any], written: Sequence[Any]) -> None:
         """Record that an operator has written to tensors: set the digest of each sharded one.
 
-        In a backward a write counts only if it involves numbers: ranks may accumulate gradients differently.
+        During a backward pass a write counts only if it involves numbers: ranks may accumulate gradients differently.
         """
         targets = frozenset(map(id, written))
         numbers = list(_numbers_in(args, targets))
@@ -184,7 +184,7 @@ def hash_of(numbers: Iterable[float]) -> int:
 
 
 def note_origin(sharded: DTensor, whole: Tensor) -> None:
-    """Record a checksum of the whole tensor, which must be equal on all ranks, as the origin of its shard."""
+    """Record a checksum of `whole` as the origin of its shard; `whole` must be equal on all ranks."""
     sharded.origin = checksum([whole])  # pyright: ignore[reportAttributeAccessIssue]
 
 

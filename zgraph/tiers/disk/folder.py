@@ -240,7 +240,7 @@ class DiskFolder:
         """Wait for all started transfers, and close the file. Tensors stay readable and writable through mappings.
 
         Raises:
-            DiskError: a write failed that was not waited for.
+            DiskError: a write failed before any caller waited for it.
         """
         with self._lock:
             if self._closed or os.getpid() != self._process:
@@ -365,7 +365,7 @@ def _room_in(memory: Tensor) -> int:
 
 
 def _pieces_of(part: Part, buffers: Iterable[Tensor]) -> Iterator[tuple[Part, Tensor]]:
-    """Yield each buffer with the part of the tensor that belongs in it: consecutive parts of the buffers' sizes."""
+    """Yield (part of the tensor, buffer) for each buffer: the parts are consecutive, each as long as its buffer."""
     done = 0
     for buffer in buffers:
         yield Part(part.slot, part.start + done, buffer.nbytes), buffer

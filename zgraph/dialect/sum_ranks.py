@@ -30,7 +30,7 @@ def sum_pieces(received: Tensor, world: int, divisor: int, dtype: torch.dtype) -
 
 
 def divide_in_place(total: Tensor, world: int, divisor: int, dtype: torch.dtype) -> Tensor:
-    """Divide a single piece in place, as `sum_ranks` does; the piece must have this dtype and no other reader."""
+    """Divide a single piece in place, as `sum_ranks` does; `total` must have dtype `dtype` and no other reader."""
     return total.div_(divisor_like(total, divisor)) if divisor > 1 else total
 
 

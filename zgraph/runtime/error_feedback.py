@@ -21,7 +21,7 @@ class Feedback:
         numel, chunks: elements per chunk, and number of chunks, into which gradient and error are cut.
         kept: the compression method's tensors by name; if they are kept on the host, a copy to them may be under way.
         reductions: compressed reductions so far; seeds the random numbers.
-        steps: closing backward passes so far; each belongs to one optimizer step.
+        steps: closing backward passes so far, one for each optimizer step.
         open: whether an accumulation window is open: the last reduction was not the closing one.
         before: copies of the tensors from before the current step; None unless losses are scaled, so that the step may
             still be dropped.
@@ -42,14 +42,14 @@ class Feedback:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The kept tensors, after waiting for a copy of them to the host: safe to read there."""
+        """Wait until copies to the kept tensors have ended, and return the tensors. The host may then read them."""
         if self.stored is not None:
             self.stored.synchronize()
             self.stored = None
         return self.kept
 
     def begin(self, *, reset_interval: int, keep_before: bool) -> None:
-        """Prepare for a reduction: zero the error every `reset_interval` steps, after keeping a copy if requested."""
+        """Prepare for a reduction: copy the error if `keep_before`, then zero it every `reset_interval` steps."""
         if self.open:
             return
         # A copy, because kernels work in place and the old error cannot be recomputed from the new one. Taken before

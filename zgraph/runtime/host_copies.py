@@ -31,7 +31,7 @@ class HostCopies(Protocol):
     """Copies to and from one device. Only `Arrival.synchronize` blocks the host."""
 
     def kept(self, tensor: Tensor) -> Tensor:
-        """Return a host tensor in the memory that is fastest to copy, pinned on CUDA; itself if it is already there."""
+        """Return `tensor` in the host memory that is fastest to copy, pinned on CUDA; unchanged if already there."""
         ...
 
     def fetch(self, kept: Sequence[Tensor], stored: Arrival | None) -> tuple[list[Tensor], Arrival | None]:

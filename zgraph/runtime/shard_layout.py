@@ -101,7 +101,7 @@ class ShardLayout:
 
     @property
     def first_row(self) -> int:
-        """Index of this rank's first row in the unsharded parameter; its number of rows if this rank has none."""
+        """Index of this rank's first row in the unsharded parameter; the total number of rows if this rank has none."""
         return min(self.rank * self.chunk_rows, self.shape[0]) if self.is_sharded else 0
 
     @property

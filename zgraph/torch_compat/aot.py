@@ -191,7 +191,7 @@ def newest_node() -> fx.Node | None:
 
 
 def nodes_after(node: fx.Node | None) -> Iterator[fx.Node]:
-    """Yield the nodes after a node of a graph, whose linked list of nodes ends at its root (`_root`, 2.11 - 2.15)."""
+    """Yield the nodes after `node`; a graph's linked list of nodes ends at its root (`_root`, 2.11 - 2.15)."""
     while node is not None and (node := node.next).op != "root":
         yield node
 

@@ -95,7 +95,7 @@ def storage_info(name: str, offset: int, length: int) -> Any:
 
 
 def apply_keeping(base: type[nn.Module], attribute: str) -> Callable[..., Any]:
-    """Wrap a module class's `_apply` so that parameters keep one of their attributes.
+    """Wrap a module class's `_apply` so that parameters keep their attribute named `attribute`.
 
     `_apply` (2.11 - 2.13), which `module.to` calls, swaps DTensors together with their attributes.
     """

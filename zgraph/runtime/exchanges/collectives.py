@@ -286,7 +286,7 @@ def start_all_reduce(
     Args:
         in_place: whether the result overwrites the input.
         number, about: as in `_start`. On gloo, messages of one byte precede the collective and carry its identity; if
-            the identities of two ranks differ, the wait raises an AgreementError.
+            two ranks' identities differ, the wait raises an AgreementError.
     """
     route = route or Route.of(resolve_group(group_name), sent.device)
     if not route.point_to_point or reduction != "sum":

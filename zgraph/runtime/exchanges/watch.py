@@ -136,7 +136,7 @@ class Watch:
         return text
 
     def stuck(self, rank: int) -> dict[str, Any] | None:
-        """Published description of a peer's exchange that this rank belongs to and has not started; else None."""
+        """Description of the exchange that peer `rank` waits for and this rank should start but has not; else None."""
         text = self._read(f"waits/{rank}")
         found: dict[str, Any] = json.loads(text) if text else {}
         if self.rank not in found.get("ranks", ()):
@@ -212,7 +212,7 @@ class Watch:
 
 
 def _text(exchange: Exchange, ranks: Sequence[int], missing: Mapping[int, list[int]]) -> str:
-    """Description of a wait to publish, as JSON; `missing` has, for each stuck peer, its exchange."""
+    """Description of a wait to publish, as JSON; `missing` has the exchange that each stuck peer waits for."""
     messages = zip(ranks, exchange.sends, exchange.receives, strict=True)
     return json.dumps(
         {

@@ -118,7 +118,7 @@ class Space:
         return slot, array
 
     def check(self, slot: Slot) -> None:
-        """Raise a DiskError if the file has become too short: an access to the mapping then kills the process."""
+        """Raise a DiskError if the file has become too short for `slot`: access to the slot would kill the process."""
         size = os.fstat(self.fd).st_size
         if size < slot.offset + slot.span:
             raise DiskError(

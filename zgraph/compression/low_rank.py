@@ -87,7 +87,7 @@ def factor_bytes() -> int:
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
     """Rows and columns of the matrix into which a tensor of two or more dims is reshaped for compression.
 
-    The tensor's first dims form the rows, its other dims the columns, so that rows plus columns is smallest.
+    The tensor's first dims form the rows, its other dims the columns. The split minimises rows + columns.
     """
     splits = [(math.prod(shape[:place]), math.prod(shape[place:])) for place in range(1, len(shape))]
     return min(splits, key=sum)
@@ -165,10 +165,11 @@ class FactorLayout:
 
 
 def orthonormalize_work(layout: FactorLayout) -> tuple[int, int]:
-    """Kernel launches that make the columns of P orthonormal, one by one, and the bytes that the kernels move.
+    """Number of kernel launches that make the columns of P orthonormal, and bytes that the launches move.
 
-    Counted by hand from codegen/kernels/orthonormal.py, batch by batch, if rows of P^T are long enough to be summed in
-    blocks. Kernels on tensors with one number per row count as launches, but not as bytes.
+    The columns are made orthonormal one after the other. Counted by hand from codegen/kernels/orthonormal.py, batch by
+    batch, if rows of P^T are long enough to be summed in blocks. Kernels on tensors with one number per row count as
+    launches, but not as bytes.
     """
     launches = moved = 0
     for batch in layout.batches():

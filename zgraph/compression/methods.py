@@ -75,7 +75,7 @@ class TensorMethod(CompressionMethod):
 
         Args:
             grad: [chunks, numel] in the gradient's dtype, padded with zeros.
-            state: the kept tensors by name, see the method `state`; they must be updated in place.
+            state: the kept tensors, as described by the method `state`; `quantize` updates them in place.
             draw, rank: random numbers may depend only on this key and this rank.
 
         Returns:

@@ -80,7 +80,7 @@ def _(source: Tensor, kept: Tensor) -> Tensor:
 
 @torch.library.custom_op("zgraph::return_start", mutates_args=("tensor",))
 def return_start(kept: Tensor, tensor: Tensor) -> Tensor:
-    """Copy a host tensor, after an update on the host, back over the device tensor that it was copied from.
+    """Copy a host tensor back, after an update on the host, over the device tensor that it was copied from.
 
     Args:
         kept: tensor on the host.
@@ -149,12 +149,12 @@ def spill_op() -> Any:
 
 
 def return_op() -> Any:
-    """zgraph::return_start(kept, tensor) -> a tensor whose wait ends when the device tensor holds the kept values"""
+    """zgraph::return_start(kept, tensor) -> a tensor; once it is waited for, `tensor` holds the values of `kept`"""
     return torch.ops.zgraph.return_start.default
 
 
 def store_op() -> Any:
-    """zgraph::store_start(source, kept) -> a tensor for `wait_copy`, after which `kept` holds the values of `source`"""
+    """zgraph::store_start(source, kept) -> a tensor; once it is waited for, `kept` holds the values of `source`"""
     return torch.ops.zgraph.store_start.default
 
 

@@ -11,8 +11,8 @@ from zgraph.dialect.wire_dtypes import accumulate_dtype
 def divisor_like(total: Tensor, divisor: int) -> Tensor:
     """Make a 0-d tensor of the divisor, so that every device divides a sum with correct IEEE rounding.
 
-    To divide by a Python number, torch on CUDA multiplies by its reciprocal, as Inductor does for constants. That gives
-    different bits for divisors that are no powers of two: 3, 5, 6, 7 ...
+    To divide by a Python number, torch on CUDA multiplies by the number's reciprocal, as Inductor does for constants.
+    The bits then differ if the divisor is not a power of two: 3, 5, 6, 7 ...
     """
     return torch.full((), divisor, dtype=total.dtype, device=total.device)
 

@@ -25,7 +25,7 @@ def all_gather_kept(chunk: Tensor, handle: Tensor, world: int, window: str, grou
         group_name: name of the group that gathers.
 
     Returns:
-        [world * n, ...], usable after a wait, with memory shared by all forwards of the window.
+        [world * n, ...], usable after a wait; all forward passes of the window share this memory.
     """
     state = state_behind(handle)
     unsharded = state.gathered(chunk.dtype)

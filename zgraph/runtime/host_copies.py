@@ -35,7 +35,7 @@ class HostCopies(Protocol):
         ...
 
     def fetch(self, kept: Sequence[Tensor], stored: Arrival | None) -> tuple[list[Tensor], Arrival | None]:
-        """Start copying kept tensors to the device, after the store that ends with the event `stored`.
+        """Start copying the tensors `kept` to the device, after the store that ends with the event `stored`.
 
         Returns:
             The new device tensors, and the event at the end of the copies.

@@ -82,8 +82,8 @@ class Runner(Protocol):
 class StepProfiler:
     """Profiler of every graph of a model.
 
-    On the CPU torch.profiler records the memory of the first step, up to the first forward after a backward. This slows
-    the first step down, so the times of its calls count only if there are no other calls.
+    On the CPU torch.profiler records the memory of the first step, up to the first forward pass after a backward pass.
+    This slows the first step down, so the times of its calls count only if there are no other calls.
     """
 
     def __init__(self, *, watch_allocations: bool) -> None:

@@ -50,7 +50,7 @@ class Accumulation:
         opened: whether the window of a forward under `no_sync` may still be open. Parameters close their windows one
             by one; the last one sets this to False. A plain attribute, because guards of compiled frames read it.
         pending: parameters with gathered copies, or with waiting gradients.
-        leaves: number of a backward pass, and the leaf nodes of autograd's graph found in it so far.
+        leaves: number of a backward pass, and the leaf nodes of autograd's graph found so far in this pass.
         adds_returned: whether the caller adds gradients returned by `torch.autograd.grad` to `.grad`, as pipeline
             stages do.
     """

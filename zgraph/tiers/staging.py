@@ -5,7 +5,7 @@
     GPU                 [copy 1][copy 2][copy 3]      a stream
 
 A GPU can overlap only copies of pinned memory with compute, and a disk can read only into host memory. So there are two
-buffers each way: one is copied while the other is read or written.
+buffers for each direction: one is copied while the other is read or written.
 """
 
 from __future__ import annotations

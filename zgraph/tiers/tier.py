@@ -74,7 +74,8 @@ class Tier:
     Attributes:
         name: name in options, dumps and reports.
         to_device, from_device: lanes of copies to the device and from the device; None for the device itself.
-        updates: whether a CPU updates tensors in place here while it computes; from a GPU only the host does.
+        updates: whether a CPU device updates tensors of this tier in place during compute. With a GPU device, only
+            tensors on the host are updated in place.
         is_staged: whether copies between this tier and a GPU pass through pinned buffers of the host.
     """
 

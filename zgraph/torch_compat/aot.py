@@ -30,7 +30,7 @@ def aot_autograd(
 ) -> Callable[..., Any]:
     """Make a Dynamo backend that traces forward and backward with AOTAutograd (2.11 - 2.15).
 
-    With `decompose` Inductor's decompositions are applied; otherwise operators stay as in eager mode. The public
+    If `decompose` is true, Inductor's decompositions are applied; otherwise operators stay as in eager mode. The public
     `functorch.compile.aot_module_simplified` is not used, because it leaves the generated backward visible to Dynamo.
     """
     from torch._dynamo.backends.common import aot_autograd as build

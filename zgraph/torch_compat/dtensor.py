@@ -105,7 +105,7 @@ def _forget_placements() -> None:
 
 
 def on_local_parts(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call an operator; on local parts if it is pointwise and has symbolic numbers and equally placed DTensors.
+    """Call an operator. Use local parts if it is pointwise, and has symbolic numbers and equally placed DTensors.
 
     DTensor hashes the arguments of its operators (`OpSchema.__hash__`, 2.11 - 2.15), and hashing a symbolic number
     turns it into a constant: then each new learning rate needs another graph.

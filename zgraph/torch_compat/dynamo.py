@@ -51,7 +51,7 @@ def _skip_frames(function: Callable[P, R], inside: Any) -> Callable[P, R]:
 
 @never_a_frame
 def compiles_frames() -> bool:
-    """Whether Dynamo would compile a frame called now, because a function given to torch.compile is running.
+    """Whether Dynamo compiles a frame that is called now: whether a function given to torch.compile is running.
 
     False inside `torch.compiler.disable` or anything else that switches Dynamo off (2.11 - 2.13).
     """

@@ -149,7 +149,7 @@ class NoMessageToItself:
 
 
 def kept_of_forward(stage: Any, chunk: int) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Outputs and inputs of a micro-batch's forward that torch's `PipelineStage` keeps until the backward.
+    """Outputs and inputs of a micro-batch's forward pass that torch's `PipelineStage` keeps until the backward pass.
 
     2.11 - 2.14: `fwd_cache`. 2.15: `_forward_chunk_states`, where an output that has been sent is replaced by its
     autograd edge (`GradientEdge`) or None.

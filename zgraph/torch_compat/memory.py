@@ -43,7 +43,7 @@ def is_profiling() -> bool:
 def allocation_events(
     taken: torch.profiler.profile, prefix: str
 ) -> tuple[dict[str, tuple[int, int]], list[tuple[int, int]]]:
-    """Labels, and allocations on the CPU, in a profile that recorded memory (`kineto_results`, 2.11 - 2.15).
+    """Return the labels and the CPU allocations of a profile that recorded memory (`kineto_results`, 2.11 - 2.15).
 
     Returns:
         (begin, end) of each label that starts with the prefix; and (time, bytes) of each allocation and release, by

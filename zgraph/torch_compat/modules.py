@@ -67,7 +67,7 @@ def local_buffers(owner: torch.nn.Module) -> dict[str, Tensor | None]:
 
 
 def reset_method(module: torch.nn.Module) -> Callable[[], object] | None:
-    """A module's `reset_parameters`, or `_reset_parameters` as in nn.Transformer; None without both (2.11 - 2.15)."""
+    """A module's `reset_parameters`, else its `_reset_parameters` (nn.Transformer), else None (2.11 - 2.15)."""
     return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
 
 

@@ -52,7 +52,7 @@ class Changes:
     _last_numbers: str = ""
 
     def compare(self, number: int) -> None:
-        """Add a number to those that each exchange compares until the step ends."""
+        """Add `number` to `pending`, which each exchange compares until the step ends."""
         self.pending = (self.pending + number) & _MASK
 
     def begin_anew(self, failures: int) -> None:
@@ -72,7 +72,7 @@ class Changes:
             self._note(operator, name, numbers, results)
 
     def of_write(self, operator: int, name: object, args: Sequence[Any], written: Sequence[Any]) -> None:
-        """Record that an operator has written to tensors: set the digest of each sharded one.
+        """Record that an operator has written to tensors: set the digest of each sharded tensor.
 
         During a backward pass a write counts only if it involves numbers: ranks may accumulate gradients differently.
         """
@@ -136,7 +136,7 @@ def _change_of(tensor: Any, origin: int) -> int:
 
 
 def origin_of(tensor: Any) -> int:
-    """Hash of a sharded tensor's origin and digest; for a view, of its base's and of the number of the view."""
+    """Hash of a sharded tensor's origin and digest; for a view, its base's origin and digest, and the view's number."""
     whole, viewed = _whole(tensor), getattr(tensor, "viewed", None)
     return hash((getattr(whole, "origin", 0), getattr(whole, "digest", 0), 0 if viewed is None else viewed.number))
 

@@ -109,7 +109,7 @@ def start_all_gather(
     route: Route | None = None,
     about: About | None = None,
 ) -> Tensor:
-    """Start an all_gather, [n, ...] of each rank -> [world * n, ...], usable after a wait; arguments as in `_start`."""
+    """Start an all_gather; see `_start` for `number` and `about`. Usable after a wait: [n, ...] -> [world * n, ...]."""
     route = route or Route.of(resolve_group(group_name), shard.device)
     if route.backend != "gloo":
         return all_gather_op()(shard.contiguous(), world, group_name)

@@ -6,7 +6,7 @@ exchange between pairs of ranks has a unique tag, computed from
 
 - the model's number from `zgraph.shard`, and the number of its exchanges so far;
 - the names of the parameters, and the bytes of the message;
-- the loop's writes to weights (`zgraph.runtime.exchanges.changes`).
+- the training loop's writes to weights (`zgraph.runtime.exchanges.changes`).
 
 Exchanges with different tags never meet: both wait, until `zgraph.runtime.exchanges.watch` finds the mismatch.
 """
@@ -190,7 +190,7 @@ class CalledFor:
         self._handles, self._numbers, self._exchanges = {}, {}, None
 
     def about(self, kind: str, names: Sequence[str]) -> About | None:
-        """Identity of an exchange of this call for the parameters of placeholders `names`; None if uncounted."""
+        """Identity of an exchange for the parameters of placeholders `names`; None if exchanges are not counted."""
         if self._exchanges is None:
             return None
         known = [name for name in names if name in self._numbers]

@@ -124,7 +124,7 @@ class DiskFolder:
         space is freed when the tensor's storage dies.
 
         Args:
-            shape: any shape, also () and with zeros.
+            shape: any shape, including () and shapes with zeros.
             dtype: any dtype.
             name: name of the parameter or state, for errors.
 
@@ -165,7 +165,8 @@ class DiskFolder:
         return Read(self._start_reading("start_read", part, read))
 
     def start_read_in_pieces(self, tensor: Tensor, pieces: Generator[Tensor]) -> Read:
-        """Start reading a tensor of this folder into buffers, one after the other, where memory cannot hold all of it.
+        """Start reading a tensor of this folder into buffers, one after the other, if memory cannot hold all of the
+        tensor.
 
         Args:
             tensor: as for `start_read`; `Read.wait` returns this tensor itself.
@@ -205,7 +206,7 @@ class DiskFolder:
         return self._start_writing("start_write", part, tensor, lambda: self._writes.write(part, source.data_ptr()))
 
     def start_write_in_pieces(self, pieces: Generator[Tensor], tensor: Tensor) -> Write:
-        """Start writing buffers, one after the other, to a tensor of this folder, after its started transfers.
+        """Start writing buffers, one after the other, to a tensor of this folder, after the tensor's started transfers.
 
         Args:
             pieces: generator of the buffers, as for `start_read_in_pieces`; the next buffer is fetched once one has

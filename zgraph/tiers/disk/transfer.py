@@ -229,7 +229,7 @@ def _is_small(part: Part) -> bool:
 
 
 def steps(start: int, end: int, most: int) -> Iterator[tuple[int, int]]:
-    """Yield the start and length of consecutive steps of at most `most` bytes, from start to end."""
+    """Split the range from `start` to `end` into steps of at most `most` bytes; yield each step's start and length."""
     while start < end:
         yield start, min(most, end - start)
         start += most

@@ -58,7 +58,7 @@ class CompressionMethod(ABC):
         """
 
     def state(self, numel: int, chunks: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """(shape, dtype), by name, of the tensors that a rank keeps for a gradient of `chunks` chunks; first zeros."""
+        """(shape, dtype), by name, of the tensors kept for a gradient of `chunks` chunks; they start as zeros."""
         return {}
 
 

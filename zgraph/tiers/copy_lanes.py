@@ -47,7 +47,7 @@ class CopyLanes(Protocol):
         ...
 
     def reload(self, kept: Tensor) -> Copy:
-        """Start copying `kept` from another tier to new device memory, once its earlier copies have been waited for."""
+        """Start copying `kept` from its tier to new device memory. Callers must first wait for its earlier copies."""
         ...
 
     def store(self, source: Tensor, kept: Tensor) -> Copy:

@@ -165,8 +165,7 @@ class DiskFolder:
         return Read(self._start_reading("start_read", part, read))
 
     def start_read_in_pieces(self, tensor: Tensor, pieces: Generator[Tensor]) -> Read:
-        """Start reading a tensor of this folder into buffers, one after the other, if memory cannot hold all of the
-        tensor.
+        """Start reading a tensor of this folder into one buffer after the other, if it does not fit into memory.
 
         Args:
             tensor: as for `start_read`; `Read.wait` returns this tensor itself.
@@ -206,7 +205,7 @@ class DiskFolder:
         return self._start_writing("start_write", part, tensor, lambda: self._writes.write(part, source.data_ptr()))
 
     def start_write_in_pieces(self, pieces: Generator[Tensor], tensor: Tensor) -> Write:
-        """Start writing buffers, one after the other, to a tensor of this folder, after the tensor's started transfers.
+        """Start writing one buffer after the other to a tensor of this folder, after its started transfers.
 
         Args:
             pieces: generator of the buffers, as for `start_read_in_pieces`; the next buffer is fetched once one has

@@ -165,7 +165,7 @@ class DiskFolder:
         return Read(self._start_reading("start_read", part, read))
 
     def start_read_in_pieces(self, tensor: Tensor, pieces: Generator[Tensor]) -> Read:
-        """Start reading a tensor of this folder into one buffer after the other, if it does not fit into memory.
+        """Start reading a tensor of this folder that does not fit into memory: into one buffer after the other.
 
         Args:
             tensor: as for `start_read`; `Read.wait` returns this tensor itself.

@@ -1,4 +1,4 @@
-"""fp32 arithmetic whose results have the same bits on every processor, and the same as in the compression kernels."""
+"""fp32 arithmetic whose results have the same bits on every processor and in the compression kernels."""
 
 from __future__ import annotations
 

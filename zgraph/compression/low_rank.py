@@ -85,16 +85,16 @@ def factor_bytes() -> int:
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Rows and columns of the matrix as which a tensor of two or more dims is compressed, with the smallest sum.
+    """Rows and columns of the matrix into which a tensor of two or more dims is reshaped for compression.
 
-    The tensor's first dims form the rows, its other dims the columns.
+    The tensor's first dims form the rows, its other dims the columns. The split minimises rows + columns.
     """
     splits = [(math.prod(shape[:place]), math.prod(shape[place:])) for place in range(1, len(shape))]
     return min(splits, key=sum)
 
 
 def state_of_matrix(rows: int, columns: int, rank: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Name to (shape, dtype) of the tensors that a rank keeps for a matrix; "right" is Q^T, equal on all ranks."""
+    """(shape, dtype), by name, of the tensors that a rank keeps for a matrix; "right" is Q^T, equal on all ranks."""
     return {"error": ((rows, columns), FACTOR_DTYPE), "right": ((rank, columns), FACTOR_DTYPE)}
 
 
@@ -150,14 +150,14 @@ class FactorLayout:
         return self.rank * sum(self.columns)
 
     def left(self, flat: Tensor) -> Iterator[Tensor]:
-        """Yield for each batch a view [matrices, rank, rows] of its factors in `flat`, the bucket's P."""
+        """Yield for each batch a view of its factors in `flat`, the bucket's P: [matrices, rank, rows]."""
         for batch in self.batches():
             count = len(batch.members)
             part = flat[batch.left_at : batch.left_at + count * self.rank * batch.rows]
             yield part.view(count, self.rank, batch.rows)
 
     def right(self, flat: Tensor) -> Iterator[Tensor]:
-        """Yield for each batch a view [matrices, rank, columns] of its factors in `flat`, the bucket's Q."""
+        """Yield for each batch a view of its factors in `flat`, the bucket's Q: [matrices, rank, columns]."""
         for batch in self.batches():
             count = len(batch.members)
             part = flat[batch.right_at : batch.right_at + count * self.rank * batch.columns]
@@ -165,10 +165,11 @@ class FactorLayout:
 
 
 def orthonormalize_work(layout: FactorLayout) -> tuple[int, int]:
-    """Number of kernel launches that make the columns of P orthonormal, one after the other, and the bytes they move.
+    """Number of kernel launches that make the columns of P orthonormal, and bytes that the launches move.
 
-    Counted by hand from codegen/kernels/orthonormal.py, for each batch, for rows of P^T that are long enough to be
-    summed in blocks. Kernels on tensors with one number per row count as launches, but not as bytes.
+    The columns are made orthonormal one after the other. Counted by hand from codegen/kernels/orthonormal.py, batch by
+    batch, if rows of P^T are long enough to be summed in blocks. Kernels on tensors with one number per row count as
+    launches, but not as bytes.
     """
     launches = moved = 0
     for batch in layout.batches():

@@ -24,7 +24,8 @@ def to_text(method: CompressionMethod) -> str:
     """Write a compression method as text, which a graph can hold and `from_text` reads.
 
     Raises:
-        ValueError: the method's class defines no `name`, or another class has the same; or a field cannot be written.
+        ValueError: the method's class defines no `name`, or another class has the same name; or a field cannot be
+            written.
     """
     kind = type(method)
     name = vars(kind).get("name")

@@ -58,7 +58,7 @@ class CompressionMethod(ABC):
         """
 
     def state(self, numel: int, chunks: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Name to (shape, dtype) of the tensors, first zeros, that a rank keeps for a gradient of `chunks` chunks."""
+        """(shape, dtype), by name, of the tensors kept for a gradient of `chunks` chunks; they start as zeros."""
         return {}
 
 
@@ -75,7 +75,7 @@ class TensorMethod(CompressionMethod):
 
         Args:
             grad: [chunks, numel] in the gradient's dtype, padded with zeros.
-            state: the kept tensors of `state`, to be updated in place.
+            state: the kept tensors, as described by the method `state`; `quantize` updates them in place.
             draw, rank: random numbers may depend only on this key and this rank.
 
         Returns:
@@ -180,8 +180,9 @@ class LoCo(BlockMethod):
         reset_every: number of optimizer steps after which the error is reset to zero; 0 for never.
         hops: 1: codes are sent directly to the rank that keeps the sum, so that each of a host's P ranks sends codes of
             the whole gradient across hosts. 2: ranks of a host first sum their gradients, see `TwoHop`, so that each
-            sends only 1/P of that across hosts. "auto": 2 if the mesh replicates shards across hosts (hybrid sharding),
-            or if the pipeline's hardware says that the group spans hosts with several ranks each; otherwise 1.
+            rank sends codes of only 1/P of the gradient across hosts. "auto": 2 if the mesh replicates shards across
+            hosts (hybrid sharding), or if the pipeline's hardware says that the group spans hosts with several ranks
+            each; otherwise 1.
 
     Source: Xie et al. 2024, "LoCo", arXiv 2407.04480, equations 5 to 8. We differ in the rotation of groups, in
     clipping, and in scaling codes so that they are unbiased along the gradient; see codegen/kernels/reference.py.
@@ -214,7 +215,8 @@ class LoCo(BlockMethod):
 class ErrorFeedback(BlockMethod):
     """Classic error feedback: all that the codes lose of a gradient is added to the next gradient.
 
-    The noise of a single step is twice the noise without feedback; with LoCo it is 2 / (1 + beta) times that noise.
+    The noise of a single step is twice the noise without feedback. With LoCo it is 2 / (1 + beta) times the noise
+    without feedback.
 
     Source: Seide et al. 2014, "1-bit stochastic gradient descent"; Karimireddy et al. 2019, arXiv 1901.09847.
     """

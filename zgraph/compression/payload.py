@@ -15,7 +15,7 @@ ALIGNMENT = 16  # bytes; vector units and GPUs prefer each rank's payload to beg
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """Layout of a bucket's gradients in one payload [world, payload_bytes], which has a row for each receiving rank.
+    """Layout of a bucket's gradients in one payload, a row for each receiving rank: [world, payload_bytes].
 
     Every gradient is cut into `stretches * world` equal chunks, padded at the end; chunk `s * world + d` of stretch s
     goes to rank d. A row holds the first section (codes) of all chunks for its rank, gradient by gradient and stretch
@@ -52,7 +52,7 @@ class BucketLayout:
         return [tuple(offsets) for offsets in found]
 
     def views(self, payload: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """Yield for each gradient views [ranks, stretches, bytes] of its sections in payload [ranks, payload_bytes]."""
+        """Yield for each gradient the views of its sections: [ranks, payload_bytes] -> [ranks, stretches, bytes]."""
         for numel, offsets in zip(self.numels, self.offsets(), strict=True):
             sizes: Sequence[int] = self.method.sections(numel)
             yield tuple(
@@ -64,7 +64,7 @@ class BucketLayout:
 def chunk_unit(method: CompressionMethod, chunk: Chunk, stretches: int) -> list[Chunk]:
     """The encoded chunks, one for each stretch, that a collective sends for a gradient's chunk, for `meta.set_chunks`.
 
-    Returns [] unless the method is a `BlockMethod`: the sizes of others follow no fixed unit.
+    Returns [] unless the method is a `BlockMethod`: the sizes of other methods follow no fixed unit.
     """
     if not isinstance(method, BlockMethod):
         return []

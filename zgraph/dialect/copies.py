@@ -67,7 +67,7 @@ def store_start(source: Tensor, kept: Tensor) -> Tensor:
         kept: tensor of the same shape and dtype, on the host or on disk.
 
     Returns:
-        An empty tensor, shape [0], for `wait_copy`, which ends when `kept` has the values.
+        A tensor [0] for `wait_copy`; after this wait `kept` has the values.
     """
     lanes_of(source.device).store(source, kept).wait()
     return source.new_empty(0)
@@ -80,14 +80,14 @@ def _(source: Tensor, kept: Tensor) -> Tensor:
 
 @torch.library.custom_op("zgraph::return_start", mutates_args=("tensor",))
 def return_start(kept: Tensor, tensor: Tensor) -> Tensor:
-    """Copy a host tensor back over the device tensor that it was copied from before an update on the host.
+    """Copy a host tensor back, after an update on the host, over the device tensor that it was copied from.
 
     Args:
         kept: tensor on the host.
         tensor: tensor of the same shape and dtype, on the device.
 
     Returns:
-        An empty tensor, shape [0], for `wait_copy`, which ends when `tensor` has the values.
+        A tensor [0] for `wait_copy`; after this wait `tensor` has the values.
     """
     lanes_of(tensor.device).give_back(kept, tensor).wait()
     return tensor.new_empty(0)
@@ -149,12 +149,12 @@ def spill_op() -> Any:
 
 
 def return_op() -> Any:
-    """zgraph::return_start(kept, tensor) -> a tensor whose wait ends when the device tensor holds the kept values"""
+    """zgraph::return_start(kept, tensor) -> a tensor; once it is waited for, `tensor` holds the values of `kept`"""
     return torch.ops.zgraph.return_start.default
 
 
 def store_op() -> Any:
-    """zgraph::store_start(source, kept) -> a tensor whose wait ends when kept holds the values of the source"""
+    """zgraph::store_start(source, kept) -> a tensor; once it is waited for, `kept` holds the values of `source`"""
     return torch.ops.zgraph.store_start.default
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 @torch.library.custom_op("zgraph::depend", mutates_args=())
 def depend(value: Tensor, on: Sequence[Tensor]) -> Tensor:
-    """Return a copy of `value` that is available only after the tensors `on` are.
+    """Return a copy of `value` that becomes available only after all tensors in `on` are available.
 
     Dynamo, AOTAutograd and passes remove an unused gather as dead code, but not a gather that a value depends on. In a
     graph the result counts as a view of `value`, and lowering replaces the result by `value` (`drop_dependences` in

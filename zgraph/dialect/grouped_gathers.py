@@ -74,7 +74,7 @@ torch.library.define("zgraph::wait_group", "(Tensor[] started) -> Tensor[]")
 
 @torch.library.impl("zgraph::wait_group", "CompositeExplicitAutograd")
 def wait_group(started: Sequence[Tensor]) -> list[Tensor]:
-    """Wait for all results of a grouped gather, however it was started, and return them."""
+    """Wait for all results of a grouped gather, however the gather was started, and return the results."""
     for one in started:
         wait(one)
     return list(started)

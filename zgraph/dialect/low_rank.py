@@ -70,7 +70,7 @@ def _(
     columns: Sequence[int],
     rank: int,
 ) -> list[Tensor]:
-    """Orthonormalize the left factors, compute this rank's right factors, and keep what their products miss as errors.
+    """Orthonormalize the left factors, compute this rank's right factors, and keep as errors what their products miss.
 
     Args:
         left: first result of `low_rank_left`, averaged or summed over the ranks.

@@ -170,7 +170,7 @@ def _padded(pieces: Tensor, world: int) -> Tensor:
 
 
 def _exchange_and_sum(pieces: Tensor, group_name: str, divisor: int, dtype: torch.dtype, handle: Tensor) -> Tensor:
-    """Send piece r of [world * n, ...] to rank r; return the sum, divided, of the [n, ...] pieces sent to this rank."""
+    """Send piece r to rank r, sum the received pieces, and divide the sum: [world * n, ...] -> [n, ...]."""
     world = group_size(group_name)
     if world > 1:
         splits = [pieces.shape[0] // world] * world
@@ -179,7 +179,7 @@ def _exchange_and_sum(pieces: Tensor, group_name: str, divisor: int, dtype: torc
 
 
 def _gather_pieces(piece: Tensor, group_name: str, numel: int, handle: Tensor) -> Tensor:
-    """Gather [n] of every rank and return the first `numel` elements: the rest is padding."""
+    """Gather `piece` from every rank, and return the first `numel` elements: the rest is padding."""
     world = group_size(group_name)
     if world == 1:
         return piece[:numel]

@@ -11,8 +11,8 @@ from zgraph.dialect.wire_dtypes import accumulate_dtype
 def divisor_like(total: Tensor, divisor: int) -> Tensor:
     """Make a 0-d tensor of the divisor, so that every device divides a sum with correct IEEE rounding.
 
-    To divide by a Python number, torch on CUDA multiplies by its reciprocal, as Inductor does for constants. That gives
-    different bits for divisors that are no powers of two: 3, 5, 6, 7 ...
+    To divide by a Python number, torch on CUDA multiplies by the number's reciprocal, as Inductor does for constants.
+    The bits then differ if the divisor is not a power of two: 3, 5, 6, 7 ...
     """
     return torch.full((), divisor, dtype=total.dtype, device=total.device)
 
@@ -30,7 +30,7 @@ def sum_pieces(received: Tensor, world: int, divisor: int, dtype: torch.dtype) -
 
 
 def divide_in_place(total: Tensor, world: int, divisor: int, dtype: torch.dtype) -> Tensor:
-    """Divide a single piece in place, as `sum_ranks` does; the piece must have this dtype and no other reader."""
+    """Divide a single piece in place, as `sum_ranks` does; `total` must have dtype `dtype` and no other reader."""
     return total.div_(divisor_like(total, divisor)) if divisor > 1 else total
 
 

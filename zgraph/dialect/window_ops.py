@@ -25,7 +25,7 @@ def all_gather_kept(chunk: Tensor, handle: Tensor, world: int, window: str, grou
         group_name: name of the group that gathers.
 
     Returns:
-        [world * n, ...], usable after a wait, with memory shared by all forwards of the window.
+        [world * n, ...], usable after a wait; all forward passes of the window share this memory.
     """
     state = state_behind(handle)
     unsharded = state.gathered(chunk.dtype)
@@ -45,7 +45,7 @@ def _(chunk: Tensor, handle: Tensor, world: int, window: str, group_name: str) -
 
 @torch.library.custom_op("zgraph::accumulate_grad", mutates_args=())
 def accumulate_grad(grad: Tensor, handle: Tensor, dtype: torch.dtype, zero_stage: int, rows: int) -> Tensor:
-    """Keep an unsharded gradient until the closing backward of the window.
+    """Keep an unsharded gradient until the closing backward pass of the window.
 
     Args:
         grad: [*shape], gradient of this rank only.
@@ -80,7 +80,7 @@ def _(grad: Tensor, handle: Tensor, dtype: torch.dtype, zero_stage: int) -> Tens
 
 @torch.library.custom_op("zgraph::wait_in_grad", mutates_args=())
 def wait_in_grad(handles: Sequence[Tensor]) -> None:
-    """At stage 0, prepare `.grad` of parameters for gradients that wait there until the closing backward.
+    """At stage 0, prepare `.grad` of parameters for gradients that wait there until the closing backward pass.
 
     Runs before autograd adds the gradients that a graph returns. `accumulate_grad` prepares `.grad` for one gradient,
     and has to copy that gradient.

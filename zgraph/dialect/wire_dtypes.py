@@ -25,8 +25,8 @@ def mean_dtype_of(
 ) -> torch.dtype:
     """Dtype in which ranks gather a mean gradient of which each rank has computed a part.
 
-    `asked` if given, else `wire_dtype` if given, else the gradient's dtype. If that is not narrower than the result's
-    dtype, then the result's dtype, because widening changes no bit.
+    Choose the first that is given: `asked`, `wire_dtype`, `grad`. If the choice is not narrower than `dtype`, return
+    `dtype`, because widening changes no bit.
 
     Args:
         grad: dtype of the unsharded gradient, before it is sent.

@@ -33,8 +33,8 @@ class Chunk:
         rows, row_numel: shape of the unsplit tensor. The first group splits its rows; each further group splits the
             elements of the remaining part. A replicated gradient has rows of one element.
         group_names: names of the groups that split the tensor, outermost first.
-        unit: elements that are encoded together, and the values of the wire dtype that encode them, such as (128, 66)
-            if bytes are sent. The part is padded to full units.
+        unit: number of elements that are encoded together, and number of values of the wire dtype that encode them,
+            such as (128, 66) if bytes are sent. The part is padded to full units.
         filled_to: the sent payload is padded to a multiple of this many values.
     """
 

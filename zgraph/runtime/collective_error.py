@@ -10,7 +10,7 @@ from zgraph.errors import CollectiveError
 
 
 def collective_error(kind: str, parameters: Sequence[str], group_name: str, cause: BaseException) -> CollectiveError:
-    """Make an error that names the failed collective, its process group and the parameters of its data."""
+    """Make an error that names the failed collective, its process group and the parameters whose data it exchanges."""
     names = ", ".join(parameters[:4]) + (f" and {len(parameters) - 4} more" if len(parameters) > 4 else "")
     rank = dist.get_rank() if dist.is_initialized() else 0
     return CollectiveError(

@@ -1,4 +1,4 @@
-"""Error feedback: what compression lost of a parameter's gradients, kept and added at the next reduction."""
+"""Error feedback: what compression loses of a parameter's gradients is kept, and added at the next reduction."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Feedback:
     Attributes:
         method: compression method as text; state of another method cannot be used.
         numel, chunks: elements per chunk, and number of chunks, into which gradient and error are cut.
-        kept: the compression method's tensors by name; those kept on the host may still be on their way there.
+        kept: the compression method's tensors by name; if they are kept on the host, a copy to them may be under way.
         reductions: compressed reductions so far; seeds the random numbers.
-        steps: closing backwards so far, each of which is one optimizer step.
+        steps: closing backward passes so far, one for each optimizer step.
         open: whether an accumulation window is open: the last reduction was not the closing one.
-        before: copies of the tensors from before the current step, if losses are scaled and the step may still be
-            dropped; else None.
+        before: copies of the tensors from before the current step; None unless losses are scaled, so that the step may
+            still be dropped.
         fetched: event after which the tensors for the next reduction are on the device.
         stored: event after which the tensors of the last reduction are on the host.
     """
@@ -42,14 +42,14 @@ class Feedback:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The kept tensors, after waiting for a copy of them to the host: safe to read there."""
+        """Wait until copies to the kept tensors have ended, and return the tensors. The host may then read them."""
         if self.stored is not None:
             self.stored.synchronize()
             self.stored = None
         return self.kept
 
     def begin(self, *, reset_interval: int, keep_before: bool) -> None:
-        """Prepare for a reduction: zero the error every `reset_interval` steps, after keeping a copy if requested."""
+        """Prepare for a reduction: copy the error if `keep_before`, then zero it every `reset_interval` steps."""
         if self.open:
             return
         # A copy, because kernels work in place and the old error cannot be recomputed from the new one. Taken before
@@ -78,7 +78,7 @@ class Feedback:
         )
 
     def move_to(self, device: torch.device) -> None:
-        """Move the kept tensors to a device: a checkpoint leaves them on the host."""
+        """Move the kept tensors to a device; after loading a checkpoint they are on the host."""
         for name, tensor in self.kept.items():
             if tensor.device != device:
                 self.kept[name] = tensor.to(device)
@@ -132,7 +132,7 @@ class Feedbacks:
         device: torch.device,
         parameter: str,
     ) -> Feedback:
-        """Return the feedback of a slot, which is the name of a reduction; make it of zeros at the first call.
+        """Return the feedback of `slot`, the name of a reduction. The first call makes the feedback, of zeros.
 
         Raises:
             ZgraphError: the slot holds state of another compression method, or of a gradient that was cut differently.
@@ -162,7 +162,7 @@ class Feedbacks:
         return sum(feedback.kept_bytes for feedback in self.by_slot.values())
 
     def set_loss_scale(self, scale: float | None, *, dropped: bool | None = None) -> None:
-        """Adapt the error to a new loss scale, and undo its changes by a dropped step.
+        """Adapt the error to a new loss scale; if the last step was dropped, undo what the step changed in the error.
 
         Args:
             scale: scale of future gradients; None if losses are no longer scaled.

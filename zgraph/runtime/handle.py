@@ -14,7 +14,7 @@ HANDLE_BYTES = 96
 
 
 def make_handle(name: str) -> Tensor:
-    """Make a [96] uint8 CPU tensor that holds `name`; a longer name loses its start, which tells no blocks apart."""
+    """Make a uint8 CPU tensor that holds `name`. If `name` is too long, its start is cut off. Shape: [96]."""
     encoded = name.encode()
     if len(encoded) > HANDLE_BYTES:
         encoded = b"..." + encoded[3 - HANDLE_BYTES :]

@@ -31,11 +31,11 @@ class HostCopies(Protocol):
     """Copies to and from one device. Only `Arrival.synchronize` blocks the host."""
 
     def kept(self, tensor: Tensor) -> Tensor:
-        """Return a host tensor in the memory that is fastest to copy, pinned on CUDA; unchanged if already there."""
+        """Return `tensor` in the host memory that is fastest to copy, pinned on CUDA; unchanged if already there."""
         ...
 
     def fetch(self, kept: Sequence[Tensor], stored: Arrival | None) -> tuple[list[Tensor], Arrival | None]:
-        """Start copying kept tensors to the device, after the store that ends with the event `stored`.
+        """Start copying the tensors `kept` to the device, after the store that ends with the event `stored`.
 
         Returns:
             The new device tensors, and the event at the end of the copies.
@@ -47,12 +47,12 @@ class HostCopies(Protocol):
         ...
 
     def store(self, computed: Sequence[Tensor], kept: Sequence[Tensor]) -> Arrival | None:
-        """Start copying computed device tensors into the kept ones; return the event at the end of the copies."""
+        """Start copying `computed`, device tensors, into `kept`; return the event at the end of the copies."""
         ...
 
 
 class OnTheHost:
-    """Copies for a device that is a CPU: they have ended when the call returns."""
+    """Copies for a device that is a CPU: each copy has ended when the call that starts it returns."""
 
     def kept(self, tensor: Tensor) -> Tensor:
         return tensor

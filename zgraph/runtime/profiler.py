@@ -82,8 +82,8 @@ class Runner(Protocol):
 class StepProfiler:
     """Profiler of every graph of a model.
 
-    On the CPU torch.profiler records the memory of the first step, up to the first forward after a backward. This slows
-    the first step down, so the times of its calls count only if there are no other calls.
+    On the CPU torch.profiler records the memory of the first step, up to the first forward pass after a backward pass.
+    This slows the first step down, so the times of its calls count only if there are no other calls.
     """
 
     def __init__(self, *, watch_allocations: bool) -> None:
@@ -238,7 +238,7 @@ class Allocations:
         self._held = [storage for storage in self._held if holders(storage) > 1]
 
     def peaks(self) -> dict[str, int]:
-        """Highest rise of memory in each call, by its label, in bytes above the level at the beginning of the call."""
+        """Peak memory of each call by the call's label, in bytes above the level at the beginning of the call."""
         spans, events = allocation_events(self._profile, "zgraph::")
         return {label: _rise(events, begin, end) for label, (begin, end) in spans.items()}
 

@@ -101,7 +101,7 @@ class ShardLayout:
 
     @property
     def first_row(self) -> int:
-        """Index of this rank's first row in the unsharded parameter; its number of rows if this rank has none."""
+        """Index of this rank's first row in the unsharded parameter; the total number of rows if this rank has none."""
         return min(self.rank * self.chunk_rows, self.shape[0]) if self.is_sharded else 0
 
     @property
@@ -145,9 +145,9 @@ class ShardLayout:
     # --- windows, see `zgraph.no_sync` ---
 
     def keeps_gathered(self, window: str) -> bool:
-        """Whether the gathered parameter is kept after a call, for the other forwards of the window."""
+        """Whether the gathered parameter is kept after a call, for the other forward passes of the window."""
         return self.zero_stage in (1, 2) and window != ALONE
 
     def gradients_wait(self, window: str) -> bool:
-        """Whether each rank sums its gradients locally until the closing backward."""
+        """Whether each rank sums its gradients locally until the closing backward pass."""
         return self.zero_stage in (0, 1) and window != ALONE

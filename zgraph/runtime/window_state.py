@@ -1,8 +1,8 @@
 """State of a parameter while a window is open: its gathered copy, and its gradients that are not reduced yet.
 
-A window consists of the forwards and backwards under `no_sync`, and of the next forward and backward outside of it, the
-closing ones. The state is attached to the parameter's handle, because only the handle reaches the kernel of a marker
-operator both in eager mode and in every compiled graph.
+A window consists of the forward and backward passes under `no_sync`, and of the closing ones: the next forward and
+backward pass outside of `no_sync`. The state is attached to the parameter's handle, because only the handle reaches the
+kernel of a marker operator both in eager mode and in every compiled graph.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Accumulation:
         opened: whether the window of a forward under `no_sync` may still be open. Parameters close their windows one
             by one; the last one sets this to False. A plain attribute, because guards of compiled frames read it.
         pending: parameters with gathered copies, or with waiting gradients.
-        leaves: number of a backward, and the leaf nodes of autograd's graph found so far in this backward.
+        leaves: number of a backward pass, and the leaf nodes of autograd's graph found so far in this pass.
         adds_returned: whether the caller adds gradients returned by `torch.autograd.grad` to `.grad`, as pipeline
             stages do.
     """
@@ -124,12 +124,13 @@ class ParameterState:
         version: autograd version of the sharded parameter when the copies were gathered.
         waiting: whether a backward of the open window has left gradients that wait to be reduced.
         accumulated: at stage 1, sum of this rank's unsharded gradients, [*shape].
-        placeholder: at stage 1, 0-d: value of each element of `.grad` while gradients wait, unless the user edits it.
+        placeholder: at stage 1, value of each element of `.grad` while gradients wait, unless the user edits `.grad`;
+            0-d.
         earlier: the `.grad` from before the window, already reduced. While the window is open, `.grad` holds the
             waiting gradients at stage 0, and the placeholder's value at stage 1.
         begun: the tensor that has replaced `earlier` in `.grad`.
-        writes: version that `begun` has if only backwards have written to `begun`.
-        backward: number of the last backward that has written to `begun`.
+        writes: version that `begun` has if only backward passes have written to `begun`.
+        backward: number of the last backward pass that has written to `begun`.
         tensors: tensors of this rank by name, kept from step to step; checkpoints store and restore them.
         feedbacks: error feedback of the parameter's compressed reductions.
         defer: function that receives the part of a compiled backward that computes weight gradients; None: the
@@ -154,13 +155,13 @@ class ParameterState:
     defer: Defer | None = None
 
     def keep(self, unsharded: Tensor) -> None:
-        """Keep a gathered copy for the other forwards of the window."""
+        """Keep a gathered copy for the other forward passes of the window."""
         self.kept[unsharded.dtype] = unsharded
         self.version = _version(self.parameter)
         self.accumulation.note(self)
 
     def gathered(self, dtype: torch.dtype) -> Tensor | None:
-        """The copy of this dtype gathered in this window; None if the parameter has been written to meanwhile."""
+        """The copy that this window has gathered in `dtype`; None if the parameter has been written to meanwhile."""
         if self.kept and self.version != _version(self.parameter):
             self.kept.clear()
         return self.kept.get(dtype)
@@ -171,7 +172,7 @@ class ParameterState:
         self.accumulation.note(self)
 
     def add(self, grad: Tensor, dtype: torch.dtype, zero_stage: int) -> Tensor:
-        """Keep a gradient until the closing backward of the window.
+        """Keep a gradient until the closing backward pass of the window.
 
         Args:
             grad: [*shape], gradient of this rank only.

@@ -29,10 +29,10 @@ from zgraph.tiers.tier import Copy, Store
 class CopyLanes(Protocol):
     """The lanes of one device. Copies of one lane end in the order in which they were started.
 
-    Copies that read or overwrite device tensors, and updates, start after all compute queued so far.
+    Updates, and copies that read or overwrite device tensors, start after all compute queued so far.
 
     Attributes:
-        stores: memory of tiers other than the host's.
+        stores: memory of every tier except the host.
     """
 
     stores: Stores
@@ -47,7 +47,7 @@ class CopyLanes(Protocol):
         ...
 
     def reload(self, kept: Tensor) -> Copy:
-        """Start copying a tensor of another tier to new device memory; earlier copies of it have been waited for."""
+        """Start copying `kept` from its tier to new device memory. Callers must first wait for its earlier copies."""
         ...
 
     def store(self, source: Tensor, kept: Tensor) -> Copy:
@@ -59,14 +59,14 @@ class CopyLanes(Protocol):
         ...
 
     def give_back(self, kept: Tensor, tensor: Tensor) -> Copy:
-        """Start copying a host tensor, `kept`, over a device tensor."""
+        """Start copying `kept`, a host tensor, over `tensor`, a device tensor."""
         ...
 
     def update(self, operator: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Future[Any]:
         """Start an update of host tensors, after all compute queued so far and after earlier updates.
 
-        The caller waits for the returned future on the host. Before the call it must have waited for the copies that
-        bring the update's inputs.
+        Before the call, the caller must wait for the copies of the update's inputs. After the call, it must wait on the
+        host for the returned future.
         """
         ...
 
@@ -76,7 +76,7 @@ class CopyLanes(Protocol):
         Used, for example, after a program has failed while its copies and updates go on.
 
         Raises:
-            DiskError: on a GPU, a write to disk failed that was not waited for.
+            DiskError: on a GPU, a write to disk failed before any caller waited for it.
         """
         ...
 

@@ -44,7 +44,7 @@ def is_gpu(device: torch.device | str) -> bool:
 
 
 def kind_of_backend(backend: str) -> DeviceKind:
-    """The kind of device whose process groups use this backend; a CPU for a backend of no GPU, such as "mpi"."""
+    """The kind of device whose process groups use this backend; a CPU if no kind of GPU uses it, as for "mpi"."""
     return next((kind for kind in KINDS.values() if kind.backend == backend), CPU)
 
 

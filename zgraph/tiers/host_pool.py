@@ -24,7 +24,7 @@ class HostPool:
     _held: set[int] = field(default_factory=set[int])  # addresses of blocks in use
 
     def empty_like(self, tensor: Tensor) -> Tensor:
-        """Make an uninitialised tensor of the pool, with the shape, dtype and, if dense, strides of a tensor."""
+        """Make an uninitialised tensor in the pool like `tensor`: same shape and dtype; same strides if it is dense."""
         layout = torch.empty_like(tensor, device="meta")
         nbytes = layout.untyped_storage().nbytes()
         if not nbytes:

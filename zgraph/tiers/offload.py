@@ -22,7 +22,7 @@ class Offload:
 
     Attributes:
         params: storage of parameters: "host", "disk", a `zgraph.Tier` of your own, or None for the device.
-        optimizer: storage of optimizer state with one value per element, such as moments; choices as for params.
+        optimizer: storage of optimizer state with one value per element, such as moments; choices as for `params`.
         path: folder for tensors on disk; it is made if only the last part of the path is missing. Each rank writes one
             file there, which is deleted when the process ends.
         host_budget_bytes: limit of bytes that a rank may keep on the host; a step that would exceed it is refused

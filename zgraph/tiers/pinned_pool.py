@@ -18,7 +18,7 @@ class PinnedPool:
     """Tensors in pinned memory of torch's allocator, which reuses a freed block once no stream copies from or to it."""
 
     def empty_like(self, tensor: Tensor) -> Tensor:
-        """Make an uninitialised pinned tensor with the shape, dtype and, if dense, strides of a tensor."""
+        """Make an uninitialised pinned tensor like `tensor`: same shape and dtype; same strides if it is dense."""
         return torch.empty_like(tensor, device="cpu", pin_memory=True)
 
     def holds(self, tensor: Tensor) -> bool:

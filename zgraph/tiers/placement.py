@@ -33,8 +33,8 @@ class Resting:
     Attributes:
         options: the user's options.
         stores: the memory of each tier in use, the host's last.
-        planned: only for a plan, whose tensors have no values: storage key to (tier, tensor). Otherwise None.
-        traced: for fake tensors of a trace that are in a tier other than the host: storage key to (tier, tensor).
+        planned: (tier, tensor) by storage key, for a plan, whose tensors have no values; otherwise None.
+        traced: (tier, tensor) by storage key, for fake tensors of a trace that are in a tier other than the host.
         roots: modules passed to `zgraph.shard`.
         has_step: whether a `zgraph.training_step` has been made for the model.
         rounding: optimizers whose steps round their moments.
@@ -79,7 +79,7 @@ class Resting:
         return found
 
     def _follow_steps(self) -> None:
-        """Register optimizer hooks that move the state which `optimizer.step()` creates to where it is stored.
+        """Register optimizer hooks that move state created by `optimizer.step()` to the tier of optimizer state.
 
         A captured step calls no hook: its graph contains these copies.
         """
@@ -229,7 +229,7 @@ class Resting:
             params_bytes: bytes of parameters stored on the host, on the rank with the most.
             state_bytes: bytes of optimizer state stored on the host, on the rank with the most.
             step_bytes: further bytes of the step on the host at its peak: activations and staging buffers.
-            staging_bytes: how many of step_bytes are staging buffers between disk and GPU.
+            staging_bytes: the part of `step_bytes` that staging buffers between disk and GPU use.
 
         Raises:
             ValueError: the step exceeds the budget; the message gives both sizes, and options that fit.
@@ -285,7 +285,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _cast(state: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast a moment to a dtype; `load_state_dict` had cast it to its parameter's dtype, which loses nothing."""
+    """Cast a moment to `dtype`. `load_state_dict` may have cast it to its parameter's dtype, without loss."""
     if state.dtype == dtype:
         return state
     local = _local(state).to(dtype)

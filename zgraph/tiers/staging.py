@@ -5,7 +5,7 @@
     GPU                 [copy 1][copy 2][copy 3]      a stream
 
 A GPU can overlap only copies of pinned memory with compute, and a disk can read only into host memory. So there are two
-buffers each way: one is copied while the other is read or written.
+buffers for each direction: one is copied while the other is read or written.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def buffer_bytes(nbytes: int, piece_bytes: int = PIECE_BYTES) -> int:
 
 
 def staging_bytes(reads: Iterable[int], writes: Iterable[int], piece_bytes: int = PIECE_BYTES) -> int:
-    """Bytes of pinned memory needed by transfers of these sizes from the disk (reads) and to the disk (writes)."""
+    """Bytes of pinned memory for transfers of these sizes: `reads` from the disk, `writes` to the disk."""
     each_way = (max(sizes, default=0) for sizes in (reads, writes))
     return sum(BUFFERS * buffer_bytes(largest, piece_bytes) for largest in each_way if largest)
 
@@ -65,7 +65,7 @@ class Staging:
 
         Args:
             target: contiguous tensor on the device.
-            reached: event of the compute stream, after which the memory of the target may be overwritten.
+            reached: event of the compute stream, after which the memory of `target` may be overwritten.
             ends: list that receives an event at the end of all copies, even if the disk fails in between.
         """
         bytes_of_target = target.view(-1).view(torch.uint8)
@@ -84,7 +84,7 @@ class Staging:
                 ends.append(self._record())
 
     def from_device(self, source: Tensor, reached: Any) -> Generator[Tensor]:
-        """Yield buffers that hold the parts of a tensor, in order; while one is written, the next part is copied.
+        """Yield buffers that hold the parts of `source`, in order. The next part is copied while a buffer is written.
 
         Args:
             source: contiguous tensor on the device.

@@ -23,7 +23,7 @@ from zgraph.torch_compat.modules import tree_flatten
 
 
 class _OnStream:
-    """A copy on a stream; its source is kept alive until compute is ordered after it."""
+    """A copy on a stream. It keeps its source alive until the compute stream waits for the copy."""
 
     __slots__ = ("copied", "end", "lanes", "source")
 
@@ -115,7 +115,7 @@ class StreamLanes:
         piece_bytes: most bytes of a tensor that pass between a disk and the device in one piece.
 
     Attributes:
-        stores: memory of tiers other than the host's.
+        stores: memory of every tier except the host.
         writes: writes to disks that have not been waited for.
     """
 
@@ -182,7 +182,7 @@ class StreamLanes:
         """Wait on the host for all copies; then the host may access its tensors.
 
         Raises:
-            DiskError: a write to disk failed that was not waited for.
+            DiskError: a write to disk failed before any caller waited for it.
         """
         while self.writes:
             write, _ = self.writes.popitem()
@@ -197,7 +197,7 @@ class StreamLanes:
             store.finish()
 
     def staging(self, disk: DiskFolder) -> tuple[Staging, Staging]:
-        """The pinned buffers between a disk folder and the device: first those for reads, then those for writes."""
+        """The two sets of pinned buffers between a disk folder and the device: for reads, and for writes."""
         if disk not in self._staging:
             self._staging[disk] = self.staging_on(self.back), self.staging_on(self.out)
         return self._staging[disk]

@@ -58,7 +58,7 @@ class ThreadLanes:
         bytes_per_us: maximum rate of copies; None: unlimited.
         waits_at_once: whether to wait for each copy as soon as it starts, as a baseline for overlapped copies.
         pool: the host memory.
-        stores: memory of tiers other than the host's.
+        stores: memory of every tier except the host.
     """
 
     bytes_per_us: float | None = None

@@ -1,6 +1,6 @@
 """Tiers: the kinds of memory in which tensors of a model are kept, each described by one `Tier` object.
 
-Graphs, the cost model, ledgers and reports ask the row of a place for its lanes, costs and name. A place of your own is
+Graphs, the cost model, ledgers and reports ask this object for the tier's lanes, costs and name. A tier of your own is
 a subclass of `Tier`, given to `zgraph.Offload(params=..., optimizer=...)`.
 """
 
@@ -39,7 +39,7 @@ class Store(Protocol):
         ...
 
     def empty(self, like: Tensor, name: str) -> Tensor:
-        """Make an uninitialised CPU tensor in this memory, of the shape and dtype of `like`; the name is for errors."""
+        """Make an uninitialised CPU tensor in this memory, of the shape and dtype of `like`; `name` is for errors."""
         ...
 
     def start_in(self, kept: Tensor, lanes: CopyLanes) -> Copy:
@@ -74,7 +74,8 @@ class Tier:
     Attributes:
         name: name in options, dumps and reports.
         to_device, from_device: lanes of copies to the device and from the device; None for the device itself.
-        updates: whether a CPU updates tensors in place here while it computes; from a GPU only the host does.
+        updates: whether a CPU device updates tensors of this tier in place during compute. With a GPU device, only
+            tensors on the host are updated in place.
         is_staged: whether copies between this tier and a GPU pass through pinned buffers of the host.
     """
 
@@ -170,5 +171,5 @@ def is_offloaded(tier: Tier | None) -> bool:
 
 
 def listed(names: Iterable[str]) -> tuple[str, ...]:
-    """Tier names in the order of reports: device, host and disk, used or not, then the others among `names`."""
+    """Tier names in the order of reports: always device, host and disk, then all other names in `names`."""
     return tuple(dict.fromkeys([DEVICE.name, *NAMES, *names]))

@@ -30,7 +30,7 @@ def aot_autograd(
 ) -> Callable[..., Any]:
     """Make a Dynamo backend that traces forward and backward with AOTAutograd (2.11 - 2.15).
 
-    With `decompose` Inductor's decompositions are applied; otherwise operators stay as in eager mode. The public
+    If `decompose` is true, Inductor's decompositions are applied; otherwise operators stay as in eager mode. The public
     `functorch.compile.aot_module_simplified` is not used, because it leaves the generated backward visible to Dynamo.
     """
     from torch._dynamo.backends.common import aot_autograd as build
@@ -191,7 +191,7 @@ def newest_node() -> fx.Node | None:
 
 
 def nodes_after(node: fx.Node | None) -> Iterator[fx.Node]:
-    """Yield the nodes after a node of a graph, whose linked list of nodes ends at its root (`_root`, 2.11 - 2.15)."""
+    """Yield the nodes after `node`; a graph's linked list of nodes ends at its root (`_root`, 2.11 - 2.15)."""
     while node is not None and (node := node.next).op != "root":
         yield node
 

@@ -34,7 +34,7 @@ def running_backward() -> int:
 
 
 def leaves_below(node: torch.autograd.graph.Node, depth: int = 4) -> dict[int, torch.autograd.graph.Node]:
-    """AccumulateGrad nodes at most `depth` edges from a node, by the id of their leaf (`variable`, 2.11 - 2.15)."""
+    """AccumulateGrad nodes at most `depth` edges from `node`, by the id of their leaf (`variable`, 2.11 - 2.15)."""
     found: dict[int, torch.autograd.graph.Node] = {}
     level = [node]
     for _ in range(depth):
@@ -44,7 +44,7 @@ def leaves_below(node: torch.autograd.graph.Node, depth: int = 4) -> dict[int, t
 
 
 def use_of(leaf: torch.autograd.graph.Node) -> str:
-    """How the backward that this thread is running uses the gradient of a leaf, given by its AccumulateGrad node.
+    """How this thread's running backward pass uses the gradient of a leaf; `leaf` is its AccumulateGrad node.
 
     `_will_engine_execute_node` (2.11 - 2.15) raises for a leaf whose gradient `torch.autograd.grad` returns.
 
@@ -60,7 +60,8 @@ def use_of(leaf: torch.autograd.graph.Node) -> str:
 def forward_number() -> int:
     """Sequence number of the operator that this thread is recording for backward (`_get_sequence_nr`, 2.11 - 2.15).
 
-    Call this while the operator runs. For an operator that records nothing, it is the number of the last recorded one.
+    Call this while the operator runs. For an operator that records nothing, this is the number of the last recorded
+    operator.
     """
     return torch.autograd._get_sequence_nr() - 1  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -84,7 +84,7 @@ def flatten_each(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def views_of(buffer: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Split a vector into consecutive views with the shapes of the tensors `like`.
+    """Split a vector into consecutive views that have the shapes of the tensors in `like`.
 
     `unflatten_dense_tensors`, 2.11 - 2.15. No tensor may be empty: torch gives the view of an empty one the shape [0].
     """
@@ -92,10 +92,10 @@ def views_of(buffer: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def rows_as(buffer: Tensor, index: Tensor, width: int, like: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Copy rows of a buffer, seen as [rows, width], into one vector, and split the vector as `views_of` does.
+    """Copy the rows `index` of a buffer into one vector, and split the vector as `views_of` does.
 
     Args:
-        buffer: contiguous tensor of any shape.
+        buffer: contiguous tensor of any shape; treated as [rows, width].
         index: [n] int64, the rows to copy, in order.
         width: elements of a row.
         like: non-empty tensors with n * width elements in all; only their shapes are read.
@@ -104,5 +104,5 @@ def rows_as(buffer: Tensor, index: Tensor, width: int, like: Sequence[Tensor]) -
 
 
 def interleave(tensors: Sequence[Tensor], count: int) -> Tensor:
-    """Cut each tensor into `count` parts of rows; row r of the result joins all parts r (`_chunk_cat`, 2.11 - 2.15)."""
+    """Cut each tensor's rows into `count` parts; row r of the result joins all parts r (`_chunk_cat`, 2.11 - 2.15)."""
     return torch._chunk_cat(list(tensors), 0, count)

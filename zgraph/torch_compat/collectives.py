@@ -86,7 +86,7 @@ def wait_op() -> Any:
 
 
 def wait(started: Tensor) -> Tensor:
-    """Wait for a functional collective, and return its result, the tensor `started`, which may then be read."""
+    """Wait for a functional collective, and return its result `started`, which may be read from then on."""
     return wait_op()(started)
 
 

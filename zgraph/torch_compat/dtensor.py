@@ -32,7 +32,7 @@ def put_local(tensor: DTensor, local: Tensor) -> None:
 
 
 def put_whole(tensor: DTensor, whole: Tensor) -> None:
-    """Make a DTensor replicated, with a whole tensor that all ranks have (`_local_tensor`, `_spec`, 2.11 - 2.15)."""
+    """Make a DTensor replicated: each rank's local part is now `whole` (`_local_tensor`, `_spec`, 2.11 - 2.15)."""
     from torch.distributed.tensor import Replicate
 
     tensor._local_tensor = whole
@@ -53,7 +53,7 @@ def allow_lists_of(kind: type[DTensor]) -> None:
 
 
 def dtensor_like(local: Tensor, like: DTensor) -> DTensor:
-    """Wrap a local tensor in a DTensor of the class, mesh, placements and shape of another (`_spec`, 2.11 - 2.15).
+    """Wrap a local tensor in a DTensor with the class, mesh, placements and shape of `like` (`_spec`, 2.11 - 2.15).
 
     `DTensor.from_local` checks its arguments, and `DTensor(...)` goes through a guard against Dynamo: both are slower.
     """
@@ -68,7 +68,7 @@ def locals_of(tensors: Iterable[DTensor]) -> list[Tensor]:
 def gradients_of(tensors: Iterable[Tensor]) -> list[Tensor | None]:
     """`.grad` of each tensor, read without the `__torch_function__` lookup: for DTensors in a third of the time.
 
-    `DisableTorchFunctionSubclass`, 2.11 - 2.15; DTensor's own `__torch_function__` is the disabled one.
+    `DisableTorchFunctionSubclass`, 2.11 - 2.15; DTensor disables `__torch_function__` itself.
     """
     with torch._C.DisableTorchFunctionSubclass():
         return list(map(attrgetter("grad"), tensors))
@@ -105,7 +105,7 @@ def _forget_placements() -> None:
 
 
 def on_local_parts(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call an operator, on local parts if it is pointwise, has symbolic numbers, and its DTensors are placed alike.
+    """Call an operator. Use local parts if it is pointwise, and has symbolic numbers and equally placed DTensors.
 
     DTensor hashes the arguments of its operators (`OpSchema.__hash__`, 2.11 - 2.15), and hashing a symbolic number
     turns it into a constant: then each new learning rate needs another graph.
@@ -133,7 +133,7 @@ def _lies_like(tensor: Tensor, like: DTensor) -> bool:
 
 
 def sharded_rows(local: Tensor, mesh: DeviceMesh, rows: int) -> DTensor:
-    """Wrap this rank's rows of a tensor of `rows` rows, split in order over a mesh (`DTensorSpec`, 2.11 - 2.15).
+    """Wrap this rank's rows as a DTensor of `rows` rows, split in order over a mesh (`DTensorSpec`, 2.11 - 2.15).
 
     `DTensor.from_local` is not used, because it moves a host tensor to the mesh's device.
     """

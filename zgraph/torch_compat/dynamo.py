@@ -51,7 +51,7 @@ def _skip_frames(function: Callable[P, R], inside: Any) -> Callable[P, R]:
 
 @never_a_frame
 def compiles_frames() -> bool:
-    """Whether Dynamo compiles frames called now, that is, a function given to torch.compile is running.
+    """Whether Dynamo compiles a frame that is called now: whether a function given to torch.compile is running.
 
     False inside `torch.compiler.disable` or anything else that switches Dynamo off (2.11 - 2.13).
     """
@@ -213,7 +213,7 @@ def graph_breaks() -> dict[str, int]:
 
 
 def graph_break_reasons() -> dict[str, int]:
-    """The counts of `graph_breaks`, with the first sentence of Dynamo's "Explanation: ..." after a reason."""
+    """The counts of `graph_breaks`; the first sentence of Dynamo's "Explanation: ..." is appended to each reason."""
     from torch._dynamo.utils import counters
 
     found: dict[str, int] = {}

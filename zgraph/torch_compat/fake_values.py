@@ -89,7 +89,7 @@ def step_mode() -> Any:
 
 
 def fake_of(mode: Any, tensor: Tensor, device: torch.device | None = None) -> Tensor:
-    """Make a fake tensor with a tensor's shape, strides and dtype that needs no gradient (`from_tensor`, 2.11 - 2.15).
+    """Make a fake tensor like `tensor` in shape, strides and dtype, without gradient (`from_tensor`, 2.11 - 2.15).
 
     Args:
         mode: fake mode of the new tensor.

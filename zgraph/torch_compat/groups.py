@@ -62,12 +62,13 @@ def make_sibling_group(
         high_priority: whether to run the new group's NCCL collectives on a high-priority stream
             (`ProcessGroupNCCL.Options.is_high_priority_stream`).
 
-    If the default group is bound to a device (`init_process_group(device_id=...)`), the new group is, too. Then it is
-    split off the default group's communicator immediately, in which all ranks of the world must take part.
+    If the default group is bound to a device (`init_process_group(device_id=...)`), the new group is, too. Then the new
+    group is split off the default group's communicator immediately, and all ranks of the world must take part in this
+    split.
 
-    2.11 - 2.15: `dist.new_group` is not used. It needs every rank of the world; with `use_local_synchronization` it
-    names a group by the number of groups of a rank, on which members may disagree. `_new_process_group_helper` accepts
-    a name. `destroy_process_group()` destroys the new group with all others.
+    2.11 - 2.15: `dist.new_group` is not used, because every rank of the world must call it. With
+    `use_local_synchronization` it names a group by a rank's number of groups, which may differ between members.
+    `_new_process_group_helper` accepts a name. `destroy_process_group()` destroys the new group with all others.
     """
     from torch.distributed.distributed_c10d import _new_process_group_helper, _world
 
@@ -148,7 +149,7 @@ class NoMessageToItself:
 
 
 def kept_of_forward(stage: Any, chunk: int) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Outputs and inputs of a micro-batch's forward that torch's `PipelineStage` keeps until the backward.
+    """Outputs and inputs of a micro-batch's forward pass that torch's `PipelineStage` keeps until the backward pass.
 
     2.11 - 2.14: `fwd_cache`. 2.15: `_forward_chunk_states`, where an output that has been sent is replaced by its
     autograd edge (`GradientEdge`) or None.

@@ -125,11 +125,11 @@ _ISLAND_OPTIONS = MappingProxyType({"fallback_random": True, "triton.cudagraphs"
 def load_cpp(source: str) -> ctypes.CDLL:
     """Compile C++ source without torch headers by Inductor's toolchain, and load the library.
 
-    The library is kept in Inductor's cache directory, by source, command line and processor, so that it is compiled
-    once per machine; concurrent processes wait for the first one. Arithmetic follows IEEE: no multiplication is
-    contracted with an addition, and nothing is assumed about NaNs, signed zeros or the order of sums.
+    The library is kept in Inductor's cache directory under a key of source, command line and processor, so that it is
+    compiled once per machine; concurrent processes wait for the first one. Arithmetic follows IEEE: no multiplication
+    is contracted with an addition, and nothing is assumed about NaNs, signed zeros or the order of sums.
 
-    Run on 2.11 - 2.15 (`cpp_builder`, `codecache.write`, `torch.utils._filelock`). Inductor's compiler options
+    Has run on 2.11 - 2.15 (`cpp_builder`, `codecache.write`, `torch.utils._filelock`). Inductor's compiler options
     (`CppOptions`) are not used, because they turn off the vectorization of loops.
 
     Raises:

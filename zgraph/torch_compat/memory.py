@@ -31,7 +31,7 @@ def version_of(tensor: Tensor) -> int:
 
 
 def holders(storage: torch.UntypedStorage) -> int:
-    """Number of references to a storage in Python and C++, including this one (`_storage_Use_Count`, 2.11 - 2.15)."""
+    """Number of Python and C++ references to a storage, the argument's included (`_storage_Use_Count`, 2.11 - 2.15)."""
     return torch._C._storage_Use_Count(storage._cdata)
 
 
@@ -43,11 +43,11 @@ def is_profiling() -> bool:
 def allocation_events(
     taken: torch.profiler.profile, prefix: str
 ) -> tuple[dict[str, tuple[int, int]], list[tuple[int, int]]]:
-    """Labels, and allocations on the CPU, in a profile that recorded memory (`kineto_results`, 2.11 - 2.15).
+    """Return the labels and the CPU allocations of a profile that recorded memory (`kineto_results`, 2.11 - 2.15).
 
     Returns:
-        (begin, end) of each label that starts with the prefix; and (time, bytes) of each allocation, or release with
-        negative bytes, by time. Times are in nanoseconds.
+        (begin, end) of each label that starts with the prefix; and (time, bytes) of each allocation and release, by
+        time; a release has negative bytes. Times are in nanoseconds.
     """
     spans: dict[str, tuple[int, int]] = {}
     events: list[tuple[int, int]] = []

@@ -92,7 +92,7 @@ def local_buffers(owner: torch.nn.Module) -> dict[str, Tensor | None]:
 
 
 def reset_method(module: torch.nn.Module) -> Callable[[], object] | None:
-    """A module's `reset_parameters`, or `_reset_parameters` as in nn.Transformer; None without both (2.11 - 2.15)."""
+    """A module's `reset_parameters`, else its `_reset_parameters` (nn.Transformer), else None (2.11 - 2.15)."""
     return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
 
 
@@ -120,7 +120,7 @@ def storage_info(name: str, offset: int, length: int) -> Any:
 
 
 def apply_keeping(base: type[nn.Module], attribute: str) -> Callable[..., Any]:
-    """Wrap a module class's `_apply` so that parameters keep one of their attributes.
+    """Wrap a module class's `_apply` so that parameters keep their attribute named `attribute`.
 
     `_apply` (2.11 - 2.13), which `module.to` calls, swaps DTensors together with their attributes.
     """

@@ -32,7 +32,7 @@ def arguments_by_name(node: fx.Node) -> dict[str, Any]:
 
 
 def argument_of(node: fx.Node, name: str) -> object:
-    """The argument of a node's call with a name, or its default; None if it has no such argument (2.11 - 2.15)."""
+    """The value of argument `name` in a node's call, or its default; None if the operator lacks it (2.11 - 2.15)."""
     if not isinstance(node.target, OpOverload):
         return None
     for place, argument in enumerate(node.target._schema.arguments):
@@ -44,8 +44,8 @@ def argument_of(node: fx.Node, name: str) -> object:
 def overwritten(node: fx.Node) -> list[fx.Node]:
     """The nodes whose tensors a node's call overwrites in fact.
 
-    By their schemas fused updates write to gradients, too; in fact they do so only if they have a `grad_scale` to
-    divide by.
+    The schemas of fused updates say that they write to gradients, too. In fact they do so only if they have a
+    `grad_scale` by which to divide gradients.
     """
     grads = None if argument_of(node, "grad_scale") is not None else argument_of(node, "grads")
     kept = frozenset(cast("list[fx.Node]", grads or []))
@@ -109,13 +109,13 @@ def is_mutable(target: OpOverload) -> bool:
 
 
 def assigns_data(target: object) -> bool:
-    """Whether target is Dynamo's form of `tensor.data = value` (`set_` in 2.11 - 2.13, then `shallow_copy_data_`)."""
+    """Whether `target` is Dynamo's form of `tensor.data = value` (`set_` in 2.11 - 2.13, then `shallow_copy_data_`)."""
     names = ("aten.set_.source_Tensor", "aten.shallow_copy_data_")
     return target is Tensor.set_ or str(target).startswith(names)
 
 
 def is_binary(target: OpOverload) -> bool:
-    """Whether the operator is pointwise in two tensors, self and other, by its schema (`_schema`, 2.11 - 2.15)."""
+    """Whether the operator is pointwise in two tensors, `self` and `other`, by its schema (`_schema`, 2.11 - 2.15)."""
     arguments = target._schema.arguments
     return len(arguments) > 1 and arguments[1].name == "other" and torch.Tag.pointwise in target.tags
 
@@ -131,7 +131,7 @@ def has_kernel(name: str, key: str) -> bool:
 
 
 def is_fused_update(target: object) -> bool:
-    """Whether target updates lists of parameters in one kernel, torch's or zgraph's (2.11 - 2.15)."""
+    """Whether `target` updates lists of parameters in one kernel, torch's or zgraph's (2.11 - 2.15)."""
     return str(target).startswith(("aten._fused_", "zgraph.fused_adam_."))
 
 

@@ -52,11 +52,11 @@ class Changes:
     _last_numbers: str = ""
 
     def compare(self, number: int) -> None:
-        """Add a number to those that each exchange compares until the step ends."""
+        """Add `number` to `pending`, which each exchange compares until the step ends."""
         self.pending = (self.pending + number) & _MASK
 
     def begin_anew(self, failures: int) -> None:
-        """Restart the record after ranks have disagreed for the given number of times."""
+        """Restart the record after ranks have disagreed; `failures` is the number of disagreements so far."""
         self.steps, self.pending = failures << 32, 0  # differs from every earlier step's number
 
     def of_read(self, operator: int, name: object, args: Sequence[Any], results: Iterable[Any]) -> None:
@@ -72,9 +72,9 @@ class Changes:
             self._note(operator, name, numbers, results)
 
     def of_write(self, operator: int, name: object, args: Sequence[Any], written: Sequence[Any]) -> None:
-        """Record that an operator has written to tensors: set the digest of each sharded one.
+        """Record that an operator has written to tensors: set the digest of each sharded tensor.
 
-        In a backward a write counts only if it involves numbers: ranks may accumulate gradients differently.
+        During a backward pass a write counts only if it involves numbers: ranks may accumulate gradients differently.
         """
         targets = frozenset(map(id, written))
         numbers = list(_numbers_in(args, targets))
@@ -136,7 +136,7 @@ def _change_of(tensor: Any, origin: int) -> int:
 
 
 def origin_of(tensor: Any) -> int:
-    """Hash of a sharded tensor's origin and digest; for a view, of its base's and of the number of the view."""
+    """Hash of a sharded tensor's origin and digest; for a view, its base's origin and digest, and the view's number."""
     whole, viewed = _whole(tensor), getattr(tensor, "viewed", None)
     return hash((getattr(whole, "origin", 0), getattr(whole, "digest", 0), 0 if viewed is None else viewed.number))
 
@@ -184,7 +184,7 @@ def hash_of(numbers: Iterable[float]) -> int:
 
 
 def note_origin(sharded: DTensor, whole: Tensor) -> None:
-    """Record a checksum of the whole tensor, which must be equal on all ranks, as the origin of its shard."""
+    """Record a checksum of `whole` as the origin of its shard; `whole` must be equal on all ranks."""
     sharded.origin = checksum([whole])  # pyright: ignore[reportAttributeAccessIssue]
 
 

@@ -47,7 +47,7 @@ _TAGS = (0x7A670000, 0x7A670000 + _NUMBERS)
 
 
 class Route(NamedTuple):
-    """What the start of a collective needs to know of a process group; the same in every call.
+    """Facts about a process group that the start of a collective needs; they are the same in every call.
 
     Attributes:
         group: the process group.
@@ -109,7 +109,7 @@ def start_all_gather(
     route: Route | None = None,
     about: About | None = None,
 ) -> Tensor:
-    """Start an all_gather, [n, ...] of each rank -> [world * n, ...], usable after a wait; arguments as in `_start`."""
+    """Start an all_gather; see `_start` for `number` and `about`. Usable after a wait: [n, ...] -> [world * n, ...]."""
     route = route or Route.of(resolve_group(group_name), shard.device)
     if route.backend != "gloo":
         return all_gather_op()(shard.contiguous(), world, group_name)
@@ -160,7 +160,7 @@ def start_hierarchical_gather(shard: Tensor, world: int, group_name: str, number
 
 
 class _PassOn(dist.Work):
-    """Second half of a gather by host: its `wait` passes the parts from other hosts on.
+    """Second half of a hierarchical gather: `wait` sends parts from other hosts on to the other ranks of this host.
 
     The wait ends only when the other ranks of the host wait for the same gather. So all ranks must wait for all
     collectives in the same order: see `zgraph.graph.collective_dispatch.order_of_waits`.
@@ -245,7 +245,7 @@ def start_all_to_all(
     route: Route | None = None,
     about: About | None = None,
 ) -> Tensor:
-    """Start an all_to_all of rows; return [sum of output_splits, ...], usable after a wait.
+    """Start an all_to_all of rows. The result is usable after a wait; its shape is [sum(output_splits), ...].
 
     Args:
         pieces: rows for all ranks, one rank after the other; rank r is sent `input_splits[r]` of them.
@@ -262,7 +262,7 @@ def start_all_to_all(
 
 
 def all_to_all(pieces: Tensor, splits: Sequence[int], group_name: str, *, about: About | None = None) -> Tensor:
-    """Start an all_to_all with equal splits for input and output, and wait for it; cheaper, as `all_gather` is."""
+    """Start an all_to_all that sends and receives `splits` rows, and wait for it; cheaper than two calls."""
     route = Route.of(resolve_group(group_name), pieces.device)
     if not route.point_to_point:
         return wait(start_all_to_all(pieces, splits, splits, group_name, route=route))
@@ -281,12 +281,12 @@ def start_all_reduce(
     route: Route | None = None,
     about: About | None = None,
 ) -> Tensor:
-    """Start an all_reduce, [n, ...] of every rank -> [n, ...], in the backend's order of sums, usable after a wait.
+    """Start an all_reduce in the backend's order of sums. The result is usable after a wait: [n, ...] -> [n, ...].
 
     Args:
         in_place: whether the result overwrites the input.
         number, about: as in `_start`. On gloo, messages of one byte precede the collective and carry its identity; if
-            the identities of two ranks differ, the wait raises an AgreementError.
+            two ranks' identities differ, the wait raises an AgreementError.
     """
     route = route or Route.of(resolve_group(group_name), sent.device)
     if not route.point_to_point or reduction != "sum":
@@ -305,7 +305,7 @@ def start_reduce_scatter(
     route: Route | None = None,
     about: About | None = None,
 ) -> Tensor:
-    """Start a reduce_scatter, [world * n, ...] of every rank -> [n, ...]; all else is as in `start_all_reduce`."""
+    """Start a reduce_scatter; all but the shapes is as in `start_all_reduce`: [world * n, ...] -> [n, ...]."""
     route = route or Route.of(resolve_group(group_name), pieces.device)
     if not route.point_to_point or reduction != "sum":
         return reduce_scatter_op()(pieces, reduction, world, group_name)
@@ -363,7 +363,7 @@ def _start(
         result: tensor on which the work is registered; None: wait here.
         number: number of the collective, the same on all ranks; becomes part of the tag, by which gloo chooses among
             several network interfaces.
-        about: identity of the exchange, so that no other exchange is mistaken for it; None: the order decides.
+        about: identity of the exchange, which keeps it from matching another one; None: exchanges match in order.
     """
     sends, receives = [part.nbytes for part in to_send], [part.nbytes for part in to_fill]
     works = _messages(to_fill, to_send, route, number, about)

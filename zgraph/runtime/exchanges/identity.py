@@ -6,7 +6,7 @@ exchange between pairs of ranks has a unique tag, computed from
 
 - the model's number from `zgraph.shard`, and the number of its exchanges so far;
 - the names of the parameters, and the bytes of the message;
-- the loop's writes to weights (`zgraph.runtime.exchanges.changes`).
+- the training loop's writes to weights (`zgraph.runtime.exchanges.changes`).
 
 Exchanges with different tags never meet: both wait, until `zgraph.runtime.exchanges.watch` finds the mismatch.
 """
@@ -41,7 +41,7 @@ class Exchanges:
     Attributes:
         group_name: name of the model's process group.
         store: torch.distributed's rendezvous store, which gave the model its number.
-        model: number of the model among those on the group; equal on all ranks, which shard models in the same order.
+        model: number of the model among the group's models; equal on all ranks, as all shard models in the same order.
         failures: how often ranks have found that their exchanges differ; the ranks involved then restart the count.
         count: exchanges since the last restart.
         changes: record of the loop's changes to weights and gradients since the last step.
@@ -75,7 +75,7 @@ class Exchanges:
         return hash((self.model, self.failures, self.count, number, self.changes.pending))
 
     def end_of_step(self, options: Options, number: int = 0, changes: int = 0, text: str = "") -> About:
-        """Identity of the exchange that ends a step; it matches only after equally many exchanges on every rank.
+        """Identity of the exchange that ends a step. It matches only if all ranks have counted equally many exchanges.
 
         Args:
             options: (name, value) of the optimizer's numeric options, the same on all ranks.
@@ -94,7 +94,7 @@ class Exchanges:
 
     @property
     def began(self) -> list[Any]:
-        """The arguments that a peer passes to `began_anew`: group, model number, and restarts of this count."""
+        """The arguments with which a peer calls `began_anew`: group, model number, and restarts of this count."""
         return [self.group_name, self.model, self.failures]
 
     def began_anew(self, group_name: str, model: int, failures: int) -> bool:
@@ -190,7 +190,7 @@ class CalledFor:
         self._handles, self._numbers, self._exchanges = {}, {}, None
 
     def about(self, kind: str, names: Sequence[str]) -> About | None:
-        """Identity of an exchange of this call for the parameters of these placeholders; None if none are counted."""
+        """Identity of an exchange for the parameters of placeholders `names`; None if exchanges are not counted."""
         if self._exchanges is None:
             return None
         known = [name for name in names if name in self._numbers]
@@ -205,7 +205,7 @@ def _number_of_kind(kind: str) -> int:
 
 
 def _number_of(options: Options) -> int:
-    """Hash of the options' values, which is the same in each process; hashes of names, which are strings, are not."""
+    """Hash of the options' values, without their names: the hash of a string differs between processes."""
     return hash(tuple(value if value == value else 0.5 for _, value in options))  # NaN's hash depends on the object
 
 

@@ -119,7 +119,7 @@ def _put_sharded_gradient(parameter: Tensor, grad: Tensor) -> DTensor:
 
 
 class Guarded(Protocol):
-    """A scope, such as one sharded model, whose parameters optimizers step."""
+    """A scope of parameters that optimizers step, such as one sharded model."""
 
     accumulation: Accumulation
     models: list[Model]
@@ -190,7 +190,7 @@ def _compared(
 
 
 def members_of(optimizer: torch.optim.Optimizer) -> tuple[int, str]:
-    """A hash, and a text for errors, of an optimizer's parameters by group, its size of state, and its step count."""
+    """Summarise an optimizer as a hash and an error text: parameters by group, size of the state, and step count."""
     members = [tuple(map(origin_of_parameter, group["params"])) for group in optimizer.param_groups]
     states = [one for one in optimizer.state.values() if isinstance(one, Mapping)]
     step = _number(states[0].get("step", 0)) if states else 0

@@ -101,8 +101,8 @@ class Watch:
     Attributes:
         waits: the exchange that this rank waits for.
         published: description of the exchange in `waits`, as JSON, while peers may read it in the store; else "".
-        announced: error text and exchange count of the model of a failed call; None once this rank starts another
-            exchange. Peers that have not failed may wait for exchanges that this rank will never start.
+        announced: for a failed call, the error text and the exchange count of its model; None once this rank starts
+            another exchange. Peers that have not failed may wait for exchanges that this rank will never start.
         started: (key, place, bytes to each rank, bytes from each rank) of the last exchanges that this rank started.
     """
 
@@ -136,7 +136,7 @@ class Watch:
         return text
 
     def stuck(self, rank: int) -> dict[str, Any] | None:
-        """Published description of a peer's exchange that this rank belongs to and has not started; else None."""
+        """Description of the exchange that peer `rank` waits for and this rank should start but has not; else None."""
         text = self._read(f"waits/{rank}")
         found: dict[str, Any] = json.loads(text) if text else {}
         if self.rank not in found.get("ranks", ()):
@@ -212,7 +212,7 @@ class Watch:
 
 
 def _text(exchange: Exchange, ranks: Sequence[int], missing: Mapping[int, list[int]]) -> str:
-    """Description of a wait to publish, as JSON; `missing` has each stuck peer's exchange that this rank lacks."""
+    """Description of a wait to publish, as JSON; `missing` has the exchange that each stuck peer waits for."""
     messages = zip(ranks, exchange.sends, exchange.receives, strict=True)
     return json.dumps(
         {

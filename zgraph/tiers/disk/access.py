@@ -41,10 +41,10 @@ class Access:
     buffers: Buffers = field(default_factory=Buffers)
 
     def buffer(self, nbytes: int) -> Tensor:
-        """Make a [nbytes] uint8 tensor in memory for a read, aligned for direct transfers if there are any.
+        """Make a uint8 tensor of `nbytes` bytes to read into, aligned for direct transfers if they work here.
 
-        Its storage then has room up to the next block. Large buffers consist of huge pages if the system has them, and
-        reuse the memory of earlier buffers.
+        The storage of an aligned tensor has room for whole blocks. Large buffers consist of huge pages if the system
+        has them, and reuse the memory of earlier buffers.
         """
         if self.direct is None:
             return torch.empty(nbytes, dtype=torch.uint8)
@@ -56,7 +56,7 @@ class Access:
 
 
 def open_access(space: Space) -> Access:
-    """Return a file's access, with direct transfers if a test on two blocks shows that they agree with a mapping."""
+    """Return the access to a file. It includes direct transfers only if a test shows that they agree with a mapping."""
     direct = reopen_direct(space.fd)
     if direct is None:
         return Access(space.fd, None)

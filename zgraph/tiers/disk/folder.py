@@ -124,7 +124,7 @@ class DiskFolder:
         space is freed when the tensor's storage dies.
 
         Args:
-            shape: any shape, also () and with zeros.
+            shape: any shape, including () and shapes with zeros.
             dtype: any dtype.
             name: name of the parameter or state, for errors.
 
@@ -165,7 +165,7 @@ class DiskFolder:
         return Read(self._start_reading("start_read", part, read))
 
     def start_read_in_pieces(self, tensor: Tensor, pieces: Generator[Tensor]) -> Read:
-        """Start reading a tensor of this folder into buffers, one after the other, where memory cannot hold all of it.
+        """Start reading a tensor of this folder that does not fit into memory: into one buffer after the other.
 
         Args:
             tensor: as for `start_read`; `Read.wait` returns this tensor itself.
@@ -205,7 +205,7 @@ class DiskFolder:
         return self._start_writing("start_write", part, tensor, lambda: self._writes.write(part, source.data_ptr()))
 
     def start_write_in_pieces(self, pieces: Generator[Tensor], tensor: Tensor) -> Write:
-        """Start writing buffers, one after the other, to a tensor of this folder, after its started transfers.
+        """Start writing one buffer after the other to a tensor of this folder, after its started transfers.
 
         Args:
             pieces: generator of the buffers, as for `start_read_in_pieces`; the next buffer is fetched once one has
@@ -240,7 +240,7 @@ class DiskFolder:
         """Wait for all started transfers, and close the file. Tensors stay readable and writable through mappings.
 
         Raises:
-            DiskError: a write failed that was not waited for.
+            DiskError: a write failed before any caller waited for it.
         """
         with self._lock:
             if self._closed or os.getpid() != self._process:
@@ -365,7 +365,7 @@ def _room_in(memory: Tensor) -> int:
 
 
 def _pieces_of(part: Part, buffers: Iterable[Tensor]) -> Iterator[tuple[Part, Tensor]]:
-    """Yield each buffer with the part of the tensor that belongs in it: consecutive parts of the buffers' sizes."""
+    """Yield (part of the tensor, buffer) for each buffer: the parts are consecutive, each as long as its buffer."""
     done = 0
     for buffer in buffers:
         yield Part(part.slot, part.start + done, buffer.nbytes), buffer

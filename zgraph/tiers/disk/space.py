@@ -53,7 +53,7 @@ class Space:
     Attributes:
         fd: descriptor for buffered transfers.
         path: the folder, for errors.
-        lost: the kernel's error when it could not write pages of the file; None: no such error so far.
+        lost: error with which the kernel failed to write pages of the file; None: no such error so far.
     """
 
     def __init__(self, path: Path, who: str) -> None:
@@ -88,7 +88,7 @@ class Space:
     def allocate(self, name: str, nbytes: int) -> tuple[Slot, ctypes.Array[ctypes.c_char]]:
         """Reserve and map a slot, and return it with its memory as an array.
 
-        The slot is freed when the array dies; a tensor that torch.frombuffer made of the array keeps it alive.
+        The slot is freed when the array dies; a tensor that torch.frombuffer made of the array keeps the array alive.
 
         Raises:
             DiskError: there is not enough space; nothing stays reserved.
@@ -118,7 +118,7 @@ class Space:
         return slot, array
 
     def check(self, slot: Slot) -> None:
-        """Raise a DiskError if the file has become too short: an access to the mapping then kills the process."""
+        """Raise a DiskError if the file has become too short for `slot`: access to the slot would kill the process."""
         size = os.fstat(self.fd).st_size
         if size < slot.offset + slot.span:
             raise DiskError(
@@ -133,7 +133,7 @@ class Space:
             self._closer()
 
     def _find(self, span: int) -> int:
-        """Offset of a freed slot of this size, or the end of the file."""
+        """Offset of a freed slot of `span` bytes; the end of the file if there is none."""
         for found in list(self._freed):  # finalizers add to it meanwhile
             if found[0] == span:
                 self._freed.remove(found)

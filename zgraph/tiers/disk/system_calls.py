@@ -53,7 +53,7 @@ def unmap(address: int, nbytes: int) -> None:
 
 
 def view(address: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
-    """Memory at an address as an array for Python's reads and writes; the array does not keep the memory alive."""
+    """An array over the memory at `address`; the array does not keep the memory alive."""
     return (ctypes.c_char * nbytes).from_address(address)
 
 
@@ -71,7 +71,7 @@ def take_huge_pages(address: int, nbytes: int) -> None:
 
 
 def punch_hole(fd: int, offset: int, nbytes: int) -> None:
-    """Return a range of a file to a filesystem that supports it; the file keeps its size, and the range reads zeros."""
+    """Free the disk space of a file range where supported. The file keeps its size, and the range reads as zeros."""
     _libc.fallocate(fd, _FALLOC_PUNCH_HOLE | _FALLOC_KEEP_SIZE, offset, nbytes)
 
 

@@ -51,7 +51,7 @@ class Part:
 
     @property
     def in_blocks(self) -> bool:
-        """Whether whole blocks can be transferred: the part begins at a block, and ends at a block or with its slot.
+        """Whether whole blocks can be transferred: the part begins at a block, and ends with a block or with its slot.
 
         The slot's padding is unused, so it may be transferred along.
         """
@@ -83,7 +83,7 @@ class Mover:
         return 0 if self._staging is None else len(self._staging)
 
     def read(self, part: Part, address: int, room: int) -> None:
-        """Read a part of the file into memory at an address, from which on `room` bytes may be overwritten.
+        """Read `part` into the memory at `address`. The read may overwrite up to `room` bytes there.
 
         Raises:
             DiskError: the file cannot be read, or has become shorter than the part.
@@ -206,7 +206,7 @@ class Mover:
         """Run a transfer in place, and return whether the disk could reach the memory.
 
         Pinned memory may be mapped by a device's driver, and the kernel then refuses to pass it to a disk (EFAULT).
-        Nothing tells so beforehand. After the first refusal all transfers go through staging memory.
+        No system call tells this beforehand. After the first refusal all transfers go through staging memory.
         """
         try:
             transfer()
@@ -229,7 +229,7 @@ def _is_small(part: Part) -> bool:
 
 
 def steps(start: int, end: int, most: int) -> Iterator[tuple[int, int]]:
-    """Yield the start and length of consecutive steps of at most `most` bytes, from start to end."""
+    """Split the range from `start` to `end` into steps of at most `most` bytes; yield each step's start and length."""
     while start < end:
         yield start, min(most, end - start)
         start += most

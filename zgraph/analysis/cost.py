@@ -179,7 +179,10 @@ class CostModel:
         return total
 
     def _kernel(self, node: fx.Node) -> NodeCost:
-        """Cost of a kernel that reads each input and writes each result once, or each updated tensor if it has no results."""
+        """Cost of a kernel that reads each input once and writes each result once.
+
+        If a call has no results, the tensors that it updates count instead.
+        """
         results = tensors_of(node) or [value for one in overwritten(node) for value in tensors_of(one)]
         moved = self._read_bytes(node) + sum(map(_bytes, results))
         if nodes.is_cast_shards(node):  # ranks have different numbers of rows: all count the longest shard
@@ -209,8 +212,8 @@ class CostModel:
     def _sum_ranks(self, node: fx.Node) -> NodeCost:
         """Cost of `zgraph::sum_ranks`, which adds the pieces of all ranks one after another.
 
-        Each addition reads and writes the sum. The sum starts as a widened copy of the first piece or, if no widening is
-        needed, as the sum of the first two pieces. On CUDA a single kernel reads every piece and writes the result once.
+        Each addition reads and writes the sum. The sum starts as a widened copy of the first piece or, if no widening
+        is needed, as the sum of the first two pieces. On CUDA a single kernel reads every piece and writes the result.
         """
         if self.hardware.is_gpu:
             return self._kernel(node)

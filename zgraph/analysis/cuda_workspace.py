@@ -65,7 +65,7 @@ def _efficient_backward(node: fx.Node) -> int:
 
 
 def _sort(node: fx.Node) -> int:
-    """Bytes of a second buffer of keys and one of positions, because radix sort needs two of each (cub::DeviceRadixSort)."""
+    """Bytes of a second buffer of keys and one of positions: radix sort needs two of each (cub::DeviceRadixSort)."""
     source = _tensor(node, 0)
     return _numel(source) * (source.dtype.itemsize + _I64)
 

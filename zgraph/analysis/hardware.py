@@ -58,8 +58,8 @@ class Hardware:
         memory_bytes: memory that one rank may use.
         intra_host, inter_host: links between ranks of the same host, and of different hosts.
         ranks_per_host: number of ranks on a host; rank r is on host r // ranks_per_host.
-        links: links of mesh axes, if they differ from intra_host and inter_host. The key is the distance of neighbours in
-            global ranks, which all process groups of an axis share: 1 for the innermost axis.
+        links: links of mesh axes, if they differ from intra_host and inter_host. The key is the distance of neighbours
+            in global ranks, which all process groups of an axis share: 1 for the innermost axis.
         host_to_device, device_to_host, disk: links of one rank.
         host_memory_bytes_per_us: bandwidth at which the host updates tensors kept there, reads and writes together.
             None: memory_bytes_per_us, which is right for a CPU device.
@@ -167,7 +167,7 @@ class Hardware:
         Source: Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective Communication Operations in MPICH",
         sections 4 and 5; the split into hops inside and between hosts follows NCCL's tuning.cc. Trees: Sanders, Speck,
         Traff 2009, "Two-tree algorithms for full bandwidth broadcast, reduction and scan" (NCCL 2.4). PAT: Jeaugey
-        2025, arXiv 2506.20252 (NCCL 2.23, only with one rank on each host; for several ranks per host, this is a prediction).
+        2025, arXiv 2506.20252 (NCCL 2.23 uses PAT only with one rank on each host; with more, this is a prediction).
         """
         rounds = 2 if kind.startswith("all_reduce") else 1
         inside, outside = self.intra_host, self.inter_host

@@ -22,7 +22,7 @@ def reshaped_values(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def without_views(node: fx.Node) -> fx.Node:
-    """The node below a chain of views that change nothing and end with `node`; `node` itself if it is no such view.
+    """The node below a chain of views that change nothing and end with `node`; `node` itself if there is none.
 
     `DTensor.to_local`, for example, leaves such a view.
     """

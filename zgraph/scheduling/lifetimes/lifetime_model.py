@@ -142,7 +142,7 @@ class LifetimeModel:
                 self.makes.setdefault(found.storages[number].first, []).append(number)
 
     def estimate(self, dropped: Mapping[Value, None], offloaded: Mapping[Value, None] = NONE_OFFLOADED) -> StepEstimate:
-        """Estimate the step that recomputes the values `dropped`, offloads the values `offloaded`, and saves all others."""
+        """Estimate the step that recomputes the values `dropped`, offloads those in `offloaded`, and saves all others."""
         raise NotImplementedError
 
     def base_of(self, value: Value) -> fx.Node | None:
@@ -202,7 +202,7 @@ def clock_us(costs: Iterable[NodeCost]) -> list[float]:
 
 
 def _bytes_when_lowered(storage: Storage) -> int:
-    """Bytes of a storage on the device after gathers are lowered. A shard counts 0 if it is neither gathered nor cast."""
+    """Bytes of a storage on the device after gathers are lowered. A shard without gather and cast counts 0."""
     if storage.space != DEVICE or (storage.held and not is_tangent(storage.first)):
         return 0
     if not nodes.is_unshard(storage.first):

@@ -37,7 +37,7 @@ class PartitionedModel(LifetimeModel):
 
     Args:
         joint: forward and backward in one graph.
-        forward, backward: the two graphs of a split that saves every value that may be saved, but no gathered parameter.
+        forward, backward: the two graphs of a split that saves all values that may be saved, but no gathered parameter.
         user_outputs: number of outputs that the user receives.
         cost_of: cost of each call of the joint graph.
         sharing: how lanes share links and compute.
@@ -103,7 +103,10 @@ class PartitionedModel(LifetimeModel):
         return node
 
     def _parameters(self) -> Iterator[Value]:
-        """Yield a value for each gathered parameter that forward and backward read, or for its cast if all readers cast it."""
+        """Yield a value for each gathered parameter that both forward and backward read.
+
+        The value is the parameter's cast if all readers cast it.
+        """
         recomputed = dict.fromkeys(self.base_recomputed)
         for gather in self.base_recomputed:
             if nodes.is_unshard(gather) and UnshardArgs.of(gather).layout.zero_stage == 3 and gather in self.required:
@@ -210,9 +213,9 @@ class PartitionedModel(LifetimeModel):
 class _StepReplay:
     """Finds the live ranges of the storages of a step, including those that backward recomputes.
 
-    If backward recomputes storage n, the copy is storage n + count. Readers of the recomputed node read the copy; the
-    other readers, in forward or in backward, read n, which ends with the last of them. An offloaded storage n also comes
-    back as storage n + count, at its first reader in backward.
+    If backward recomputes storage n, the copy is storage n + count. Readers of the recomputed node read the copy. All
+    other readers, in forward or in backward, read n, which ends with the last of them. An offloaded storage n comes back
+    as storage n + count, too, at its first reader in backward.
     """
 
     def __init__(self, model: PartitionedModel, offloaded: frozenset[int] = frozenset()) -> None:
@@ -255,7 +258,7 @@ class _StepReplay:
         self.alive.keep(n for node in model.gradients if node in ran for n in placed.get(node, model.lies_in[node]))
 
     def gap(self, value: Value, is_dropped: bool) -> range:
-        """Positions from a value's last reader in forward to its first reader in backward or, if dropped, to its copy."""
+        """Positions from a value's last reader in forward to its first reader in backward, or to its copy."""
         numbers = self.model.lies_in[value.nodes[0]]
         begin = max(self.last_forward_read[number] for number in numbers) + 1
         if is_dropped:
@@ -275,7 +278,7 @@ def _ancestors(ends: Iterable[fx.Node], order: Sequence[fx.Node]) -> dict[fx.Nod
 
 
 def _from_first_tangent(calls: list[fx.Node]) -> list[fx.Node]:
-    """The calls from the first reader of a tangent on. Earlier calls are left out: they run just before their readers."""
+    """The calls from the first reader of a tangent on. Earlier ones are left out: they run just before their readers."""
     first = next(
         (position for position, node in enumerate(calls) if any(map(is_tangent, node.all_input_nodes))),
         0,

@@ -70,7 +70,7 @@ class WholeStepModel(LifetimeModel):
     # --- what can be dropped
 
     def _spoiled(self) -> set[fx.Node]:
-        """Nodes whose memory is overwritten before the last backward ends. Recomputing from them may read other data."""
+        """Nodes whose memory is overwritten before the last backward ends, so that a later reader may see other data."""
         last = max((place for place, node in enumerate(self.calls) if self.part[node] % 2), default=-1)
         places = self.placed.lies_in
         written = {
@@ -108,7 +108,7 @@ class WholeStepModel(LifetimeModel):
         return found
 
     def _required(self) -> dict[fx.Node, None]:
-        """Nodes that forwards run in any case: for the user, for later parts, and for values that cannot be recomputed."""
+        """Nodes that forwards always run: for the user, for later parts, and for values that cannot be recomputed."""
         fixed = {node for found in self.crossing.values() for node in found}
         fixed -= {node for value in (*self.values, *self.always) for node in value.nodes}
         needed = dict.fromkeys([*self.returned, *fixed, *self.effects])
@@ -267,7 +267,7 @@ class _Replay:
         self.alive.keep(place for node in model.returned for place in self._place_of(node, False))
 
     def gap(self, numbers: tuple[int, ...], is_dropped: bool) -> range:
-        """Positions from a value's last reader in forward to its first reader in backward or, if dropped, to its copy."""
+        """Positions from a value's last reader in forward to its first reader in backward, or to its copy."""
         begin = max((self.last_forward_read.get(number, self.alive.first[number]) for number in numbers), default=0) + 1
         if is_dropped:
             ends = [self.alive.first[number + self.count] for number in numbers]

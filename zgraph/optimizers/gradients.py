@@ -31,7 +31,7 @@ Found = list[tuple[torch.optim.Optimizer, list[Tensor]]]  # flags of dropped ste
 
 
 class GradScaler(AgreeingGradScaler):
-    """A `torch.amp.GradScaler` that tells models of changes of its scale, and of the parameters whose steps were dropped.
+    """A `torch.amp.GradScaler` that tells models when its scale changes, and for which parameters a step was dropped.
 
     Pass each model to `zgraph.set_loss_scale` with this scaler. Compression then rescales the errors that it keeps for
     the model's gradients. Arguments and methods are those of `torch.amp.GradScaler`. A step is skipped on all ranks if

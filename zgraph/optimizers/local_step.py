@@ -1,7 +1,7 @@
 """Optimizer steps on local shards, without DTensor's overhead in every operator.
 
-An element-wise optimizer needs only a rank's own rows. DTensor would run the same kernels on the same local tensors, but
-one parameter at a time, and would infer the placements of every result.
+An element-wise optimizer needs only a rank's own rows. DTensor would run the same kernels on the same local tensors,
+but one parameter at a time, and would infer the placements of every result.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def step_on_shards(optimizer: Optimizer) -> Optimizer:
 
 
 class _StandIn:
-    """Makes each step of the user's optimizer run on a second optimizer of the same class, which holds the local shards.
+    """Makes each step of the user's optimizer run on another optimizer of the same class that holds the local shards.
 
     Hooks before a step of torch.optim may replace its arguments, the first of which is the optimizer (2.11 - 2.15).
     """

@@ -19,14 +19,15 @@ def set_loss_scale(model: nn.Module, scale: float | torch.amp.GradScaler) -> Non
         zgraph.set_loss_scale(model, scaler)        # once; the scaler tells the model from then on
 
     When the scale changes, the kept errors are multiplied by new / old, which is exact for powers of two. A step that
-    is dropped because of an overflow does not change the errors: each reduction after the first call keeps a copy of the
-    previous errors until the step has succeeded. The copy doubles the memory of the errors during a step.
+    is dropped because of an overflow does not change the errors: once this function has been called, each reduction
+    keeps a copy of the previous errors until the step has succeeded. The copy doubles the memory of the errors during
+    a step.
 
     A `zgraph.GradScaler` tells the model in each `update()`, parameter by parameter, which steps its optimizers have
     dropped. It also tells the model each scale that is loaded into the scaler. Call this function for any other scale:
     before the first forward and, with torch's own GradScaler, after every `scaler.update()`. A scale smaller than the
-    last one then means that the last step was dropped. If a step is dropped without a change of scale, its effect on the
-    errors stays, because it looks like a step that was taken.
+    last one then means that the last step was dropped. A step that is dropped without a change of scale looks
+    like a step that was taken, so its effect on the errors stays.
 
     Args:
         model: module returned by `zgraph.shard`, compiled or not. Every rank calls this with the same scale.

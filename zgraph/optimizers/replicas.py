@@ -116,7 +116,7 @@ class Replicas:
 
     @torch.no_grad()
     def all_reduce_grads(self) -> None:
-        """Give each replica the sum of the gradients of all replicas. Call once per step, after this rank's last backward.
+        """Give each replica the sum of all replicas' gradients. Call once per step, after this rank's last backward.
 
         Gradients are summed in fp32 (fp64 if a parameter is fp64), first over the chunks of a rank and then in rank
         order, so that all replicas get the same bits. A replica without a gradient counts as zeros; if none has a

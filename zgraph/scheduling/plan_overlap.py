@@ -17,7 +17,7 @@ from zgraph.scheduling.timeline import Sharing
 
 @dataclass(frozen=True)
 class Plan:
-    """The order in which to run a graph, and three scores: of the previous order, of this order, of the order by rules."""
+    """The order in which to run a graph. Scores: of the previous order, of this order, and of the order by rules."""
 
     order: list[fx.Node]
     before: Score

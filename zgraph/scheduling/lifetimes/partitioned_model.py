@@ -214,8 +214,8 @@ class _StepReplay:
     """Finds the live ranges of the storages of a step, including those that backward recomputes.
 
     If backward recomputes storage n, the copy is storage n + count. Readers of the recomputed node read the copy. All
-    other readers, in forward or in backward, read n, which ends with the last of them. An offloaded storage n comes back
-    as storage n + count, too, at its first reader in backward.
+    other readers, in forward or in backward, read n, which ends with the last of them. An offloaded storage n also
+    comes back as storage n + count, at its first reader in backward.
     """
 
     def __init__(self, model: PartitionedModel, offloaded: frozenset[int] = frozenset()) -> None:
@@ -278,7 +278,7 @@ def _ancestors(ends: Iterable[fx.Node], order: Sequence[fx.Node]) -> dict[fx.Nod
 
 
 def _from_first_tangent(calls: list[fx.Node]) -> list[fx.Node]:
-    """The calls from the first reader of a tangent on. Earlier ones are left out: they run just before their readers."""
+    """The calls from the first reader of a tangent on. Earlier calls are left out: they run where they are read."""
     first = next(
         (position for position, node in enumerate(calls) if any(map(is_tangent, node.all_input_nodes))),
         0,

@@ -70,7 +70,7 @@ class WholeStepModel(LifetimeModel):
     # --- what can be dropped
 
     def _spoiled(self) -> set[fx.Node]:
-        """Nodes whose memory is overwritten before the last backward ends, so that a later reader may see other data."""
+        """Nodes whose memory is overwritten before the last backward ends. Later readers would see other data."""
         last = max((place for place, node in enumerate(self.calls) if self.part[node] % 2), default=-1)
         places = self.placed.lies_in
         written = {

@@ -1,7 +1,7 @@
 """Error feedback in checkpoints: a rank restores its own errors, or the mean over all if the number of ranks changed.
 
 Each of the N ranks of a parameter's mesh saves its tensors as rows of DTensors, [N, ...]. Counts and methods are stored
-with the rest of a rank's runtime state. Methods are compared as text: a name in a checkpoint never causes an import, but
+with the rest of a rank's runtime state. Methods are compared as text: a name in a checkpoint never causes an import. It
 selects one of the classes already present.
 """
 

@@ -38,9 +38,9 @@ def runtime_state(model: nn.Module, *, load_from: str | os.PathLike[str] | None 
     the tensors that passes keep for a parameter, and the error feedback of compression. `save_checkpoint` includes it.
 
     If the number of ranks has changed from N to M, rank r restores the state of rank r modulo N. If r >= N, the
-    generators of rank r are seeded with a hash of the restored state and r. They are then equal in every repetition, but
-    different on every rank. Tensors that passes keep are dropped on all ranks, because they belong to the old division
-    of parameters.
+    generators of rank r are seeded with a hash of the restored state and r. They are then equal in every repetition,
+    and different on every rank. Tensors that passes keep are dropped on all ranks, because they belong to the old
+    division of parameters.
 
     Errors of unsharded gradients are preserved: each rank restores the mean over the N ranks, cut and quantized for the
     new division. The total that all ranks have not sent yet stays the same up to this quantization. (With the same
@@ -50,8 +50,8 @@ def runtime_state(model: nn.Module, *, load_from: str | os.PathLike[str] | None 
     compressed, otherwise by the model's first reduction.
 
     Errors are separate entries, "feedback.<parameter>.<slot>.<tensor>". Each rank writes and reads its own rows of an
-    entry. Without `load_from`, DCP only reads entries that the model has too, and only if M = N; a load that would leave
-    errors out is refused. `load_from` tells DCP which entries a checkpoint has. A rank holds all rows that it reads at
+    entry. DCP by itself only reads entries that the model has too, and only if M = N. `load_from` tells DCP which entries
+    a checkpoint has. Without `load_from`, a load that would leave errors out is refused. A rank holds all rows that it reads at
     once, up to ceil(N / M) per parameter. `load_checkpoint` reads one parameter at a time if errors are cut anew.
 
     Args:
@@ -188,7 +188,7 @@ class RuntimeState:
         return {name: tensor.detach() for name, tensor in entries if _is_plain(tensor) or id(tensor) in ignored}
 
     def _codes(self) -> dict[str, str]:
-        """The storage format of each weight that is stored as codes. Codes of different formats may have the same size."""
+        """The format of each weight that is stored as codes. Codes of different formats may have the same size."""
         codes = {name: param.spec.codes for name, param in sharded_parameters(self.model).items()}
         return {
             name: f"codes of {one.method}, {one.numel} elements on each of {one.world} ranks"

@@ -84,7 +84,7 @@ class SafePlanner(DefaultLoadPlanner):
 
 
 class _StandIn:
-    """Inert replacement for one of torch's classes. It only holds the arguments and the state that a pickle gives it."""
+    """Inert replacement for one of torch's classes. It only holds the arguments and state that a pickle gives it."""
 
     kind = ""
 

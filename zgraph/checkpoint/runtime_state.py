@@ -50,9 +50,10 @@ def runtime_state(model: nn.Module, *, load_from: str | os.PathLike[str] | None 
     compressed, otherwise by the model's first reduction.
 
     Errors are separate entries, "feedback.<parameter>.<slot>.<tensor>". Each rank writes and reads its own rows of an
-    entry. DCP by itself only reads entries that the model has too, and only if M = N. `load_from` tells DCP which entries
-    a checkpoint has. Without `load_from`, a load that would leave errors out is refused. A rank holds all rows that it reads at
-    once, up to ceil(N / M) per parameter. `load_checkpoint` reads one parameter at a time if errors are cut anew.
+    entry. DCP by itself only reads entries that the model has too, and only if M = N. `load_from` tells DCP which
+    entries a checkpoint has. Without `load_from`, a load that would leave errors out is refused. A rank holds all rows
+    that it reads at once, up to ceil(N / M) per parameter. `load_checkpoint` reads one parameter at a time if errors
+    are cut anew.
 
     Args:
         model: model, sharded or not, compiled or not. Every rank must call `state_dict` and `load_state_dict`, which

@@ -112,8 +112,8 @@ class Signature:
 def places_of_updates(graph: fx.Graph) -> list[str]:
     """Describe, in one line of text, which optimizer updates of a GPU's step run on the host; [] if none does.
 
-    All ranks must agree on this, because host and GPU round an update differently, and replicas of a parameter must stay
-    equal. No collective depends on it.
+    All ranks must agree on this, although no collective depends on it: host and GPU round an update differently, and
+    replicas of a parameter must stay equal.
     """
     given = [meta.value(node) for node in graph.find_nodes(op="placeholder")]
     if not any(isinstance(value, Tensor) and is_gpu(value.device) for value in given):
@@ -246,7 +246,7 @@ class _Board:
         return [rank for rank in ranks if not self.has_published(rank, signature)]
 
     def end_wait(self, rank: int, signature: Signature) -> str:
-        """End a peer's wait for an exchange that this rank has not started. Return the reason, or "" without such a wait.
+        """End a peer's wait for an exchange that this rank has not started; return the reason, or "" if there is none.
 
         This rank cannot start the exchange, because it waits for the peer's signature.
         """
@@ -265,12 +265,12 @@ class _Board:
         self.store.set(f"waiting/{self.rank}", f"{self.number} {signature.to_json()}" if signature is not None else "")
 
     def waiting_with(self, rank: int) -> Signature | None:
-        """The signature with which a peer waits. None if the peer does not wait, or if `end_with` has recorded its wait."""
+        """The signature with which a peer waits; None if the peer does not wait, or after `end_with` for its wait."""
         number, _, text = self._read(f"waiting/{rank}").partition(" ")
         return Signature.from_json(text) if text and number != self._read(f"told/{self.rank}/{rank}") else None
 
     def end_with(self, rank: int) -> None:
-        """Record that this rank raises an error for a peer's wait. The peer's entry in the store stays, but no longer counts."""
+        """Record that this rank raises an error for a peer's wait, because the wait's entry stays in the store."""
         self.store.set(f"told/{self.rank}/{rank}", self._read(f"waiting/{rank}").partition(" ")[0])
 
     def _read(self, place: str) -> str:

@@ -68,7 +68,8 @@ class PassContext:
         host_budget_bytes: most bytes that a rank may keep on the host, at rest and in the step together. Set by
             `zgraph.Offload`, and the same on all ranks. None: no limit.
         update: where `zgraph.Offload` wants state on the host to be updated. None: `StreamStates` decides.
-        machine: preset of the ranks' GPUs, the same on all ranks. Passes use its links if `hardware` is None. None: unknown.
+        machine: preset of the ranks' GPUs, the same on all ranks; None: unknown. Passes use its links if `hardware` is
+            None.
         planned_backend: backend of the groups of a planned cluster; real groups have their own.
         notes: notes of passes, as (pass, direction, text); shown in dumps and reports.
         decisions: notes that `zgraph.explain` and `zgraph.plan` show as well, as (direction, text).
@@ -111,7 +112,7 @@ class PassContext:
         return dist.get_rank(resolve_group(group_name))
 
     def host_groups(self, group_name: str, ranks_per_host: int) -> tuple[str, str]:
-        """Return the names of two groups: the ranks of this rank's host, and the ranks with its position on other hosts.
+        """Return the names of two groups: the ranks of this rank's host, and the ranks at this position on each host.
 
         Creates the groups if they are missing, so all ranks of the group must call it. Neighbouring ranks share a host.
         """

@@ -5,7 +5,7 @@ A module that reads such a parameter copies it to the GPU, and autograd copies t
     shard (cpu) -> copy (cuda) -> unshard -> ...      reduce_grad (cuda) -> copy (cpu) -> returned
 
 These copies are removed here. The input then stands for the shard on the device, as everywhere else in a plan, and the
-pass `StreamStates` places a copy before each use. Results for the host are copied at the end, concurrently with compute.
+pass `StreamStates` places a copy before each use. Results for the host are copied at the end, while compute goes on.
 """
 
 from __future__ import annotations

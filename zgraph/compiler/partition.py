@@ -42,8 +42,8 @@ class JointSplit:
 def partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Split a joint graph into forward and backward by torch's min-cut partitioner.
 
-    Differs from torch's partitioner in three ways. Attention without dropout counts as not random, forward's outputs are
-    in the order in which AOTAutograd reads them, and every node has its fake value.
+    Differs from torch's partitioner in three ways: attention without dropout counts as not random, forward's outputs
+    are in the order in which AOTAutograd reads them, and every node has its fake value.
 
     Args:
         joint: joint graph, tagged by passes; changed as the partitioner changes it.

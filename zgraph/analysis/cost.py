@@ -154,7 +154,7 @@ class CostModel:
         return self._kernel(node)
 
     def _copied_bytes(self, node: fx.Node) -> int:
-        """Bytes of a copy between memory spaces. Shards and their state count as on the rank with most rows."""
+        """Bytes of a copy between memory spaces. For shards and their state, the bytes on the rank with most rows."""
         if nodes.is_store(node) or nodes.is_return(node):  # these yield nothing
             node = node.all_input_nodes[0]
             while meta.longest_bytes(node) is None and nodes.is_copy_wait(node):
@@ -162,7 +162,7 @@ class CostModel:
         return meta.longest_bytes(node) or sum(map(_bytes, tensors_of(node))) or self._read_bytes(node)
 
     def _updated_bytes(self, node: fx.Node) -> int:
-        """Bytes that an optimizer's update reads and writes. Each parameter counts as on the rank with most rows."""
+        """Bytes that an optimizer's update reads and writes. For each parameter, the bytes on the rank with most rows."""
         written = dict.fromkeys(overwritten(node))
         given = [*node.args, *node.kwargs.values()]
         lists = [cast("list[fx.Node]", one) for one in given if isinstance(one, list | tuple) and one]

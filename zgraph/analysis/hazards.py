@@ -32,8 +32,8 @@ def hazards(order: Sequence[fx.Node]) -> Hazards:
         order: all nodes of a graph.
 
     Returns:
-        The earlier nodes, for each node that has any. A node's inputs are left out, and nodes that must precede another
-        of its hazards.
+        The earlier nodes, for each node that has any. A node's inputs are left out, and nodes whose order
+        already follows from another hazard.
     """
     writes = {node: given for node in order if (given := [*written_arguments(node), *nodes.low_rank_handles(node)])}
     regions = Regions(order if writes else ())

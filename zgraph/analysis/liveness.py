@@ -1,6 +1,6 @@
 """Live ranges and memory curves: which storages of a graph are alive after each node, and where they peak.
 
-Every predicted peak is computed here. `LiveRanges` processes a program whose order is known: a graph, a whole step, or
+Every predicted peak is computed here. `LiveRanges` processes a program in a known order: a graph, a whole step, or
 a candidate step that has no graph yet. `Ledger` counts the same bytes while an order is being built.
 """
 
@@ -28,7 +28,7 @@ class Allocator:
         header_bytes: overhead of each allocation.
         mapped_from_bytes: smallest request that is rounded up to pages; None: no request is.
         page_bytes: page size of the operating system.
-        slack_bytes: bytes added to each request that is larger than `slack_bytes`, as the most that its block wastes.
+        slack_bytes: bytes added to each request that is larger than `slack_bytes`. Its block may waste up to this.
     """
 
     block_bytes: int = 1

@@ -242,8 +242,8 @@ def random_values(*sizes: int, dtype: torch.dtype, device: torch.device) -> Tens
 def timed(ranks: MeasuringRanks, run: Callable[[], object]) -> tuple[float, float]:
     """Run a function; return the microseconds until its result is ready, then the processor time of all threads.
 
-    On a GPU the first is the time between two events of the stream, which waits delay as they delay compute, and the
-    processor time is 0.
+    On a GPU the first is the time between two events of the stream, and the second is 0. Waits delay these events as
+    they delay compute.
     """
     if ranks.device.type != "cpu":
         begin, end = (torch.Event(ranks.device, enable_timing=True) for _ in range(2))

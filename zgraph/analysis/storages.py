@@ -24,7 +24,8 @@ class Storage:
     Attributes:
         nbytes: size in bytes.
         first: node that makes the allocation, or input that passes it in.
-        readers: nodes that read the allocation: directly, through views or by a collective. The last one frees it.
+        readers: nodes that read the allocation: directly, through views or by a collective. After the last of them the
+            allocation is freed.
         outlives: whether the allocation is never freed, because it is returned, kept for a window, or an unread input.
         held: whether the allocation is held outside of the program throughout, and so costs nothing here.
         space: memory space of the allocation; budgets limit device memory.

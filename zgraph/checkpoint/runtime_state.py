@@ -163,7 +163,7 @@ class RuntimeState:
 
     @torch.no_grad()
     def restore(self, own: Any, ranks: int, errors: Sequence[tuple[error_feedback.Part, Feedback]]) -> None:
-        """Restore the state `own`, saved by the rank whose number is this rank's number modulo `ranks`."""
+        """Restore the state `own`. For rank r, this is the state that was saved by rank r modulo `ranks`."""
         rank, world = (dist.get_rank(), dist.get_world_size()) if is_distributed_ready() else (0, 1)
         places = self._places()
         for name, tensor in own["local"].items():

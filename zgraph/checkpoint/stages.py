@@ -1,4 +1,4 @@
-"""Checkpoints of pipelines, whose ranks hold different parameters: checks their names, and merges optimizer groups."""
+"""Checkpoints of pipelines, in which ranks hold different parameters: checks names, and merges optimizer groups."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Frame:
         return cls(name=compile_id(), reason=recompile_reason(), inputs=inputs)
 
     def scopes(self) -> list[Scope]:
-        """Scopes of the models whose parameters the frame reads."""
+        """The scope of each model of which the frame reads parameters."""
         return list(dict.fromkeys(scope for scope in map(scope_behind, self.inputs) if scope is not None))
 
     def spaces(self) -> dict[int, Tier]:

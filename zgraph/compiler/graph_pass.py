@@ -100,7 +100,7 @@ class PassContext:
 
     @property
     def planned_device(self) -> str | None:
-        """Device type of a planned GPU, in whose place fake tensors are on the CPU; None if no GPU is planned."""
+        """Device type of the planned GPU; None if no GPU is planned. Fake tensors of the plan are on the CPU instead."""
         kind = kind_of_backend(self.planned_backend)
         return kind.type if kind.is_gpu else None
 

@@ -99,7 +99,10 @@ def _erase(graph: fx.Graph, unused: Iterable[fx.Node]) -> None:
 
 
 def _moves_to(node: fx.Node, *, gpu: bool) -> bool:
-    """Whether a node copies a tensor, without a cast, to a GPU from its host or, unless `gpu`, to the host."""
+    """Whether a node copies a tensor, without a cast, between a GPU and its host.
+
+    The copy must be to the GPU if `gpu` is True, else to the host.
+    """
     if node.op != "call_function" or node.target not in _MOVES:
         return False
     source, result = meta.tensor_value(cast(fx.Node, node.args[0])), meta.tensor_value(node)

@@ -141,7 +141,7 @@ def is_wait(node: fx.Node) -> bool:
 
 
 def is_group_wait(node: fx.Node) -> bool:
-    """Whether the node waits for a grouped gather, whose results are then selected one by one."""
+    """Whether the node waits for a grouped gather. Later nodes select the gather's results one by one."""
     return node.target is torch.ops.zgraph.wait_group.default
 
 

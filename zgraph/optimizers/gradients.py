@@ -64,7 +64,7 @@ class GradScaler(AgreeingGradScaler):
         self._tell(dropped)
 
     def tell_models(self, found: Found) -> None:
-        """Tell models about an update whose flags `defer` received."""
+        """Tell the models about an earlier `update()`; `found` has the flags that `defer` received then."""
         self._tell(self._dropped(found))
 
     def _dropped(self, found: Found) -> set[int]:

@@ -210,7 +210,7 @@ def choose(found: Sequence[Builder], known: Builder | None = None, limits: Limit
 
     Args:
         found: candidates. Of equally good ones, the first is chosen.
-        known: one of the candidates. The result is not worse, except if it exceeds the limits by less.
+        known: one of the candidates. The result is not worse than `known`, unless `known` exceeds the limits by more.
         limits: limits for the scores; None: the limits of each schedule's problem.
     """
     scores = [builder.score(limits) for builder in found]

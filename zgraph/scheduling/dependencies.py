@@ -114,7 +114,7 @@ class Dependencies:
         return not self.release[start] and not self.after[start]
 
     def is_fetch(self, start: int) -> bool:
-        """Whether a start only fetches data for a later node. It need not end before that node runs."""
+        """Whether a start only fetches data for a later node. It is early enough if that node does not have to wait."""
         return self.is_reload[start] or self.reads_inputs_alone(start) or self.is_fed(start)
 
     def is_fed(self, start: int) -> bool:

@@ -238,7 +238,7 @@ class Clock:
             self._advance_idle()
 
     def timeline(self, memory: MemoryCurve) -> Timeline:
-        """The timeline, once all nodes are issued and done."""
+        """Return the timeline. All nodes must have been issued, and have ended."""
         work = self.work
         lane_of = {Work.ON_COMPUTE: COMPUTE, Work.IN_NO_TIME: None, Work.WAITS: None} | dict(enumerate(work.lanes))
         spans = {

@@ -162,7 +162,7 @@ class CostModel:
         return meta.longest_bytes(node) or sum(map(_bytes, tensors_of(node))) or self._read_bytes(node)
 
     def _updated_bytes(self, node: fx.Node) -> int:
-        """Bytes that an optimizer's update reads and writes. For each parameter, the bytes on the rank with most rows."""
+        """Bytes that an optimizer's update reads and writes, for each parameter on the rank with most rows of it."""
         written = dict.fromkeys(overwritten(node))
         given = [*node.args, *node.kwargs.values()]
         lists = [cast("list[fx.Node]", one) for one in given if isinstance(one, list | tuple) and one]

@@ -83,8 +83,8 @@ def as_all_ranks_count(storages: Sequence[Storage], order: Iterable[fx.Node]) ->
     """Count storages by the largest need of any rank, so that all ranks make the same plan.
 
     Ranks may have different numbers of a parameter's rows. Copies of rows that feed a gather then count 0, and the
-    chunk that a rank sends counts instead, because it is equally long on all ranks. It counts while the gather is in
-    flight or, if chunks are packed into one buffer, during the packing. Rows reloaded for the gather count until the
+    chunk that a rank sends counts instead, because it is equally long on all ranks. The chunk counts while the gather
+    is in flight or, if chunks are packed into one buffer, during the packing. Rows reloaded for the gather count until the
     chunk is made, whether a rank pads them or not. A reduced gradient counts as the longest part of any rank.
 
     Returns:

@@ -2,8 +2,8 @@
 
 Every compiled graph has a communication signature: its collectives in order, with group, dtype and size, but no batch
 sizes. A rank publishes the signature to the rendezvous store and waits until every peer of its groups has published an
-equal one, from any of the peer's compiles. No collective is used for this: if a rank recompiled
-alone, it would never end.
+equal one, from any of the peer's compiles. No collective is used for this, because it would
+never end if a rank recompiled alone.
 Two ranks that wait for each other with different signatures can never agree, and both raise an error immediately.
 
 The signature has one order for the collectives of all groups. Equal orders within each group are not enough, although

@@ -100,7 +100,7 @@ class PassContext:
 
     @property
     def planned_device(self) -> str | None:
-        """Device type of the planned GPU; None if no GPU is planned. Fake tensors of the plan are on the CPU instead."""
+        """Device type of the planned GPU; None if no GPU is planned. A plan's fake tensors are on the CPU instead."""
         kind = kind_of_backend(self.planned_backend)
         return kind.type if kind.is_gpu else None
 
@@ -119,7 +119,7 @@ class PassContext:
         return make_host_groups(group_name, ranks_per_host)
 
     def collective_us(self, kind: str, sent_bytes: int, group_name: str) -> float:
-        """Microseconds of a collective if each rank sends `sent_bytes`; `kind` is such as "all_gather_into_tensor".
+        """Microseconds of a collective of `kind`, such as "all_gather_into_tensor", if each rank sends `sent_bytes`.
 
         Raises:
             AssertionError: the hardware is unknown.

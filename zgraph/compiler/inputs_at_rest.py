@@ -1,4 +1,4 @@
-"""Parameters that are stored on the host of a GPU: rewrites how a compiled forward and backward read them.
+"""Parameters that are stored on the host of a GPU: changes how a compiled forward and backward read them.
 
 A module that reads such a parameter copies it to the GPU, and autograd copies the gradient back:
 

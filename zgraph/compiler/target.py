@@ -30,7 +30,7 @@ class Target:
             parallelism the budget is for the graphs of one micro-batch; `zgraph.plan` considers all micro-batches that
             are in flight. If the budget is too small, compilation raises an error that names a sufficient one.
         time_kernels: measure the time of every kernel by running it while compiling, which costs seconds. False:
-            estimate times. Use it only if `hardware` describes this machine.
+            estimate times. Set it only if `hardware` describes this machine.
 
     Raises:
         ValueError: `hardware` is not a `zgraph.Hardware`, or the budget is less than one byte.

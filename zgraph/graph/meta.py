@@ -68,7 +68,7 @@ def parameters(node: fx.Node) -> tuple[str, ...]:
 
 
 def handles(node: fx.Node) -> tuple[str, ...]:
-    """The handle of each of a node's `parameters`, by the name of its placeholder."""
+    """For each of a node's `parameters`, the placeholder name of its handle."""
     return cast("tuple[str, ...]", node.meta.get(_HANDLES, ()))
 
 
@@ -95,7 +95,7 @@ def transit(node: fx.Node) -> Transit | None:
 def set_transit(node: fx.Node, tier: Tier, *, to_device: bool) -> None:
     """Record that a node copies between the device and a tier.
 
-    The devices of fake tensors do not show this in a plan for a GPU, where they are all on the CPU.
+    The devices of fake tensors do not show this in a plan for a GPU, where all fake tensors are on the CPU.
     """
     node.meta[_TRANSIT] = Transit(tier, to_device)
 

@@ -37,8 +37,8 @@ class Bounds:
     """Computes the `Promise` of each partial schedule of a problem; what all of them share is computed once.
 
     Attributes:
-        ahead: for each queue, and for each number of its starts already issued, a list of the next starts. Each has a
-            pair: its time on the link, and the compute before its use.
+        ahead: for each queue, and for each number of its starts already issued, a list of the next starts. Each start
+            is given as a pair: its time on the link, and the compute before its use.
         todo: for each queue, and for each number of its starts already issued, the link time of all remaining starts.
     """
 

@@ -312,7 +312,7 @@ def latest_starts(problem: Problem) -> dict[int, float]:
 def _latest_on(
     problem: Problem, on_link: Sequence[int], fetches: Sequence[int], known: Mapping[int, float]
 ) -> dict[int, float]:
-    """The latest start times on one link. A copy must end before `known`, the start times of gathers that it feeds."""
+    """The latest start times on one link. A copy must end before the gathers that it feeds start, as `known` tells."""
     dependencies = problem.dependencies
     busy = _reserved(problem, [start for start in on_link if not dependencies.is_fetch(start)])
     until = math.inf

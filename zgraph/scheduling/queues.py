@@ -81,7 +81,7 @@ def limited_bytes(start: fx.Node) -> int:
 
 
 def _returned_bytes(start: fx.Node) -> int:
-    """Bytes of the graph outputs to which only communication nodes lead from a collective's result."""
+    """Bytes of the graph outputs that are a collective's result, or that communication nodes alone make from it."""
     pending, seen = [start], {start}
     returned = 0
     while pending:

@@ -142,7 +142,7 @@ class LifetimeModel:
                 self.makes.setdefault(found.storages[number].first, []).append(number)
 
     def estimate(self, dropped: Mapping[Value, None], offloaded: Mapping[Value, None] = NONE_OFFLOADED) -> StepEstimate:
-        """Estimate a step that recomputes the values `dropped`, offloads the values `offloaded`, and saves others."""
+        """Estimate a step that recomputes values in `dropped`, offloads those in `offloaded`, and saves all others."""
         raise NotImplementedError
 
     def base_of(self, value: Value) -> fx.Node | None:

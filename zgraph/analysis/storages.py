@@ -84,8 +84,8 @@ def as_all_ranks_count(storages: Sequence[Storage], order: Iterable[fx.Node]) ->
 
     Ranks may have different numbers of a parameter's rows. Copies of rows that feed a gather then count 0, and the
     chunk that a rank sends counts instead, because it is equally long on all ranks. The chunk counts while the gather
-    is in flight or, if chunks are packed into one buffer, during the packing. Rows reloaded for the gather count until the
-    chunk is made, whether a rank pads them or not. A reduced gradient counts as the longest part of any rank.
+    is in flight or, if chunks are packed into one buffer, during the packing. Rows reloaded for the gather count until
+    the chunk is made, whether a rank pads them or not. A reduced gradient counts as the longest part of any rank.
 
     Returns:
         The given storages in their order, some with other sizes or readers, followed by a storage for each chunk.

@@ -44,12 +44,12 @@ def calibrate(
     """Measure this machine: copies, matrix products, launches, collectives on the real groups, and the host link.
 
     Takes a few seconds the first time; later calls read the result from a file. All ranks of the mesh or group must
-    call this together. They measure at the same time, as in training, and all get the slowest rank's figures, so that
-    they make the same plans. The disk is not measured; its figures come from the preset "cpu".
+    call this together. They measure at the same time, as in training. All get the slowest rank's figures, so that they
+    make the same plans. The disk is not measured: its figures come from the preset "cpu".
 
     Args:
-        mesh_or_group: process groups to measure: one for each axis of a mesh, or a group. None: the default group, or
-            only this process if torch.distributed is not initialised.
+        mesh_or_group: process group to measure, or a mesh, whose axes are measured one by one. None: the default group,
+            or only this process if torch.distributed is not initialised.
         cache: directory for the result; None: ~/.cache/zgraph. The file is keyed by machine, torch version, groups and
             number of threads. A file that cannot be read is replaced; if it cannot be written, nothing is cached.
         refresh: measure even if there is a cached result.
@@ -130,7 +130,7 @@ def _launch_us(ranks: MeasuringRanks) -> float:
 
 
 def _copy_us(ranks: MeasuringRanks, device: torch.device) -> float:
-    """Microseconds to read or write a byte of tensors larger than caches, while all ranks do the same."""
+    """Microseconds per byte read or written, for tensors larger than caches, while all ranks measure."""
     size = 64 * MIB if device.type == "cpu" else 1024 * MIB
     source = random_values(size // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)

@@ -35,7 +35,7 @@ class NodeCost:
 
     Attributes:
         lane: lane that the node occupies; None: it needs no time.
-        us: time on that lane. For a collective, from its start to its result; its wait is free.
+        us: microseconds on that lane. A collective's start has the time until the result; the wait has none.
         flops: floating-point operations of matrix products.
         moved_bytes: memory traffic, or bytes on the wire.
     """
@@ -154,7 +154,7 @@ class CostModel:
         return self._kernel(node)
 
     def _copied_bytes(self, node: fx.Node) -> int:
-        """Bytes of a copy between memory spaces; for shards and their state, on the rank with most rows."""
+        """Bytes of a copy between memory spaces. For shards and their state, the bytes on the rank with most rows."""
         if nodes.is_store(node) or nodes.is_return(node):  # these yield nothing
             node = node.all_input_nodes[0]
             while meta.longest_bytes(node) is None and nodes.is_copy_wait(node):
@@ -162,7 +162,7 @@ class CostModel:
         return meta.longest_bytes(node) or sum(map(_bytes, tensors_of(node))) or self._read_bytes(node)
 
     def _updated_bytes(self, node: fx.Node) -> int:
-        """Bytes that an update of lists of tensors reads and writes, on the rank with most rows of each parameter."""
+        """Bytes that an optimizer's update reads and writes, for each parameter on the rank with most rows of it."""
         written = dict.fromkeys(overwritten(node))
         given = [*node.args, *node.kwargs.values()]
         lists = [cast("list[fx.Node]", one) for one in given if isinstance(one, list | tuple) and one]
@@ -179,7 +179,10 @@ class CostModel:
         return total
 
     def _kernel(self, node: fx.Node) -> NodeCost:
-        """Cost of a kernel that reads its inputs and writes its results (or else the tensors it updates) once."""
+        """Cost of a kernel that reads each input once and writes each result once.
+
+        If a call has no results, the tensors that it updates count instead.
+        """
         results = tensors_of(node) or [value for one in overwritten(node) for value in tensors_of(one)]
         moved = self._read_bytes(node) + sum(map(_bytes, results))
         if nodes.is_cast_shards(node):  # ranks have different numbers of rows: all count the longest shard
@@ -207,10 +210,10 @@ class CostModel:
         return NodeCost(COMPUTE, us, flops, moved)
 
     def _sum_ranks(self, node: fx.Node) -> NodeCost:
-        """Cost of `zgraph::sum_ranks`, whose kernel adds the ranks' pieces to a sum, read and written by each addition.
+        """Cost of `zgraph::sum_ranks`, which adds the pieces of all ranks one after another.
 
-        The sum starts as a widened copy of the first piece or, if no widening is needed, as the sum of the first two.
-        On CUDA a single kernel reads every piece and writes the result once.
+        Each addition reads and writes the sum. The sum starts as a widened copy of the first piece or, if no widening
+        is needed, as the sum of the first two pieces. On CUDA a single kernel reads every piece and writes the result.
         """
         if self.hardware.is_gpu:
             return self._kernel(node)
@@ -264,7 +267,7 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _numel(tensor: Tensor) -> int:
-    """Number of elements in memory: an expanded dim adds none, because it repeats the same elements."""
+    """Number of elements in memory. A dim that is expanded repeats its elements, and so counts as size 1."""
     sizes = list(map(size_hint, tensor.shape))
     if tensor.layout == torch.strided:
         strides = map(size_expression, tensor.stride())
@@ -280,7 +283,10 @@ def _error_bytes(quantize: fx.Node) -> int:
 
 
 def _grouped_flops(a: Any, b: Any, *_: Any, **__: Any) -> Any:
-    """Flops of a grouped matrix product, one product per expert; a size that experts share out is given as a total."""
+    """Flops of a grouped matrix product, which has one product per expert.
+
+    If experts divide a dim among themselves, its size is the total over all of them.
+    """
     groups = a[0] if len(a) == 3 and len(b) == 3 else 1
     return 2 * groups * a[-2] * a[-1] * b[-1]
 

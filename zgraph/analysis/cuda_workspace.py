@@ -1,7 +1,7 @@
 """Workspace of CUDA kernels, and memory that libraries hold outside of the allocator, as read from their sources.
 
 Nothing here was measured on a GPU: each entry is what the named source allocates. A kernel that is not listed counts as
-having no workspace. Convolutions are not listed, because cuDNN chooses among algorithms with any workspace.
+having none. Convolutions are not listed, because their workspace depends on the algorithm that cuDNN chooses.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ def workspace_on_cuda(operator: str, node: fx.Node) -> int:
 
     Args:
         operator: name without overload, such as "aten.sort".
-        node: the call, with fake values. CPU attention counts as CUDA's if a GPU is planned.
+        node: the call, with fake values. In a plan for a GPU it may be CPU attention, which counts as CUDA's.
     """
     estimate = _TABLE.get(operator)
     return 0 if estimate is None else estimate(node)
 
 
 def _flash_backward(node: fx.Node) -> int:
-    """Bytes of the query's gradient in fp32 and of one number for each of its rows, both padded. If keys have fewer
-    heads than the query, also bytes of the gradients of key and value for each head of the query.
+    """Bytes of the query's gradient in fp32, and of one number per row of the query, both padded.
+
+    If keys have fewer heads than the query, gradients of key and value with the query's number of heads are added.
 
     Source: Dao 2023, arXiv 2307.08691; torch/aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd:
     dq_accum [batch, rows to 128, heads, channels to 32], softmax_d [batch, heads, rows to 128], dk_ and dv_expanded.
@@ -50,7 +51,9 @@ def _flash_backward(node: fx.Node) -> int:
 
 
 def _efficient_backward(node: fx.Node) -> int:
-    """Bytes of one fp32 number for each row, and of fp32 gradients of those of query, key and value that are narrower.
+    """Bytes of one fp32 number per row of the query, and of fp32 gradients.
+
+    Query, key and value need an fp32 gradient if their own dtype is narrower.
 
     Source: torch/aten/src/ATen/native/transformers/cuda/mem_eff_attention/kernel_backward.h (workspace_size: gk, gv and
     gq are accumulated in fp32 if the output type is narrower), attention_backward.cu (delta).
@@ -62,7 +65,7 @@ def _efficient_backward(node: fx.Node) -> int:
 
 
 def _sort(node: fx.Node) -> int:
-    """Bytes of second buffers of keys and positions: radix sort alternates between two each (cub::DeviceRadixSort)."""
+    """Bytes of a second buffer of keys and one of positions: radix sort needs two of each (cub::DeviceRadixSort)."""
     source = _tensor(node, 0)
     return _numel(source) * (source.dtype.itemsize + _I64)
 
@@ -70,13 +73,13 @@ def _sort(node: fx.Node) -> int:
 def _embedding_backward(node: fx.Node) -> int:
     """Bytes of sorted token indices, their original positions, and the sort's buffers of both.
 
-    Source: EmbeddingBackwardKernel.cu, whose kernel for few tokens needs none of these, but counts the same here.
+    Source: EmbeddingBackwardKernel.cu. Its kernel for few tokens needs no buffers, but counts the same here.
     """
     return 4 * _numel(_tensor(node, 1)) * _I64
 
 
 def _sum_ranks(node: fx.Node) -> int:
-    """Bytes of the total, unless the total is the result itself; narrow pieces are widened as they are read."""
+    """Bytes of the sum if its dtype is wider than the result's, else 0. Pieces are widened while they are read."""
     received, result = _tensor(node, 0), meta.tensor_value(node)
     wide = accumulate_dtype(received.dtype)
     return _numel(result) * wide.itemsize if result.dtype != wide else 0
@@ -125,12 +128,12 @@ COMMUNICATOR_BYTES = 16 * (4 * 2**20 + 8 * 120 * 640 * 8 + 8 * 512 * 8 * 16)
 
 
 def resting_bytes(backend: str, dtypes: Mapping[torch.dtype, float], communicators: int) -> tuple[int, int]:
-    """Bytes that one rank holds permanently in addition to tensors: cuBLAS workspaces, and NCCL communicators.
+    """Bytes that one rank permanently holds besides tensors: first cuBLAS workspaces, then NCCL communicators.
 
     Args:
-        backend: backend of the groups; 0 bytes unless it is NCCL.
+        backend: backend of the groups. For any but NCCL, both results are 0.
         dtypes: compute rates by dtype; a GPU with 8-bit floats is a Hopper or newer.
-        communicators: number of communicators with more than one rank that this rank is in.
+        communicators: number of this rank's communicators, without those of a single rank.
     """
     if backend != "nccl":
         return 0, 0

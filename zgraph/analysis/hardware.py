@@ -26,8 +26,8 @@ class Link:
     Attributes:
         latency_us: latency of one message.
         bytes_per_us: rate of one rank while all other ranks of its host are sending, too.
-        gain_at_once: throughput of several concurrent transfers, relative to that of one transfer; more than 1 if one
-            transfer does not fill the link.
+        gain_at_once: throughput of several concurrent transfers, divided by the throughput of a single one. More than 1
+            if one transfer does not fill the link.
     """
 
     latency_us: float
@@ -58,18 +58,18 @@ class Hardware:
         memory_bytes: memory that one rank may use.
         intra_host, inter_host: links between ranks of the same host, and of different hosts.
         ranks_per_host: number of ranks on a host; rank r is on host r // ranks_per_host.
-        links: links of mesh axes that differ from intra_host and inter_host, keyed by the distance of neighbours in
-            global ranks: 1 for the innermost axis. All process groups of an axis share its distance, but not its name.
+        links: links of mesh axes, if they differ from intra_host and inter_host. The key is the distance of neighbours
+            in global ranks, which all process groups of an axis share: 1 for the innermost axis.
         host_to_device, device_to_host, disk: links of one rank.
         host_memory_bytes_per_us: bandwidth at which the host updates tensors kept there, reads and writes together.
             None: memory_bytes_per_us, which is right for a CPU device.
         backend: backend of torch.distributed between the ranks.
-        collectives_at_once: number of collectives of one group that run concurrently: one on NCCL and with
+        collectives_at_once: number of collectives of one group that run concurrently. It is 1 on NCCL, and with
             point-to-point transfers.
-        cpu_us_per_collective: time on the compute lane that each collective costs, even a small one, if the processor
-            that issues it also computes.
-        cpu_us_per_wire_byte: time on the compute lane that a sent byte costs: on CPUs for copying it, on GPUs for the
-            multiprocessors that NCCL's kernels occupy.
+        cpu_us_per_collective: compute time lost to each collective, of whatever size, if the processor that issues it
+            also computes.
+        cpu_us_per_wire_byte: compute time lost to each sent byte. CPUs copy the byte; on GPUs, NCCL's kernels occupy
+            multiprocessors.
     """
 
     name: str
@@ -112,15 +112,15 @@ class Hardware:
         object.__setattr__(self, "links", dict(self.links))
 
     def compute_us(self, flops: float, moved_bytes: float, dtype: torch.dtype, launches: int = 1) -> float:
-        """Microseconds of a kernel, bound by arithmetic, by memory or by its launches.
+        """Microseconds of a kernel: the longest of the times for arithmetic, for memory traffic and for launches.
 
-        Source: Williams, Waterman, Patterson 2009, "Roofline", with a floor.
+        Source: Williams, Waterman, Patterson 2009, "Roofline", with the launches as a floor.
         """
         peak = self.flops_per_us.get(dtype) or self.flops_per_us[torch.float32]
         return max(self.launch_us * launches, flops / peak, moved_bytes / self.memory_bytes_per_us)
 
     def host_update_us(self, moved_bytes: float) -> float:
-        """Microseconds of an update on the host, such as 28 bytes for each fp32 element that Adam steps."""
+        """Microseconds of an update on the host that moves the given bytes; Adam moves 28 for each fp32 element."""
         return moved_bytes / (self.host_memory_bytes_per_us or self.memory_bytes_per_us)
 
     @property
@@ -131,9 +131,9 @@ class Hardware:
     def disk_copy_us(self, moved_bytes: float, *, to_device: bool) -> float:
         """Microseconds of a copy between a disk and the device, without concurrent copies.
 
-        On a GPU the data pass through pinned memory piece by piece (`zgraph.tiers.staging`): while one piece is read,
-        the piece before it is copied. With equal pieces this takes the slower stage's time for all pieces, plus the
-        faster stage's time for one piece; a single piece goes through both stages in full.
+        On a GPU the data pass through pinned memory in pieces (`zgraph.tiers.staging`). While one piece is read, the
+        previous one is copied. The total is the slower stage's time for all pieces, plus the faster stage's time for
+        one piece.
 
             disk      [read 1][read 2][read 3]
             to device         [1]     [2]     [3]
@@ -147,16 +147,16 @@ class Hardware:
         return max(self.disk.us(moved_bytes) + way.us(piece_bytes), ways_us + self.disk.us(piece_bytes))
 
     def link_along(self, stride: int) -> Link:
-        """The slowest link of a group whose neighbours are `stride` ranks apart."""
+        """The slowest link of a group in which neighbours are `stride` ranks apart."""
         alone = self.ranks_per_host // stride <= 1
         return self.links.get(stride, self.inter_host if alone else self.intra_host)
 
     def collective_us(self, kind: str, sent_bytes: float, size: int, stride: int = 1) -> float:
         """Microseconds of one collective, from its start to its result.
 
-        A ring needs N-1 message steps (an all_reduce twice that number), and leaves each host once if the group spans
-        hosts. An all_to_all is N-1 pairwise exchanges. Across hosts NCCL uses trees or PAT where a ring is slower;
-        the steps of trees and PAT are logarithmic in the number of hosts.
+        A ring needs N-1 message steps, and an all_reduce needs 2 (N-1). In a ring across hosts, one rank of each host
+        sends to the next host. An all_to_all consists of N-1 pairwise exchanges. Across hosts NCCL uses trees or PAT
+        where a ring is slower; their number of steps is logarithmic in the number of hosts.
 
         Args:
             kind: name of the op, such as "all_gather_into_tensor".
@@ -167,7 +167,7 @@ class Hardware:
         Source: Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective Communication Operations in MPICH",
         sections 4 and 5; the split into hops inside and between hosts follows NCCL's tuning.cc. Trees: Sanders, Speck,
         Traff 2009, "Two-tree algorithms for full bandwidth broadcast, reduction and scan" (NCCL 2.4). PAT: Jeaugey
-        2025, arXiv 2506.20252 (NCCL 2.23, only with one rank on each host; with more, this is a prediction).
+        2025, arXiv 2506.20252 (NCCL 2.23 uses PAT only with one rank on each host; with more, this is a prediction).
         """
         rounds = 2 if kind.startswith("all_reduce") else 1
         inside, outside = self.intra_host, self.inter_host
@@ -327,7 +327,7 @@ def _gpu(
 
 
 def _log2(count: float) -> float:
-    """Number of broadcast rounds that reach `count` hosts; 0 for a part of a host."""
+    """Number of rounds in which a broadcast reaches `count` hosts; 0 if `count` is at most 1."""
     return math.log2(max(count, 1))
 
 

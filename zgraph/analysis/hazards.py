@@ -19,18 +19,21 @@ OUTSIDE: Region = (-1, 0, 1)
 
 
 def hazards(order: Sequence[fx.Node]) -> Hazards:
-    """For each node, the earlier nodes that access memory that the node writes, or that write memory that it reads.
+    """For each node, find the earlier nodes that must run before it because of the memory that they share.
+
+    Such a node accesses memory that the later node writes, or writes memory that the later node reads.
 
     A wait counts as a reader of the tensors that its collective sends: nothing may overwrite them before the wait.
     Parts of one storage, such as the gradients of a bucket, are told apart by their extents. Random operators and the
-    model's own collectives keep their order, as if each wrote to the same storage; so do low-rank operators that share
-    a handle.
+    model's own collectives keep their order, as if all of them wrote to one storage. Low-rank operators with a common
+    handle keep their order, too.
 
     Args:
         order: all nodes of a graph.
 
     Returns:
-        The hazards of each node that has any, without those that follow from other hazards or from inputs.
+        The earlier nodes, for each node that has any. A node's inputs are left out, and nodes whose order
+        already follows from another hazard.
     """
     writes = {node: given for node in order if (given := [*written_arguments(node), *nodes.low_rank_handles(node)])}
     regions = Regions(order if writes else ())
@@ -115,7 +118,7 @@ class Regions:
         return any(_overlap(one, other) for one in self.of([value]) for other in theirs)
 
     def _extent(self, node: fx.Node, number: int) -> tuple[float, float]:
-        """First byte of a value in its storage, and the byte after its last; if unknown, the whole storage."""
+        """The first byte of a value in its storage, and the byte after its last byte; (0, inf) if unknown."""
         whole = meta.value(self._storages[number].first)
         # A pass may have replaced the input from which a view's fake value was made; the view lies within the new one.
         while not _share_storage(meta.value(node), whole) and _lies_in_its_input(node):
@@ -141,7 +144,7 @@ def _share_storage(value: object, other: object) -> bool:
 
 
 def _only_views(node: fx.Node) -> bool:
-    """Whether the node reads no memory, because its result is a view of its input or one of several results."""
+    """Whether the node reads no memory, because it only makes a view of its input or selects one of several results."""
     return _lies_in_its_input(node) and not written_arguments(node)
 
 

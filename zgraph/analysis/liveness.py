@@ -1,6 +1,6 @@
 """Live ranges and memory curves: which storages of a graph are alive after each node, and where they peak.
 
-Every predicted peak is computed here. `LiveRanges` processes a program whose order is known: a graph, a whole step, or
+Every predicted peak is computed here. `LiveRanges` processes a program in a known order: a graph, a whole step, or
 a candidate step that has no graph yet. `Ledger` counts the same bytes while an order is being built.
 """
 
@@ -26,9 +26,9 @@ class Allocator:
     Attributes:
         block_bytes: granularity of sizes.
         header_bytes: overhead of each allocation.
-        mapped_from_bytes: smallest request that is rounded up to pages; None: none are.
+        mapped_from_bytes: smallest request that is rounded up to pages; None: no request is.
         page_bytes: page size of the operating system.
-        slack_bytes: largest excess of a block over its request, for requests of more than this many bytes.
+        slack_bytes: bytes added to each request that is larger than `slack_bytes`. Its block may waste up to this.
     """
 
     block_bytes: int = 1
@@ -57,13 +57,13 @@ GLIBC = Allocator(block_bytes=16, header_bytes=8, mapped_from_bytes=32 * 2**20)
 
 @dataclass(frozen=True)
 class LiveRange:
-    """The life of one storage, from the node that allocates it to the last node that reads it or a view of it.
+    """The life of one storage. It ends with the last node that reads the storage, directly or through a view.
 
     Attributes:
-        node: node that allocates it, or input that passes it in.
+        node: node that allocates the storage, or input that passes it in.
         bytes: size as allocated.
         first, last: positions in the program, inclusive; storages of outputs live to the end.
-        held: whether it is held outside of the program throughout, and so costs nothing here.
+        held: whether the storage is held outside of the program throughout, and so costs nothing here.
         space: memory space of the storage.
     """
 
@@ -77,15 +77,15 @@ class LiveRange:
 
 @dataclass(frozen=True)
 class MemoryCurve:
-    """Bytes alive on the device, except storages held outside of the program; see `bytes_in` for other memory.
+    """Bytes alive on the device over a program, without storages held outside of it; see `bytes_in` for other memory.
 
     Attributes:
-        nodes: the program in order; for a step the nodes of forward, then those of backward.
+        nodes: nodes of the program in order; for a step, first the nodes of forward, then the nodes of backward.
         bytes_during: peak while each node runs, including its results and its workspace.
-        bytes_after: bytes after each node, once storages that are not read any more are freed.
+        bytes_after: bytes after each node, when storages without further readers are freed.
         ranges: live range of every storage, ordered by first position.
         held_bytes: bytes of inputs on the device that are held outside of the program.
-        unknown: nodes whose size depends on data; they count as 0 bytes.
+        unknown: nodes with results of a size that depends on data; these count as 0 bytes.
         staging_bytes: pinned host memory through which tensors pass between a disk and a GPU.
     """
 
@@ -113,7 +113,7 @@ class MemoryCurve:
         return sorted(alive, key=lambda entry: (-entry.bytes, entry.first))
 
     def bytes_in(self, space: str) -> list[int]:
-        """Bytes in one memory space while each node runs: storages, and on the host `staging_bytes`."""
+        """Bytes in one memory space while each node runs. On the host they include `staging_bytes`."""
         sizes = [entry.bytes if entry.space == space and not entry.held else 0 for entry in self.ranges]
         first, last = [entry.first for entry in self.ranges], [entry.last for entry in self.ranges]
         staged = self.staging_bytes if space == HOST.name else 0
@@ -142,9 +142,9 @@ def memory_curve(
     device_type: str | None = None,
     agreed: bool = False,
 ) -> MemoryCurve:
-    """The curve of one graph, run node by node as `lower_fx` runs it.
+    """The memory curve of a graph whose nodes run one by one, as by `lower_fx`.
 
-    If Inductor compiles islands (runs of compute), the curve is an upper bound: values that are fused are never stored.
+    If Inductor compiles islands (runs of compute), the curve is an upper bound, because fused values are never stored.
 
     Args:
         graph: graph whose nodes have fake values; it is not changed.
@@ -152,7 +152,7 @@ def memory_curve(
         allocator: rounding of requests.
         threads: number of threads of CPU kernels.
         device_type: device on which the graph will run, see `workspace_bytes`.
-        agreed: count as all ranks do (`as_all_ranks_count`), so that they decide alike; else count for this rank.
+        agreed: count as `as_all_ranks_count` does, so that all ranks decide alike. False: count for this rank.
     """
     found = Finder()
     found.enter(graph.find_nodes(op="placeholder"), owned)
@@ -179,7 +179,7 @@ class Placements:
 
 
 def placements(graph: fx.Graph) -> Placements:
-    """The storages of a graph as all ranks count them, and the storages of each node; all inputs count as held."""
+    """Find the storages of a graph, as all ranks count them, and those of each node. All inputs count as held."""
     found = Finder()
     found.enter(graph.find_nodes(op="placeholder"))
     found.run(graph.nodes)
@@ -199,13 +199,13 @@ def step_curve(
     device_type: str | None = None,
     agreed: bool = False,
 ) -> MemoryCurve:
-    """The curve of a training step, forward and then backward, without the parameters and the step's inputs.
+    """The memory curve of a training step: forward, then backward. Parameters and the step's inputs do not count.
 
     Saved values are freed after their last use in backward, and cost nothing if they are views of inputs. Gradients and
     the outputs that the user receives stay to the end. Tangents (gradients of outputs) are handed over to backward.
     Before torch 2.13 autograd keeps tangents until backward ends, which is not counted: for a model that returns its
-    loss, this makes no difference. In a window this is the curve of the first step: later steps find gathered
-    parameters and accumulated gradients.
+    loss, this makes no difference. In a window this is the curve of the first step, because later steps start with
+    gathered parameters and accumulated gradients.
 
     Args:
         forward, backward: graphs of one frame, as AOTAutograd partitions them.
@@ -226,7 +226,7 @@ def step_curve(
 
 
 def owned_inputs(forward: fx.Graph, backward: fx.Graph, *, user_outputs: int) -> list[fx.Node]:
-    """The inputs of a backward graph that only the step holds, as in `step_curve`: saved values and tangents."""
+    """The inputs of a backward graph that nothing outside of the step holds: saved values and tangents."""
     found = _enter_step(forward, backward, user_outputs)
     return [node for node in backward.find_nodes(op="placeholder") if not found.is_held(node)]
 
@@ -243,7 +243,7 @@ def _enter_step(forward: fx.Graph, backward: fx.Graph, user_outputs: int) -> Fin
 
 
 def curve_of(order: Sequence[fx.Node], storages: Iterable[Storage]) -> MemoryCurve:
-    """The memory curve of the given storages only, in the given order, without transient memory of the calls."""
+    """The memory curve of `storages` if nodes run in `order`. Transient memory of calls does not count."""
     return _over(order, list(storages), [0] * len(order), ())
 
 
@@ -293,7 +293,7 @@ def _counts(storage: Storage) -> bool:
 
 
 def _accesses(numbers: Mapping[fx.Node, int], storages: Iterable[Storage]) -> tuple[list[list[int]], list[list[int]]]:
-    """Indices of the storages that each node allocates, and of those that each node reads or allocates."""
+    """Two lists for each node: indices of the storages that it allocates, and of all that it reads or allocates."""
     makes: list[list[int]] = [[] for _ in numbers]
     reads: list[list[int]] = [[] for _ in numbers]
     for place, storage in enumerate(storages):
@@ -304,14 +304,14 @@ def _accesses(numbers: Mapping[fx.Node, int], storages: Iterable[Storage]) -> tu
 
 
 class LiveRanges:
-    """Live ranges of the storages of a program, found by processing the program call by call.
+    """Finds the live ranges of a program's storages by processing the program call by call.
 
     Storages are numbers, so that a candidate program without a graph can add storages of its own.
 
     Attributes:
         sizes: size of each storage.
-        first, last: positions of the calls that allocate and last read each storage: -1 if nothing allocates it, and
-            one after the last call if it is kept.
+        first: position of the call that allocates each storage; -1 if there is none.
+        last: position of the last call that reads each storage; for a kept storage, the position after the last call.
         transient: transient bytes of each call.
     """
 
@@ -341,7 +341,7 @@ class LiveRanges:
             self.last[storage] = len(self.transient)
 
     def bytes_during(self) -> list[int]:
-        """Bytes alive while each call runs, including its own."""
+        """Bytes alive while each call runs, including the bytes that the call allocates."""
         alive = _alive_bytes(self.sizes, self.first, self.last, len(self.transient))
         return [bytes_ + taken for bytes_, taken in zip(alive, self.transient, strict=True)]
 
@@ -365,13 +365,13 @@ def _alive_bytes(sizes: Sequence[int], first: Sequence[int], last: Sequence[int]
 
 @dataclass(slots=True)
 class Ledger:
-    """Counts the device storages alive while nodes are issued in any order; nodes and storages are numbers.
+    """Counts the bytes alive on the device while nodes are issued in any order. Nodes and storages are numbers.
 
     Attributes:
         allocates: storages that each node allocates.
-        reads: storages that each node reads, or has allocated.
+        reads: storages that each node reads or allocates.
         sizes: size of each storage.
-        readers: number of readers of each storage that are still to come.
+        readers: number of nodes not yet issued that read each storage.
         alive_bytes: bytes alive after the last issued node.
     """
 
@@ -393,7 +393,7 @@ class Ledger:
         return Ledger(self.allocates, self.reads, self.sizes, self.readers.copy(), self.alive_bytes)
 
     def issue(self, node: int) -> int:
-        """Issue a node: free the storages that no later node reads, and return the bytes alive while it runs."""
+        """Issue a node, and return the bytes alive while it runs. Storages without further readers are then freed."""
         for storage in self.allocates[node]:
             self.alive_bytes += self.sizes[storage]
         peak = self.alive_bytes

@@ -44,7 +44,7 @@ class MeasuringRanks:
 
     Attributes:
         device: device of the tensors that collectives send.
-        groups: one group along each axis; none for a single process.
+        groups: one group along each axis of the mesh; () for a single process.
     """
 
     device: torch.device
@@ -84,7 +84,7 @@ class MeasuringRanks:
         return KINDS[self.device.type].backend
 
     def slowest(self, values: Sequence[float]) -> list[float]:
-        """The maximum of each value over all ranks, equal on all of them; taken along one axis after another."""
+        """The maximum of each value over all ranks; all ranks get the same maxima."""
         found = torch.tensor(values, dtype=torch.float64, device=self.device)
         for group in self.groups:
             found = gathered(found, group).amax(0)
@@ -107,7 +107,10 @@ def gathered(own: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def median_us(ranks: MeasuringRanks, run: Callable[[], object], calls: int = 1, least: int = 5) -> float:
-    """Median microseconds of a call over runs of `calls` calls: at least `least` runs, and for at least `POINT_S`."""
+    """Median time of a call in microseconds, from runs of `calls` calls each.
+
+    There are at least `least` runs, which together last at least `POINT_S` seconds.
+    """
     times: list[float] = []
     run()
     ranks.settle()
@@ -129,12 +132,11 @@ class _Axis:
 
 
 def link_of(ranks: MeasuringRanks, group: ProcessGroup, ranks_per_host: int) -> _Axis | None:
-    """Measure the link of one group with exchanges and gathers: a plan has both, and they take equally long.
+    """Measure the link of one group with exchanges and gathers, because a plan has both. None for a single rank.
 
     Small collectives are timed with several in flight, because in a step the latency of one does not delay the next.
-    On a rank with a single core, gloo also takes ten times as long for one collective at a time: gloo's thread waits a
-    tick of the scheduler for a lock that the program holds while it starts to send. In a step the program computes
-    during that tick.
+    On a single core, gloo would also need ten times as long for one collective at a time: gloo's thread waits a tick
+    of the scheduler for a lock that the sending program holds. In a step the program computes during that tick.
     """
     world = dist.get_world_size(group)
     if world == 1:
@@ -173,7 +175,7 @@ def link_of(ranks: MeasuringRanks, group: ProcessGroup, ranks_per_host: int) -> 
 
 
 def _stream_us(ranks: MeasuringRanks, group: ProcessGroup, link: Link, makes: Sequence[Make]) -> float:
-    """Microseconds per byte with three collectives of the group in flight, of the given kinds in turn."""
+    """Microseconds per byte with three collectives of the group in flight, made by each of `makes` in turn."""
     world = dist.get_world_size(group)
     # As large as a bucket, but limited in time on a slow link.
     sent_bytes = min(ranks.large_bytes[1] // 2, int(link.bytes_per_us * MESSAGE_US))
@@ -197,9 +199,10 @@ def _stream_us(ranks: MeasuringRanks, group: ProcessGroup, link: Link, makes: Se
 
 
 def compute_share(ranks: MeasuringRanks, group: ProcessGroup, link: Link) -> float:
-    """The share of compute lost to collectives in flight: NCCL's kernels occupy multiprocessors, gloo's copies cores.
+    """The share of compute lost to collectives in flight.
 
-    All ranks time matrix products by themselves, and again while gathers that outlast them are in flight.
+    NCCL's kernels occupy multiprocessors, and gloo's copies occupy cores. All ranks time matrix products twice: without
+    collectives, and while gathers that last longer are in flight.
     """
     size, dtype = (256, torch.float32) if ranks.device.type == "cpu" else (4096, torch.bfloat16)
     a = random_values(size, size, dtype=dtype, device=ranks.device)
@@ -229,18 +232,18 @@ def compute_share(ranks: MeasuringRanks, group: ProcessGroup, link: Link) -> flo
 def random_values(*sizes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Normally distributed values from a separate generator, so that the global random state is unchanged.
 
-    A tensor of ones does not serve for timing: it flips fewer wires, so that a GPU draws less power, keeps a higher
-    clock, and multiplies ones some ten percent faster than a model's values.
+    A tensor of ones would give wrong times: a GPU flips fewer wires, draws less power and keeps a higher clock, and so
+    multiplies ones some ten percent faster than a model's values.
     """
     generator = torch.Generator(device).manual_seed(0)
     return torch.randn(sizes, generator=generator, device=device).to(dtype)
 
 
 def timed(ranks: MeasuringRanks, run: Callable[[], object]) -> tuple[float, float]:
-    """Run a function; return the microseconds until its result is ready, and those of processor time of all threads.
+    """Run a function; return the microseconds until its result is ready, then the processor time of all threads.
 
-    On a GPU the time is measured between two events of its stream; waits delay the events as they delay compute.
-    Processor time is 0 there.
+    On a GPU the first is the time between two events of the stream, and the second is 0. Waits delay these events as
+    they delay compute.
     """
     if ranks.device.type != "cpu":
         begin, end = (torch.Event(ranks.device, enable_timing=True) for _ in range(2))
@@ -273,7 +276,7 @@ def fit_link(points: Iterable[tuple[float, float]], messages: int) -> Link:
     the small sizes give the latency, and the remaining time of the large ones gives the rate.
 
     Args:
-        points: measurements, at least one of at most 4 KiB and one larger.
+        points: measurements; at least one with at most 4 KiB, and one with more.
         messages: number of consecutive messages of one collective.
     """
     small, large = list[tuple[float, float]](), list[tuple[float, float]]()
@@ -294,7 +297,7 @@ def in_a_stream(link: Link, stream_us: float, *, without_gap: bool) -> Link:
     Args:
         link: link from `fit_link`.
         stream_us: microseconds per byte in a stream.
-        without_gap: whether collectives follow each other without gaps, so that each has the rate of the stream.
+        without_gap: whether collectives follow each other without gaps. Each then has the rate of the stream.
     """
     sustained = min(1 / stream_us, _MOST_GAIN * link.bytes_per_us)
     if without_gap:

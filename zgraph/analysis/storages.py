@@ -23,10 +23,11 @@ class Storage:
 
     Attributes:
         nbytes: size in bytes.
-        first: node that allocates it, or input that passes it in.
-        readers: nodes that read it, directly, through views or by a collective; it is freed after the last one.
-        outlives: whether it is never freed: it is returned, kept for a window, or an input that nothing reads.
-        held: whether it is held outside of the program throughout, and so costs nothing here.
+        first: node that makes the allocation, or input that passes it in.
+        readers: nodes that read the allocation: directly, through views or by a collective. After the last of them the
+            allocation is freed.
+        outlives: whether the allocation is never freed, because it is returned, kept for a window, or an unread input.
+        held: whether the allocation is held outside of the program throughout, and so costs nothing here.
         space: memory space of the allocation; budgets limit device memory.
     """
 
@@ -39,13 +40,13 @@ class Storage:
 
 
 def storages_of(order: Iterable[fx.Node], *, inputs_die: bool = False, agreed: bool = False) -> list[Storage]:
-    """Every storage that the nodes of a graph allocate, without those that are held elsewhere.
+    """All storages that a graph allocates. Storages that are held outside of the graph are left out.
 
     Args:
         order: all nodes of a graph.
-        inputs_die: whether `mortal_inputs` are freed after their last reader, as in backward; all others are held
-            elsewhere.
-        agreed: count as all ranks do (`as_all_ranks_count`), not for this rank.
+        inputs_die: whether `mortal_inputs` are freed after their last reader, as in backward. All other inputs are held
+            outside of the graph.
+        agreed: count as `as_all_ranks_count` does. False: count for this rank.
     """
     order = list(order)
     found = Finder()
@@ -71,20 +72,20 @@ def mortal_inputs(order: Iterable[fx.Node]) -> frozenset[fx.Node]:
 def rows_of_its_own(order: Iterable[fx.Node]) -> list[fx.Node]:
     """Copies of this rank's rows that feed a gather.
 
-    Ranks have different numbers of rows, and may pad them, so the sizes of these copies differ between ranks. Tensors
-    packed from them, or sent, have equal sizes on all ranks.
+    The sizes of these copies differ between ranks, which have different numbers of rows, and may pad them. Tensors that
+    are packed from the copies, or sent, have the same sizes on all ranks.
     """
     gathers = filter(_gathers_parameters, order)
     return list(dict.fromkeys(node for start in gathers for node in _own_copies(start)))
 
 
 def as_all_ranks_count(storages: Sequence[Storage], order: Iterable[fx.Node]) -> list[Storage]:
-    """The storages of a graph as all ranks count them, by the largest need of any rank, so that all make the same plan.
+    """Count storages by the largest need of any rank, so that all ranks make the same plan.
 
-    If ranks have different numbers of a parameter's rows, copies of rows that feed a gather count 0. The chunk that a
-    rank sends counts in their place, because it is equally long on all ranks: while the gather is in flight or, if
-    chunks are packed into one buffer, while they are packed. Rows reloaded from the host or a disk for the gather count
-    until the chunk is made, whether a rank pads them or not. A reduced gradient counts as the longest part of any rank.
+    Ranks may have different numbers of a parameter's rows. Copies of rows that feed a gather then count 0, and the
+    chunk that a rank sends counts instead, because it is equally long on all ranks. The chunk counts while the gather
+    is in flight or, if chunks are packed into one buffer, during the packing. Rows reloaded for the gather count until
+    the chunk is made, whether a rank pads them or not. A reduced gradient counts as the longest part of any rank.
 
     Returns:
         The given storages in their order, some with other sizes or readers, followed by a storage for each chunk.
@@ -120,7 +121,7 @@ def _own_copies(start: fx.Node) -> list[fx.Node]:
 
 
 def _longest_bytes(storage: Storage) -> int:
-    """Bytes of the longest part of any rank for a shard, its state or a reduced gradient; else the storage's size."""
+    """The size of a storage. A shard, its state and a reduced gradient count as the longest part of any rank."""
     node = storage.first
     longest = meta.longest_bytes(node)
     if longest is not None:
@@ -156,12 +157,12 @@ class _Open:
 class Finder:
     """Finds the storages of consecutive programs, such as the graphs of a step.
 
-    A value shares the storage of an argument if the schema of its call says so, or if its fake value shares a storage
-    with an input's; otherwise it has a new storage. A collective holds its inputs until its wait, and its result exists
+    A value shares the storage of an argument if the call's schema says so, or if the fake values of both share a
+    storage. Otherwise the value has a new storage. A collective holds its inputs until its wait, and its result exists
     from its start on.
 
     Attributes:
-        unknown: nodes whose size depends on data; they count as 0 bytes.
+        unknown: nodes with results of a size that depends on data; these count as 0 bytes.
     """
 
     def __init__(self) -> None:
@@ -174,7 +175,7 @@ class Finder:
         self._aliases: dict[Any, tuple[int | None, ...]] = {}
 
     def enter(self, inputs: Iterable[fx.Node], owned: Collection[fx.Node] = ()) -> None:
-        """Add the inputs of a graph, held elsewhere unless owned; inputs that view one storage count as one storage."""
+        """Add the inputs of a graph. Inputs not in `owned` are held elsewhere. Inputs of one storage count once."""
         known: dict[int, _Open] = {}
         for node in inputs:
             self._places[node] = self._placed(node, known, held=node not in owned)
@@ -182,7 +183,7 @@ class Finder:
                 self.keep([node])
 
     def enter_backward(self, inputs: Iterable[fx.Node], saved: Sequence[Any]) -> None:
-        """Add the inputs of a backward graph: sizes, then the tensors that forward has saved, then tangents."""
+        """Add the inputs of a backward graph: first sizes, then the tensors `saved` by forward, then tangents."""
         tensors = iter([node for node in saved if isinstance(node, fx.Node) and isinstance(meta.value(node), Tensor)])
         known: dict[int, _Open] = {}
         for node in inputs:
@@ -256,7 +257,7 @@ class Finder:
             self.keep([node])
 
     def _shared(self, node: fx.Node) -> Sequence[_Open | None]:
-        """For each result of a call, the storage that it shares with an argument according to the schema; None if none.
+        """For each result of a call, the storage that it shares with an argument according to the schema, or None.
 
         Fake values are not enough: a pass may have replaced the input with which the node was traced.
         """
@@ -280,7 +281,7 @@ class Finder:
     def _placed(
         self, node: fx.Node, known: dict[int, _Open], *, held: bool, shared: Sequence[_Open | None] = ()
     ) -> list[list[_Open]]:
-        """The storage of a value: by the schema of its call, else by the storage of its fake value, else a new one."""
+        """Find the storages of a value: in `shared`, else in `known` by its fake value, else new ones."""
         value = meta.value(node)
         items = value if isinstance(value, tuple | list) else [value]
         if len(shared) == 1:  # one result, which may be a list of views
@@ -305,7 +306,7 @@ class Finder:
 
 
 def _copied_to(node: fx.Node) -> Tier | None:
-    """The tier of a node's value, if that tier was recorded or the node is a copy; None for any other node."""
+    """The tier of a node's value if it was recorded, or if the node is a copy; None for any other node."""
     transit = meta.transit(node)
     if transit is None or meta.space(node) is not None:
         return meta.space(node)

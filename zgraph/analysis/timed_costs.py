@@ -36,8 +36,8 @@ class TimedCosts(CostModel):
 
     Operators run as in eager mode, on random values of the right shapes; fused kernels would be faster. Each operator
     is timed once for each set of sizes, by the first rank that needs it. The time is shared through the store of the
-    default group, so that all ranks make the same plan. Operators that cannot be run, and operators of other libraries,
-    which may communicate, are estimated.
+    default group, so that all ranks make the same plan. Operators that cannot be run are estimated. So are operators
+    of other libraries, because they may communicate.
 
     Args:
         hardware: this machine, as measured by `zgraph.calibrate`.
@@ -66,7 +66,7 @@ class TimedCosts(CostModel):
 
 
 def _described(node: fx.Node) -> tuple[str, Any]:
-    """Everything that the time of a call depends on; equal on all ranks, so without arguments that contain ranks."""
+    """Everything that the time of a call depends on. The result is equal on all ranks: it leaves out rank numbers."""
     named = arguments_by_name(node)
     own: tuple[str, ...] = ()
     if nodes.is_quantize(node) or nodes.is_dequantize_sum(node):
@@ -92,7 +92,10 @@ def _timed_us(node: fx.Node, estimate_us: float) -> float:
 
 
 def _random_state_kept() -> AbstractContextManager[None]:
-    """A context that restores the random state of the CPU and this rank's device; for all devices torch would warn."""
+    """A context that restores the random state of the CPU and of this rank's device.
+
+    torch would warn if the context covered all devices.
+    """
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if device is None:
         return torch.random.fork_rng(devices=[])

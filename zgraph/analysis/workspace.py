@@ -1,10 +1,10 @@
 """Transient memory of operators, in addition to their results: while they run, and while they are in flight.
 
 The figures are for CPU kernels in torch 2.13, each verified by a test; CUDA's are in `cuda_workspace.py`. An operator
-that is not in the table counts as having no workspace. Not counted are buffers of a fixed size of a few KiB, and
-buffers that depend on the processor: oneDNN's for repacking operands of narrow matrix products, and those of bf16
-attention, which repacks keys and values on processors with AMX (its backward with AVX512-BF16, too). Such a buffer is
-at most as large as an operand: at a width of 512 it needs 0.1 to 0.4 MiB, so that only peaks of small models show it.
+that is not in the table counts as having no workspace. Buffers of a fixed size of a few KiB are not counted.
+Buffers that depend on the processor are not counted either: oneDNN repacks operands of narrow matrix products, and bf16
+attention repacks keys and values on processors with AMX (in backward also with AVX512-BF16). Such a buffer is at most
+as large as an operand. At a width of 512 it needs 0.1 to 0.4 MiB, which matters only for small models.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def workspace_bytes(node: fx.Node, *, threads: int = 1, device_type: str | None 
     Args:
         node: call with fake values for itself and its arguments.
         threads: number of threads of CPU kernels, some of which need a buffer for each.
-        device_type: device on which it will run, such as "cuda" if CPU tensors stand in for those of a planned GPU.
-            None: the device of its values.
+        device_type: device on which the call will run, such as "cuda" in a plan for a GPU with fake CPU tensors. None:
+            the device of the call's values.
     """
     if not isinstance(node.target, OpOverload):
         return 0
@@ -66,9 +66,9 @@ def staging_bytes(started: fx.Node) -> int:
 
 
 def disk_staging_bytes(order: Iterable[fx.Node], device_type: str | None = None) -> int:
-    """Bytes of pinned host memory through which tensors pass between a disk and a GPU, on the rank that needs most.
+    """Bytes of pinned host memory for copies between a disk and a GPU, on the rank that needs most.
 
-    The first such transfers allocate this memory, which is then kept.
+    The first copies allocate this memory, and it is never freed.
 
     Args:
         order: nodes of a graph, or of a step's graphs.
@@ -103,7 +103,7 @@ def computes_elsewhere(order: Iterable[fx.Node], device_type: str | None) -> boo
 
 
 def remaining_bytes(node: fx.Node) -> int:
-    """Bytes that a call adds to a parameter's state besides results: at stage 1 the accumulated gradient, else 0."""
+    """Bytes that a call leaves in a parameter's state: the accumulated gradient at stage 1, else 0."""
     if node.target is not torch.ops.zgraph.accumulate_grad.default:
         return 0
     _, _, dtype, zero_stage, _ = cast("tuple[Any, ...]", node.args)
@@ -117,7 +117,7 @@ def transient_bytes(
     threads: int = 1,
     device_type: str | None = None,
 ) -> Iterator[int]:
-    """Yield the bytes of each node that storages do not include: workspace, and staging buffers of collectives.
+    """Yield for each node the bytes of its workspace and of its collective's staging buffers.
 
     Args:
         graph: graph with fake values.
@@ -138,7 +138,7 @@ def transient_bytes(
 
 
 def _attention(node: fx.Node, threads: int) -> int:
-    """Bytes of an fp32 block of scores and one of results per thread; for narrow inputs, of another block of scores."""
+    """Bytes of one fp32 block of scores and one of results per thread. Narrow inputs need another block of scores."""
     query = _tensor(node, 0)
     rows, columns = _attention_block(node, 0)
     wide = rows * columns + 2 * rows + rows * (hint_of(query.shape[3]) or 0)
@@ -147,7 +147,10 @@ def _attention(node: fx.Node, threads: int) -> int:
 
 
 def _attention_backward(node: fx.Node, threads: int) -> int:
-    """Bytes of two blocks of scores per thread, and of a copy of the gradient as [batch, sequence, heads, channels]."""
+    """Bytes of two blocks of scores per thread, plus those of a copy of the gradient unless it has the kernel's layout.
+
+    The kernel's layout is [batch, sequence, heads, channels].
+    """
     grad, query = _tensor(node, 0), _tensor(node, 1)
     rows, columns = _attention_block(node, 1)
     wide = 2 * rows * columns + rows
@@ -163,7 +166,7 @@ def _attention_block(node: fx.Node, query: int) -> tuple[int, int]:
 
 
 def _convolution(node: fx.Node, threads: int) -> int:
-    """Bytes of copies in oneDNN's own layout: first of input and weight, then of the result; the larger of both."""
+    """Bytes of copies in oneDNN's own layout: of input and weight together, or of the result if that is larger."""
     if not _is_relaid(node, 0):
         return 0
     return max(_bytes(_tensor(node, 0)) + _bytes(_tensor(node, 1)), _bytes(meta.tensor_value(node)))
@@ -188,7 +191,7 @@ def _first_argument(node: fx.Node, threads: int) -> int:
 
 
 def _reduction(node: fx.Node, threads: int) -> int:
-    """Bytes of the input in the dtype of the sum, if that is another: the whole input is converted first."""
+    """Bytes of a copy of the input in the dtype of the sum; 0 if the input has that dtype."""
     source, result = _tensor(node, 0), meta.tensor_value(node)
     # The mean of everything sums narrow numbers in fp32.
     wide = accumulate_dtype(result.dtype) if node.target is aten.mean.default else result.dtype
@@ -196,7 +199,7 @@ def _reduction(node: fx.Node, threads: int) -> int:
 
 
 def _sum_ranks(node: fx.Node, threads: int) -> int:
-    """Bytes of the total, unless the total is the result itself, and of one converted piece, if any is converted."""
+    """Bytes of the sum, unless the result holds it, plus those of one widened piece, if pieces are widened."""
     received, result = _tensor(node, 0), meta.tensor_value(node)
     wide = accumulate_dtype(received.dtype)
     total, own = _bytes(result, wide), _bytes(result)
@@ -205,13 +208,13 @@ def _sum_ranks(node: fx.Node, threads: int) -> int:
 
 
 def _low_rank_left(node: fx.Node, threads: int) -> int:
-    """Bytes of the largest narrow gradient in fp32: each is converted before its error is added, one after another."""
+    """Bytes in fp32 of the largest gradient of another dtype. Gradients are converted one at a time."""
     grads = [meta.tensor_value(grad) for grad in cast("list[fx.Node]", node.args[0])]
     return max((_bytes(grad, torch.float32) for grad in grads if grad.dtype != torch.float32), default=0)
 
 
 def _promotion(node: fx.Node) -> int:
-    """Bytes of operands, and of a result written in place, that are converted to the operands' common dtype."""
+    """Bytes of operands converted to their common dtype. A result written in place needs another copy if converted."""
     operands = [meta.value(given) for given in node.args[:2] if isinstance(given, fx.Node)]
     values = [value for value in operands if isinstance(value, Tensor)]  # a symbolic size is a number
     if len(values) < 2:

@@ -1,4 +1,4 @@
-"""Running an action on all ranks, so that a failure on one is raised on every rank."""
+"""Running an action on all ranks, so that a failure on one rank is raised on every rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def rank_and_world() -> tuple[int, int]:
 
 
 def gathered(value: Any) -> list[Any]:
-    """The `value` of every rank, in rank order; every rank calls this."""
+    """Return the `value` of each rank, in rank order. Every rank must call this."""
     if not is_distributed_ready():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
@@ -28,7 +28,9 @@ def gathered(value: Any) -> list[Any]:
 
 
 def run_on_all_ranks(who: str, action: Callable[[], Any], *, all: bool = False) -> Any:
-    """Run an action that does not communicate; if it fails on one rank, raise on every rank, so that none hangs.
+    """Run an action on each rank. If it fails on one, raise an error on every rank, so that no rank hangs.
+
+    The action itself must not communicate.
 
     Returns:
         The action's result on this rank; with `all`, a list of the results of all ranks.
@@ -52,7 +54,7 @@ def run_on_all_ranks(who: str, action: Callable[[], Any], *, all: bool = False) 
 
 @contextmanager
 def dcp_errors(who: str) -> Generator[None]:
-    """A context that turns torch's CheckpointException (a BaseException, with errors by rank) into CheckpointError."""
+    """A context that raises a CheckpointError for torch's CheckpointException, which is a BaseException."""
     try:
         with warnings.catch_warnings():
             if not is_distributed_ready():  # a single process is intended

@@ -40,7 +40,7 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
 
 
 def recover(root: Path) -> None:
-    """Restore a checkpoint whose replacement was interrupted between its two renames."""
+    """Restore the old checkpoint if a save of the same step was interrupted between its two renames."""
     for hidden in root.glob(".step_*.replaced"):
         final = root / hidden.name.removeprefix(".").removesuffix(".replaced")
         if not final.exists():
@@ -48,7 +48,10 @@ def recover(root: Path) -> None:
 
 
 def complete_checkpoints(root: Path) -> list[tuple[int, Path]]:
-    """(step, path) of each complete checkpoint, by step: only the last rename of a save makes its name `step_...`."""
+    """Return (step, path) of each complete checkpoint, sorted by step.
+
+    A checkpoint has a name `step_...` only after the last rename of its save.
+    """
     if not root.is_dir():
         return []
     steps = [(re.fullmatch(r"step_(\d+)", path.name), path) for path in root.iterdir()]
@@ -96,7 +99,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def measure(path: Path) -> list[int]:
-    """[size in bytes, CRC-32] of a file."""
+    """Return [size in bytes, CRC-32] of a file."""
     size, crc = 0, 0
     with path.open("rb") as stream:
         while part := stream.read(2**20):

@@ -1,8 +1,8 @@
 """Error feedback in checkpoints: a rank restores its own errors, or the mean over all if the number of ranks changed.
 
-Every kept tensor is stored as a DTensor [N, ...], with a row from each of the N ranks of the parameter's mesh. Counts
-and methods are stored with the rest of a rank's runtime state. Methods are compared as text: a name in a checkpoint
-never causes an import, it only selects one of the classes already present.
+Each of the N ranks of a parameter's mesh saves its tensors as rows of DTensors, [N, ...]. Counts and methods are stored
+with the rest of a rank's runtime state. Methods are compared as text: a name in a checkpoint never causes an import. It
+selects one of the classes already present.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Sizes = Mapping[str, Mapping[str, Mapping[str, tuple[torch.Size, torch.dtype]]]]
 
 
 def facts_of(module: nn.Module) -> dict[str, Any]:
-    """Facts about each parameter's errors: plain values, equal on all ranks."""
+    """Return facts about each parameter's errors, as plain values that are equal on all ranks."""
     facts: dict[str, Any] = {}
     for name, param in sharded_parameters(module).items():
         feedbacks = param.state.feedbacks
@@ -63,7 +63,10 @@ def facts_of(module: nn.Module) -> dict[str, Any]:
 
 
 def tensors_of(module: nn.Module, *, copies: bool) -> Tensors:
-    """The kept tensors, or with `copies` their copies on the host, as this rank's rows of DTensors [N, ...]."""
+    """Return the tensors of all errors as DTensors in which this rank's tensor is one of N rows, [N, ...].
+
+    With `copies`, the rows are copies on the host.
+    """
     found: Tensors = {}
     for name, param in sharded_parameters(module).items():
         for slot, feedback in param.state.feedbacks.by_slot.items():
@@ -75,7 +78,7 @@ def tensors_of(module: nn.Module, *, copies: bool) -> Tensors:
 
 
 def _division(param: ShardedParam) -> dict[str, int | bool]:
-    """Sizes that decide which rank keeps the error of which elements."""
+    """The sizes that determine how the elements of a parameter's error are divided among ranks."""
     layout, split = param.spec.layout, param.spec.split
     parts: dict[str, int | bool] = {} if split is None else {"tensor_parallel": split.size}
     return parts | {
@@ -94,11 +97,11 @@ class Part:
     """Error feedback of one reduction in a checkpoint, and how to restore it here.
 
     Attributes:
-        way: "own": each rank restores the error that the rank of its number saved. "cut": each rank restores that
-            error, cut into other chunks. "mean": every rank restores the mean over the ranks that saved.
+        way: "own": rank r restores the error that rank r saved. "cut": rank r restores the error that rank r saved, cut
+            into other chunks. "mean": every rank restores the mean over the ranks that saved.
         fact: facts of this slot, see `facts_of`.
-        ranks: number of ranks that saved it.
-        sizes: shapes of its tensors in the checkpoint, [ranks, ...], with their dtypes.
+        ranks: number of ranks that saved the error.
+        sizes: shapes and dtypes of the error's tensors in the checkpoint. The first dim is `ranks`.
         numel, chunks: elements per chunk, and number of chunks, of the gradient in this run.
     """
 
@@ -117,7 +120,7 @@ class Part:
         return {key: empty_rows(self.param, size, dtype) for key, (size, dtype) in self.sizes.items()}
 
     def restored(self, tensors: Mapping[str, DTensor]) -> Feedback:
-        """Build the restored feedback. All ranks of the mesh call this, because a mean is summed over all of them."""
+        """Build the restored feedback. All ranks of the mesh must call this, because a mean is a sum over ranks."""
         local = {key: tensor.to_local() for key, tensor in tensors.items()}
         fact = self.fact
         kept = {key: rows[0] for key, rows in local.items()} if self.way == "own" else self._cut_anew(local)
@@ -139,7 +142,10 @@ class Part:
 
     @property
     def _divisor(self) -> int:
-        """Divisor of a sum of errors that preserves what the ranks together have not sent yet of a mean, or a sum."""
+        """The number by which to divide a sum of errors, so that what all ranks together have not sent stays the same.
+
+        The number depends on whether gradients are reduced to a mean or to a sum.
+        """
         return self.ranks if self.param.spec.reduction == "mean" else self.param.sharded.device_mesh.size()
 
     def _summed(self, flat: Tensor) -> Tensor:
@@ -156,7 +162,10 @@ class Part:
 
 
 def empty_rows(param: ShardedParam, size: torch.Size, dtype: torch.dtype) -> DTensor:
-    """Make a host DTensor [N, ...] for the N ranks that saved; the ranks of the parameter's mesh share out its rows."""
+    """Make a DTensor on the host with one row for each rank that saved.
+
+    The rows are divided among the ranks of the parameter's mesh.
+    """
     mesh = param.sharded.device_mesh
     rows = size[0]
     for ranks, place in zip(mesh.shape, cast("Sequence[int]", mesh.get_coordinate()), strict=True):
@@ -165,7 +174,7 @@ def empty_rows(param: ShardedParam, size: torch.Size, dtype: torch.dtype) -> DTe
 
 
 def sizes_in(metadata: Metadata) -> Sizes:
-    """Sizes and dtypes of the kept error tensors in a checkpoint, however deep their names are nested."""
+    """Return sizes and dtypes of the error tensors in a checkpoint, at whatever depth their names are nested."""
     found: dict[str, dict[str, dict[str, tuple[torch.Size, torch.dtype]]]] = {}
     paths = cast("dict[str, tuple[str | int, ...]]", metadata.planner_data or {})
     for key, path in paths.items():
@@ -186,10 +195,10 @@ def sizes_of(tensors: Tensors) -> Sizes:
 
 
 def plan_restore(facts: Mapping[str, Any], sizes: Sizes, module: nn.Module) -> tuple[list[Part], list[str]]:
-    """Plan how to restore, or drop, every error in a checkpoint; nothing is changed or read yet.
+    """Plan which errors of a checkpoint to restore and how. Nothing is read or changed yet.
 
     Returns:
-        Parts to restore; names of dropped errors, such as "weight (second_hop)".
+        The parts to restore, then the names of errors to drop, such as "weight (second_hop)".
 
     Raises:
         CheckpointError: tensors are missing or have the wrong shape, or the model compresses by another method.
@@ -217,7 +226,7 @@ def _part(
     sizes: Mapping[str, tuple[torch.Size, torch.dtype]],
     param: ShardedParam | None,
 ) -> Part | None:
-    """Plan one slot; None if it cannot be restored here."""
+    """Plan how to restore one slot; None if its error must be dropped."""
     if param is None:
         return None
     here = _division(param)
@@ -319,13 +328,13 @@ def _check_method(name: str, slot: str, fact: Mapping[str, Any], numel: int, chu
 
 
 def read_parts(parts: Sequence[Part], read: Callable[[Tensors], None]) -> list[tuple[Part, Feedback]]:
-    """Read the parts and build the feedback to keep; the model is not changed. Every rank calls it.
+    """Read `parts` from the checkpoint and build their feedback, without changing the model. Every rank must call this.
 
-    At any time a rank holds no more than its own errors and, if errors are cut anew, its share of one parameter's.
+    A rank never holds more than its own errors and, if errors are cut anew, its share of the errors of one parameter.
 
     Args:
         parts: from `plan_restore`.
-        read: fills new tensors (by parameter, slot and name) from the checkpoint; all ranks make the same calls.
+        read: fills new tensors from the checkpoint; their keys are parameter, slot and name. All ranks call it alike.
     """
     own = [part for part in parts if part.way == "own"]
     restored: list[tuple[Part, Feedback]] = []
@@ -342,7 +351,7 @@ def read_parts(parts: Sequence[Part], read: Callable[[Tensors], None]) -> list[t
 
 
 def put_back(module: nn.Module, facts: Mapping[str, Any], restored: Sequence[tuple[Part, Feedback]]) -> None:
-    """Replace the model's feedback by the restored one."""
+    """Replace the model's feedback and loss scales by those of the checkpoint."""
     for name, param in sharded_parameters(module).items():
         param.state.feedbacks.by_slot.clear()
         if name in facts and facts[name]["loss_scale"] is not None:
@@ -367,12 +376,12 @@ def warn_of_dropped(dropped: Sequence[str]) -> None:
 
 
 def flat_error(kept: Mapping[str, Tensor], numel: int, total: int) -> Tensor:
-    """Flatten an error into the parameter's element order, in fp32.
+    """Return an error as a flat fp32 tensor, in the order of the parameter's elements.
 
     Args:
         kept: "error" [chunks, groups, group], and "error_scale" [chunks, groups] if the error is int8.
-        numel: elements of a chunk; the padding of its last group is dropped.
-        total: elements of the parameter; the padding of its last chunks is dropped.
+        numel: elements of a chunk, without the padding of its last group, which is dropped.
+        total: elements of the parameter, without the padding of the last chunks, which is dropped.
     """
     error = decode_error(kept["error"], kept["error_scale"]) if "error_scale" in kept else kept["error"]
     return error.flatten(1)[:, :numel].reshape(-1)[:total]

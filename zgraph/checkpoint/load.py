@@ -42,8 +42,8 @@ class Checkpoint:
         path: directory of the checkpoint.
         step: step under which it was saved.
         ranks: number of ranks that saved it.
-        extra: the `extra` that this rank saved; if the number of ranks has changed, the `extra` of the rank whose
-            number is this rank's number modulo `ranks`.
+        extra: the `extra` that this rank saved. If the number of ranks has changed, rank r gets the `extra` of rank
+            r modulo `ranks`.
     """
 
     path: Path
@@ -57,9 +57,9 @@ def load_checkpoint(
 ) -> Checkpoint:
     """Load a checkpoint of `save_checkpoint`, on any number of ranks. Every rank calls it.
 
-    With the same number of ranks the run continues bitwise; see `runtime_state` for other numbers. Loads everything or
-    nothing: names, shapes, dtypes and the size and CRC-32 of every file are checked first, then everything is read into
-    new tensors, and only then copied. Nothing stored is executed (see `SafeReader`).
+    With the same number of ranks the run continues bitwise; see `runtime_state` for other numbers. Everything is loaded
+    or nothing: names, shapes, dtypes and the size and CRC-32 of every file are checked first. Then everything is read
+    into new tensors, and only at the end copied. Nothing that a file contains is executed (see `SafeReader`).
 
     Args:
         path: path of a checkpoint, for example from `latest_checkpoint`.
@@ -144,7 +144,7 @@ def load_checkpoint(
 
 
 class _Opened(SafeReader):
-    """Reader for several loads from one checkpoint, whose metadata is read once."""
+    """Reader for several loads from one checkpoint. It does not read `metadata` again."""
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         super().__init__(folder)
@@ -157,10 +157,10 @@ class _Opened(SafeReader):
 def _wanted(
     folder: Path, metadata: Metadata, module: nn.Module, optimizer: Checkpointed | None
 ) -> tuple[dict[str, Any], list[str]]:
-    """Make new tensors for everything to read, by name in the checkpoint.
+    """Make new tensors for everything that must be read.
 
     Returns:
-        The new tensors by name; and the names in the checkpoint that this rank's model lacks.
+        The new tensors by name in the checkpoint, then the names in the checkpoint that this rank's model lacks.
 
     Raises:
         CheckpointError: the checkpoint lacks an entry.
@@ -211,7 +211,7 @@ def _new_like(value: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def _check_kinds(folder: Path, metadata: Metadata, wanted: Mapping[str, Any]) -> None:
-    """Check that tensors of the model are tensors in the checkpoint too, with equal shape and dtype."""
+    """Check that the checkpoint has each tensor in `wanted` as a tensor of the same shape and dtype."""
     wrong: list[str] = []
     for key, value in wanted.items():
         entry = metadata.state_dict_metadata.get(key)
@@ -246,7 +246,7 @@ def _refuse_model(folder: Path, found: Mapping[str, Sequence[str]]) -> NoReturn:
 
 
 def _check_files(folder: Path, metadata: Metadata, files: Mapping[str, Sequence[int]], rank: int, world: int) -> None:
-    """Compare the files with the manifest, before anything is loaded. Ranks share the work of checksums."""
+    """Compare `files`, the manifest, with the files in the folder. Each rank computes a part of the checksums."""
     needed = {info.relative_path for info in metadata.storage_data.values()}
     for name in sorted(needed - files.keys()):
         raise CheckpointError(f"zgraph: {folder / MANIFEST} does not list {name}; resume from another checkpoint.")
@@ -267,7 +267,7 @@ def _check_files(folder: Path, metadata: Metadata, files: Mapping[str, Sequence[
 
 
 def entry_paths(metadata: Metadata) -> dict[str, tuple[str | int, ...]]:
-    """Entries of the optimizer with their paths, such as ("optimizer", "state", "head.weight", "exp_avg")."""
+    """The path of each entry of the optimizer, such as ("optimizer", "state", "head.weight", "exp_avg")."""
     paths = cast("dict[str, tuple[str | int, ...]]", metadata.planner_data or {})
     return {
         key: path
@@ -320,7 +320,7 @@ def _shown(names: Any) -> str:
 
 
 def _nested(flat: Mapping[tuple[str | int, ...], Any]) -> Any:
-    """Build dicts and lists from values by path; a number in a path is an index in a list."""
+    """Build nested dicts and lists from values keyed by their paths. A number in a path is an index in a list."""
     if () in flat:
         return flat[()]
     branches: dict[str | int, dict[tuple[str | int, ...], Any]] = {}

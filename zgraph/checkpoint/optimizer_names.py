@@ -41,7 +41,7 @@ def names_by_index(groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence
 
 
 def ignored_states(module: nn.Module, optimizer: Checkpointed) -> dict[str, dict[str, Tensor]]:
-    """Optimizer state, by name, of ignored parameters, which each rank steps by itself."""
+    """Return the optimizer state of ignored parameters by name. Each rank steps these parameters by itself."""
     ignored = _ignored_names(module)
     saved = optimizer.state_dict()
     by_index = names_by_index(saved["param_groups"], group_names(module, optimizer))

@@ -37,22 +37,23 @@ def runtime_state(model: nn.Module, *, load_from: str | os.PathLike[str] | None 
     `random`), the values of `ignored` parameters, the buffers that differ between ranks (such as running statistics),
     the tensors that passes keep for a parameter, and the error feedback of compression. `save_checkpoint` includes it.
 
-    If the number of ranks has changed, rank r restores the state of rank r modulo the saved number. If that is not rank
-    r, the generators of rank r are seeded with a hash of that state and r: equal in every repetition, different on
-    every rank.
-    Tensors that passes keep are dropped on all ranks, because they belong to the old division of parameters. Errors of
-    unsharded gradients are preserved: each rank restores the mean over the ranks that saved, cut and quantized for the
-    new division, so the total that all ranks have not sent yet stays the same up to that quantization. (With the same
-    number of ranks and another stage, each rank restores its own error, cut anew.) A `ZgraphWarning` names the errors
-    that are dropped: those of a second hop, of gathered means and of user-defined compression methods, and all errors
-    if nothing is sent any more. An error saved by another method is refused: by the load if the model has already
-    compressed, otherwise by its first reduction.
+    If the number of ranks has changed from N to M, rank r restores the state of rank r modulo N. If r >= N, the
+    generators of rank r are seeded with a hash of the restored state and r. They are then equal in every repetition,
+    and different on every rank. Tensors that passes keep are dropped on all ranks, because they belong to the old
+    division of parameters.
 
-    Errors are separate entries, "feedback.<parameter>.<slot>.<tensor>"; each rank writes and reads its row of them. DCP
-    only reads entries that the model has too, and only for equal N. `load_from` tells DCP which entries a checkpoint
-    has; without `load_from`, a load that leaves errors out is refused. All rows that this rank reads, up to
-    ceil(N saved / N) per parameter, are in memory simultaneously; `load_checkpoint` reads one parameter at a time if
-    errors are cut anew.
+    Errors of unsharded gradients are preserved: each rank restores the mean over the N ranks, cut and quantized for the
+    new division. The total that all ranks have not sent yet stays the same up to this quantization. (With the same
+    number of ranks and another stage, each rank restores its own error, cut anew.) A `ZgraphWarning` names the errors
+    that are dropped: errors of a second hop, of gathered means and of user-defined compression methods, and all errors
+    if nothing is sent any more. An error saved by another method is refused: by the load if the model has already
+    compressed, otherwise by the model's first reduction.
+
+    Errors are separate entries, "feedback.<parameter>.<slot>.<tensor>". Each rank writes and reads its own rows of an
+    entry. DCP by itself only reads entries that the model has too, and only if M = N. `load_from` tells DCP which
+    entries a checkpoint has. Without `load_from`, a load that would leave errors out is refused. A rank holds all rows
+    that it reads at once, up to ceil(N / M) per parameter. `load_checkpoint` reads one parameter at a time if errors
+    are cut anew.
 
     Args:
         model: model, sharded or not, compiled or not. Every rank must call `state_dict` and `load_state_dict`, which
@@ -73,7 +74,7 @@ class RuntimeState:
         """Return {"ranks": bytes, "feedback": {...}}.
 
         "ranks" is one entry for all ranks, so that any number of ranks can load it. "feedback" is present if there are
-        errors: copies on the host, or new tensors to load into.
+        errors. It has copies of the errors on the host or, with `load_from`, new tensors to load into.
         """
         if self.load_from is None:
             errors = error_feedback.tensors_of(self.model, copies=True)
@@ -114,7 +115,7 @@ class RuntimeState:
         }
 
     def own(self) -> dict[str, Any]:
-        """This rank's state: plain values and CPU tensors. Every rank must call it, to compare buffers."""
+        """Return this rank's state as plain values and CPU tensors. Every rank must call this, to compare buffers."""
         places = self._places()
         digests = {name: _digest(tensor) for name, tensor in self.model.state_dict().items() if _is_plain(tensor)}
         everywhere: list[dict[str, int]] = gathered(digests)  # stages of a pipeline have other buffers
@@ -162,7 +163,7 @@ class RuntimeState:
 
     @torch.no_grad()
     def restore(self, own: Any, ranks: int, errors: Sequence[tuple[error_feedback.Part, Feedback]]) -> None:
-        """Restore the state `own`, saved by the rank whose number is this rank's number modulo `ranks`."""
+        """Restore the state `own`. For rank r, this is the state that was saved by rank r modulo `ranks`."""
         rank, world = (dist.get_rank(), dist.get_world_size()) if is_distributed_ready() else (0, 1)
         places = self._places()
         for name, tensor in own["local"].items():
@@ -176,7 +177,7 @@ class RuntimeState:
         _restore_random(own["random"], None if rank < ranks else rank)
 
     def _places(self) -> dict[str, Tensor]:
-        """Buffers, and parameters whose values differ between ranks, by name in the state dict."""
+        """Buffers and `ignored` parameters, by name in the state dict."""
         ignored = {
             id(local_parameters(part)[attribute])
             for part in self.model.modules()
@@ -188,7 +189,7 @@ class RuntimeState:
         return {name: tensor.detach() for name, tensor in entries if _is_plain(tensor) or id(tensor) in ignored}
 
     def _codes(self) -> dict[str, str]:
-        """Storage format of each weight stored as codes: codes of another format may have the same size."""
+        """The format of each weight that is stored as codes. Codes of different formats may have the same size."""
         codes = {name: param.spec.codes for name, param in sharded_parameters(self.model).items()}
         return {
             name: f"codes of {one.method}, {one.numel} elements on each of {one.world} ranks"

@@ -84,7 +84,7 @@ class SafePlanner(DefaultLoadPlanner):
 
 
 class _StandIn:
-    """Inert replacement for one of torch's classes; holds the state that the pickle gives it."""
+    """Inert replacement for one of torch's classes. It only holds the arguments and state that a pickle gives it."""
 
     kind = ""
 
@@ -249,7 +249,7 @@ def encode(value: Any) -> bytes:
 
 
 def check_plain(value: Any, where: str, refuse: Callable[[str], NoReturn]) -> None:
-    """Call `refuse` for a value that a weights-only load cannot read, so that no such value is stored."""
+    """Call `refuse` if a weights-only load could not read `value`. Such values must not be stored."""
     if isinstance(value, dict):
         for key, entry in cast("dict[Any, Any]", value).items():
             check_plain(key, f"a key of {where}", refuse)

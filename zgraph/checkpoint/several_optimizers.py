@@ -1,4 +1,4 @@
-"""Several optimizers of one model as if they were one, so that a checkpoint holds all of them under names."""
+"""Several optimizers of one model combined into one, so that a checkpoint stores them all by parameter names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Checkpointed(Protocol):
 
 
 class SeveralOptimizers:
-    """Several optimizers of different parameters as a single one with all their groups.
+    """Combines several optimizers of different parameters into one that has all their groups.
 
     Args:
         optimizers: optimizers, in the same order when saving and loading.
@@ -68,5 +68,5 @@ class SeveralOptimizers:
 
 
 def as_one(optimizer: Optimizer | Sequence[Optimizer] | None) -> Checkpointed | None:
-    """The given optimizers as the single one that a checkpoint saves or loads."""
+    """Return the optimizers as a single one, as checkpoints save and load it; None without an optimizer."""
     return optimizer if optimizer is None or isinstance(optimizer, Optimizer) else SeveralOptimizers(optimizer)

@@ -1,4 +1,4 @@
-"""Checkpoints of pipelines, whose ranks hold different parameters: checks their names, and merges optimizer groups."""
+"""Checkpoints of pipelines, in which ranks hold different parameters: checks names, and merges optimizer groups."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def check_names(state: Mapping[str, Any]) -> None:
 
 
 def merged_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The optimizer groups merged over all ranks: each lists the parameters that any rank has in that group.
+    """Merge optimizer groups over all ranks. A merged group lists the parameters that any rank has in it.
 
     Raises:
-        CheckpointError: on all ranks, if ranks have different groups, or different options in them.
+        CheckpointError: on all ranks, if ranks differ in the number of groups, or in the options of a group.
     """
     if _equal_on_all_ranks(groups):
         return groups
@@ -71,7 +71,7 @@ def merged_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def names_of_no_rank(others: Sequence[str]) -> list[str]:
-    """Names in a checkpoint that no rank's model has.
+    """Return the names in a checkpoint that are in no rank's model.
 
     Args:
         others: names in the checkpoint that this rank's model lacks.
@@ -82,7 +82,7 @@ def names_of_no_rank(others: Sequence[str]) -> list[str]:
 
 
 def of_this_stage(own: dict[str, Any], others: set[str]) -> dict[str, Any]:
-    """A rank's saved state without parameters of other stages; compression errors are left in."""
+    """Remove from a rank's saved state `own` the parameters `others`, of other stages. Compression errors stay."""
     runtime = own["runtime"]
     kept = {key: {name: one for name, one in runtime[key].items() if name not in others} for key in ("local", "kept")}
     optimizer = {name: one for name, one in own["optimizer"].items() if name not in others}
@@ -94,7 +94,7 @@ def _equal_on_all_ranks(value: Any) -> bool:
 
 
 def _printed(value: Any) -> Any:
-    """The same value with tensors as lists of numbers, because their `repr` omits digits."""
+    """Return `value` with tensors replaced by lists of numbers, because a tensor's `repr` omits digits."""
     if isinstance(value, Tensor):
         return str(value.dtype), value.tolist()
     if isinstance(value, dict):

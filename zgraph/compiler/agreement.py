@@ -2,13 +2,14 @@
 
 Every compiled graph has a communication signature: its collectives in order, with group, dtype and size, but no batch
 sizes. A rank publishes the signature to the rendezvous store and waits until every peer of its groups has published an
-equal one, from any of its compiles. No collective is used for this: a rank that recompiles alone would hang the others.
+equal one, from any of the peer's compiles. No collective is used for this, because it would
+never end if a rank recompiled alone.
 Two ranks that wait for each other with different signatures can never agree, and both raise an error immediately.
 
-The signature has one order for the collectives of all groups. Although groups run independently, equal orders within
-each group are not enough: a rank that waits for a gather before it starts a reduction, and another that waits for that
-reduction before it starts the gather, wait forever. On NCCL, kernels of two groups launched in different orders may
-block each other as well.
+The signature has one order for the collectives of all groups. Equal orders within each group are not enough, although
+groups run independently: if one rank waits for a gather before it starts a reduction, and another rank waits for the
+reduction before it starts the gather, both wait forever. On NCCL, kernels of two groups may also block each other if
+ranks launch them in different orders.
 """
 
 from __future__ import annotations
@@ -49,12 +50,13 @@ _UPDATES = "updates "  # prefix of the line of `places_of_updates`
 
 @dataclass(frozen=True)
 class Signature:
-    """A graph's collectives, in a form that equal graphs share on all ranks.
+    """Description of a graph's collectives, which is equal on all ranks if their graphs are.
 
     Attributes:
         direction: "forward", "backward", "inference" or "step".
         entries: descriptions that must be equal on all ranks.
-        names: the parameters of each entry, for messages; not compared, because equal blocks have different names.
+        names: the parameters of each entry, for messages. They are not compared, because equal blocks of a model have
+            different names.
         ranks: all ranks of the groups involved.
     """
 
@@ -74,7 +76,7 @@ class Signature:
         """Make the signature of a graph from its collectives and from other lines of text about it.
 
         Args:
-            others: lines of `order_of_waits`, `places_of_updates` and `changes_of`.
+            others: lines from `order_of_waits`, `places_of_updates` and `changes_of`.
             group_names: names of groups whose ranks must agree even if the graph communicates nothing.
         """
         ranks = {rank: None for name in group_names for rank in dist.get_process_group_ranks(resolve_group(name))}
@@ -109,10 +111,10 @@ class Signature:
 
 
 def places_of_updates(graph: fx.Graph) -> list[str]:
-    """One line of text about the updates of a GPU's step that run on its host; [] if none does.
+    """Describe, in one line of text, which optimizer updates of a GPU's step run on the host; [] if none does.
 
-    No collective depends on where updates run, but host and GPU round an update differently, and replicas of a
-    parameter must stay equal.
+    All ranks must agree on this, although no collective depends on it: host and GPU round an update differently, and
+    replicas of a parameter must stay equal.
     """
     given = [meta.value(node) for node in graph.find_nodes(op="placeholder")]
     if not any(isinstance(value, Tensor) and is_gpu(value.device) for value in given):
@@ -123,10 +125,10 @@ def places_of_updates(graph: fx.Graph) -> list[str]:
 
 
 def changes_of(graph: fx.Graph) -> list[str]:
-    """One line of text for each kind of operator that changes parameters or gradients of a step, with its constants.
+    """Describe each kind of operator that changes a step's parameters or gradients, in one line with its constants.
 
-    All shards and replicas must be changed alike, although no collective depends on these changes. Operators on whole
-    values, which run before the reductions, may differ between ranks.
+    All ranks must change shards and replicas alike, although no collective depends on it. Operators before the
+    reductions, on whole values, may differ between ranks.
 
     Args:
         graph: the graph as captured, with markers.
@@ -144,7 +146,7 @@ def changes_of(graph: fx.Graph) -> list[str]:
 
 
 def _numbers_of(node: fx.Node) -> list[str]:
-    """Constants of an operator, without the sizes of shards, which differ between ranks."""
+    """The constants of an operator, without sizes of shards, because these differ between ranks."""
     if node.op == "get_attr":  # torch.tensor(0.5)
         value = getattr(node.graph.owning_module, str(node.target), None)
         return [repr(value.item())] if isinstance(value, Tensor) and value.ndim == 0 and not is_fake(value) else []
@@ -156,7 +158,7 @@ def _numbers_of(node: fx.Node) -> list[str]:
 
 
 def _rows_of(node: fx.Node) -> list[str]:
-    """Integer arguments of the views that a write goes through, such as `grad[:2]`."""
+    """The integer arguments of a chain of views that ends with `node`, such as the 2 of `grad[:2]`."""
     found: list[str] = []
     while traits.is_view(node) and node.all_input_nodes:
         found += [repr(leaf) for leaf in tree_flatten(node.args[1:])[0] if type(leaf) is int]
@@ -169,7 +171,7 @@ def agree(signatures: Sequence[Signature], timeout_s: float, store: Store | None
 
     Args:
         signatures: signatures of one frame's graphs; graphs without collectives need no agreement.
-        timeout_s: longest wait for a peer that has not published a different signature.
+        timeout_s: longest wait for a peer. A peer that waits with a different signature is an error at once.
         store: the rendezvous store; None: the default group's.
 
     Raises:
@@ -236,13 +238,19 @@ class _Board:
         return self.store.check([f"published/{rank}/{signature.digest}"])
 
     def missing(self, ranks: list[int], signature: Signature) -> list[int]:
-        """Ranks that have not published a signature; if all have, one request, so N ranks cost the store N, not N^2."""
+        """Return those of `ranks` that have not published `signature`.
+
+        If all have, this is a single request, so that the store serves N requests for N ranks, not N^2.
+        """
         if self.store.check([f"published/{rank}/{signature.digest}" for rank in ranks]):
             return []
         return [rank for rank in ranks if not self.has_published(rank, signature)]
 
     def end_wait(self, rank: int, signature: Signature) -> str:
-        """End a peer's wait for an exchange that this rank, itself waiting, cannot start; return the reason, or ""."""
+        """End a peer's wait for an exchange that this rank has not started; return the reason, or "" if there is none.
+
+        This rank cannot start the exchange, because it waits for the peer's signature.
+        """
         stuck = None if self.watch is None else self.watch.stuck(rank)
         if self.watch is None or stuck is None or self.has_published(rank, signature):
             return ""
@@ -258,12 +266,12 @@ class _Board:
         self.store.set(f"waiting/{self.rank}", f"{self.number} {signature.to_json()}" if signature is not None else "")
 
     def waiting_with(self, rank: int) -> Signature | None:
-        """The signature a peer waits with; None if it does not wait, or this rank has raised an error for that wait."""
+        """The signature with which a peer waits; None if the peer does not wait, or after `end_with` for its wait."""
         number, _, text = self._read(f"waiting/{rank}").partition(" ")
         return Signature.from_json(text) if text and number != self._read(f"told/{self.rank}/{rank}") else None
 
     def end_with(self, rank: int) -> None:
-        """Remember that this rank raises an error for a peer's wait, because the peer's entry stays in the store."""
+        """Record that this rank raises an error for a peer's wait, because the wait's entry stays in the store."""
         self.store.set(f"told/{self.rank}/{rank}", self._read(f"waiting/{rank}").partition(" ")[0])
 
     def _read(self, place: str) -> str:

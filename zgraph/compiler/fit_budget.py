@@ -1,4 +1,4 @@
-"""Compile until the final graphs fit the budget: the target of the passes is lowered by the excess of the last try."""
+"""Compile until the final graphs fit the budget. Each try lowers the target of the passes by the last try's excess."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ LEAST = 1  # bytes to plan for in order to hold as little as possible
 
 
 def fit(peak_of: Callable[[int], int], budget_bytes: int) -> int | None:
-    """Bytes to plan for so that the final graphs stay within the budget; None if the graphs of no try did.
+    """Return bytes to plan for, with which the final graphs stay within the budget; None if no try succeeds.
 
-    The last call of `peak_of` is the one with the returned bytes.
+    The last call of `peak_of` is made with the returned bytes.
 
     Args:
-        peak_of: returns the peak of the final graphs if passes plan for the given bytes; equal for equal arguments.
+        peak_of: returns the peak of the final graphs for the bytes that passes plan for. Equal bytes give equal peaks.
         budget_bytes: bytes that must not be exceeded.
     """
     target = budget_bytes
@@ -38,7 +38,9 @@ def fit(peak_of: Callable[[int], int], budget_bytes: int) -> int | None:
 
 
 def smallest_feasible(peak_of: Callable[[int], int]) -> int:
-    """The smallest budget found that `fit` can keep; it cannot keep one byte less, unless `SEARCHES` ended the search.
+    """Find the smallest budget that `fit` can keep, in at most `SEARCHES` searches.
+
+    If that number ends the search, a smaller budget may exist; otherwise `fit` cannot keep one byte less.
 
     Args:
         peak_of: as for `fit`.
@@ -55,7 +57,7 @@ def smallest_feasible(peak_of: Callable[[int], int]) -> int:
 
 
 def explain(curve: MemoryCurve, count: int = 5) -> str:
-    """Describe the peak: its node, and the largest allocations alive at it with their parameters."""
+    """Describe a curve's peak: the node at which it occurs, and the largest allocations alive there."""
     if not curve.nodes:
         return "nothing is allocated"
     alive = [

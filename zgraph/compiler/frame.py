@@ -28,8 +28,8 @@ class Frame:
     Attributes:
         name: "frame/recompile" as counted by Dynamo; "step/recompile" for a whole step.
         reason: why the frame is compiled again; "" for the first time, or if unknown.
-        inputs: the frame's real inputs; None for each that is no longer known.
-        is_step: whether the frame is a whole training step, whose graph has exactly these inputs.
+        inputs: the frame's real inputs. An input that is no longer known is None.
+        is_step: whether the frame is a whole training step. Its graph then has exactly these inputs.
     """
 
     name: str
@@ -44,11 +44,11 @@ class Frame:
         return cls(name=compile_id(), reason=recompile_reason(), inputs=inputs)
 
     def scopes(self) -> list[Scope]:
-        """Scopes of the models whose parameters the frame reads."""
+        """The scope of each model of which the frame reads parameters."""
         return list(dict.fromkeys(scope for scope in map(scope_behind, self.inputs) if scope is not None))
 
     def spaces(self) -> dict[int, Tier]:
-        """Tiers of the input shards that are not stored on the device, by input position."""
+        """The tier of each input shard that is not stored on the device, by position among the inputs."""
         resting = next((scope.resting for scope in self.scopes() if scope.resting is not None), None)
         if resting is None:
             return {}
@@ -61,7 +61,7 @@ class Frame:
         return next((scope.machine for scope in self.scopes() if scope.machine is not None), None)
 
     def handle_names(self) -> dict[int, str]:
-        """Parameter names by the position of their handle among the inputs."""
+        """The names of parameters. The key is the position of a parameter's handle among the inputs."""
         names = {position: name_of(value) for position, value in enumerate(self.inputs)}
         return {position: name for position, name in names.items() if name != "?"}
 

@@ -22,7 +22,7 @@ Graphs = dict[Direction, fx.GraphModule]
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """Final graphs of a frame, by direction, that run from optimizer step `from_step` on."""
+    """Final graphs of a frame by direction. They run from optimizer step `from_step` on."""
 
     from_step: int
     graphs: Graphs
@@ -33,11 +33,11 @@ class FramePlan:
     """The result of planning a captured graph.
 
     Attributes:
-        variants: variants in the order of their steps; one, unless passes start at later steps. Only their backward
-            differs.
+        variants: variants in the order of their steps; a single one unless passes start at later steps. Variants have
+            equal forward graphs.
         ctx: context of the passes, with their notes and decisions.
         runs: runs of each pass on each graph of the last variant.
-        limits: limits for ordering the graphs by costs; None: they were ordered by rules.
+        limits: limits within which graphs were ordered by costs; None: the graphs were ordered by rules.
     """
 
     variants: tuple[Variant, ...]
@@ -47,7 +47,7 @@ class FramePlan:
 
     @property
     def graphs(self) -> Graphs:
-        """The final graphs of the last variant, which runs for the rest of training; lowering changes them."""
+        """The final graphs of the last variant, which runs for the rest of training. Lowering changes these graphs."""
         return self.variants[-1].graphs
 
     @cached_property
@@ -76,13 +76,13 @@ class FramePlan:
 
 
 def plan_frame(captured: fx.GraphModule, pipeline: PassList, ctx: PassContext, observe: Observer) -> FramePlan:
-    """Run all passes of a pipeline, and the partition between those of phase "joint" and those of phase "graph".
+    """Run all passes of a pipeline, and split a joint graph between the phases "joint" and "graph".
 
     Args:
         captured: a joint graph, an inference graph, or the graph of a whole step; not changed.
         pipeline: pipeline of the frame.
-        ctx: context for the passes, with a `split` for a joint graph; not changed.
-        observe: called with each graph as captured and after each pass of the last variant, for dumps.
+        ctx: context for the passes, which is not changed. It has a `split` if `captured` is a joint graph.
+        observe: called for dumps: with each captured graph, and after each pass of the last variant.
 
     Raises:
         PreconditionError: a pass that starts at a later step has changed a forward.
@@ -113,10 +113,10 @@ def plan_frame(captured: fx.GraphModule, pipeline: PassList, ctx: PassContext, o
 
 
 def plan_within_budget(plan_for: Callable[[int], FramePlan], budget_bytes: int, frame: str) -> FramePlan:
-    """The first plan found whose graphs stay within the budget; planning stops there.
+    """Plan the frame for fewer and fewer bytes, and return the first plan that stays within the budget.
 
     Args:
-        plan_for: plans the frame for the given bytes; equal plans for equal bytes.
+        plan_for: plans the frame for the given bytes. Equal bytes give equal plans.
         budget_bytes: bytes that must not be exceeded.
         frame: Dynamo's name of the frame, for the error.
 
@@ -150,7 +150,7 @@ def _show(graphs: Graphs, ctx: PassContext, observe: Observer) -> None:
 
 
 def _earlier(step: int, graphs: Graphs, pipeline: PassList, ctx: PassContext) -> Variant:
-    """The variant for a step, made without passes that start later; notes and runs of its passes are not kept."""
+    """Make the variant for a step by the passes that have started by then. Their notes and runs are not kept."""
     copies: Graphs = {direction: edits.copy_of(gm) for direction, gm in graphs.items()}
     list(pipeline.at(step).run("graph", replace(ctx, notes=[], decisions=[]), copies, lambda *_: None))
     return Variant(from_step=step, graphs=copies)

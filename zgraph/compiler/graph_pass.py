@@ -52,23 +52,24 @@ class PassContext:
     Attributes:
         direction: direction of the current graph; "joint" before the partition, "step" for a whole training step.
         graphs: the graphs of this frame by direction, so that one plan can cover forward and backward.
-        user_outputs: number of outputs of the joint and forward graph that the user receives; the others are gradients,
-            or saved for backward. None in inference.
-        split: splits a joint graph into forward and backward; passes may try it on a copy. None in inference, and for
-            whole steps, which are not split.
-        decomposed: whether operators were decomposed for Inductor, so that results are close to eager torch's, but not
+        user_outputs: number of outputs of the joint and forward graph that the user receives. All other outputs are
+            gradients, or saved for backward. None in inference.
+        split: splits a joint graph into forward and backward. Passes may try it on a copy of the graph. None in
+            inference, and for whole steps, which are not split.
+        decomposed: whether operators were decomposed for Inductor. Results are then close to eager torch's, but not
             bit-identical.
-        hardware: hardware of each rank to plan for, the same on all; None: the pipeline has no `zgraph.Target`.
-        cost_of: returns the cost of a call in any graph; the same on all ranks, because plans depend on it. None:
-            unknown.
+        hardware: hardware to plan for, the same for all ranks; None: the pipeline has no `zgraph.Target`.
+        cost_of: returns the cost of a call in any graph. Costs are equal on all ranks, because plans depend on them.
+            None: unknown.
         sharing: how the lanes of these costs slow each other down.
         search: search for orders by costs; it caches the orders found while this frame is compiled.
         plan_bytes: most bytes that a step may allocate at any moment: the target's budget, or less if graphs planned
-            for the budget itself exceed it. None: no limit.
-        host_budget_bytes: most bytes that a rank may keep on the host, at rest and in the step; set by
-            `zgraph.Offload`, the same on all ranks. None: no limit.
+            for the budget turned out to exceed it. None: no limit.
+        host_budget_bytes: most bytes that a rank may keep on the host, at rest and in the step together. Set by
+            `zgraph.Offload`, and the same on all ranks. None: no limit.
         update: where `zgraph.Offload` wants state on the host to be updated. None: `StreamStates` decides.
-        machine: preset of the ranks' GPUs, the same on all; passes without other hardware use its links. None: unknown.
+        machine: preset of the ranks' GPUs, the same on all ranks; None: unknown. Passes use its links if `hardware` is
+            None.
         planned_backend: backend of the groups of a planned cluster; real groups have their own.
         notes: notes of passes, as (pass, direction, text); shown in dumps and reports.
         decisions: notes that `zgraph.explain` and `zgraph.plan` show as well, as (direction, text).
@@ -92,14 +93,14 @@ class PassContext:
     decisions: list[tuple[Direction, str]] = field(default_factory=list[tuple[Direction, str]])
 
     def note(self, graph_pass: GraphPass, text: str, *, is_decision: bool = False) -> None:
-        """Add a note to dumps, such as why a pass did nothing; a decision is shown by `zgraph.explain` as well."""
+        """Add a note that dumps show, such as why a pass did nothing. `zgraph.explain` shows it if it is a decision."""
         self.notes.append((graph_pass.name, self.direction, text))
         if is_decision:
             self.decisions.append((self.direction, text))
 
     @property
     def planned_device(self) -> str | None:
-        """Type of the GPU for whose tensors those of the CPU stand in a plan; None: tensors are where they will be."""
+        """Device type of the planned GPU; None if no GPU is planned. A plan's fake tensors are on the CPU instead."""
         kind = kind_of_backend(self.planned_backend)
         return kind.type if kind.is_gpu else None
 
@@ -111,14 +112,14 @@ class PassContext:
         return dist.get_rank(resolve_group(group_name))
 
     def host_groups(self, group_name: str, ranks_per_host: int) -> tuple[str, str]:
-        """Names of two groups: the ranks of this rank's host, and the ranks at its position on each host.
+        """Return the names of two groups: the ranks of this rank's host, and the ranks at this position on each host.
 
-        Creates missing groups, so all ranks of the group must call it. Neighbouring ranks share a host.
+        Creates the groups if they are missing, so all ranks of the group must call it. Neighbouring ranks share a host.
         """
         return make_host_groups(group_name, ranks_per_host)
 
     def collective_us(self, kind: str, sent_bytes: int, group_name: str) -> float:
-        """Microseconds of a collective of a kind, such as "all_gather_into_tensor", if each rank sends `sent_bytes`.
+        """Microseconds of a collective of `kind`, such as "all_gather_into_tensor", if each rank sends `sent_bytes`.
 
         Raises:
             AssertionError: the hardware is unknown.
@@ -144,9 +145,9 @@ class GraphPass:
         requires: facts that an earlier pass must provide.
         provides: facts that hold after the pass.
         conflicts: facts that must not hold before the pass.
-        from_step: first optimizer step that uses this pass; earlier steps run a backward planned without it. Only
-            passes of phase "graph" that do not change forward may start later than step 0.
-        needs_target: whether the pass plans by costs, and so is refused in a pipeline without a `zgraph.Target`.
+        from_step: first optimizer step that uses this pass. Earlier steps run a backward that was planned without the
+            pass. Only passes of phase "graph" that do not change forward may start later than step 0.
+        needs_target: whether the pass plans by costs. It is then refused in a pipeline without a `zgraph.Target`.
     """
 
     name: ClassVar[str] = "unnamed"
@@ -164,9 +165,9 @@ class GraphPass:
         return False
 
     def limits(self, ctx: PassContext) -> Limits | None:
-        """Limits within which the pass orders graphs by costs; None if it orders by rules or does not order graphs."""
+        """Limits within which the pass orders graphs by costs. None if it orders them by rules, or not at all."""
         return None
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
-        """Rewrite gm.graph in place; return truthfully whether anything changed."""
+        """Rewrite `gm.graph` in place. Return whether anything changed, which is verified."""
         raise NotImplementedError(f"{type(self).__name__} has no run(gm, ctx)")

@@ -1,11 +1,11 @@
-"""Parameters that are stored on the host of a GPU, as a compiled forward and backward read them.
+"""Parameters that are stored on the host of a GPU: changes how a compiled forward and backward read them.
 
 A module that reads such a parameter copies it to the GPU, and autograd copies the gradient back:
 
     shard (cpu) -> copy (cuda) -> unshard -> ...      reduce_grad (cuda) -> copy (cpu) -> returned
 
-Here these copies are removed: as everywhere else in a plan, the input is the shard on the device, and the pass
-`StreamStates` places copies before each use. Results for the host are copied at the end, concurrently with compute.
+These copies are removed here. The input then stands for the shard on the device, as everywhere else in a plan, and the
+pass `StreamStates` places a copy before each use. Results for the host are copied at the end, while compute goes on.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MOVES = (torch.ops.aten._to_copy.default, torch.ops.prims.device_put.default)
 
 
 def take_to_device(graph: fx.Graph) -> bool:
-    """Make readers of copied inputs read the inputs themselves, and return gradients to the host by concurrent copies.
+    """Make readers of an input's copy read the input itself, and copy gradients to the host concurrently with compute.
 
     Args:
         graph: the graph as captured, with the memory spaces of its inputs.
@@ -52,7 +52,7 @@ def take_to_device(graph: fx.Graph) -> bool:
 
 
 def check_only_copied(graph: fx.Graph) -> None:
-    """Check that a final graph only copies inputs stored on the host of a GPU, or updates them there.
+    """Check that a final graph uses inputs stored on the host of a GPU only to copy them, or to update them there.
 
     Raises:
         ZgraphError: names the operator that would receive a tensor on the host, and the remedy.
@@ -73,7 +73,7 @@ def check_only_copied(graph: fx.Graph) -> None:
 
 
 def _return_beside_compute(graph: fx.Graph) -> None:
-    """Start all copies of results to the host at the end, after gradients have been reduced, and then wait for them."""
+    """Move copies of results to the host to the end of the graph: first all their starts, then all their waits."""
     output = nodes.output_of(graph)
     returned = [node for node in dict.fromkeys(output.all_input_nodes) if _moves_to(node, gpu=False)]
     starts: list[fx.Node] = []
@@ -99,7 +99,10 @@ def _erase(graph: fx.Graph, unused: Iterable[fx.Node]) -> None:
 
 
 def _moves_to(node: fx.Node, *, gpu: bool) -> bool:
-    """Whether a node only copies a tensor between a GPU and its host: to the GPU if `gpu`, else to the host."""
+    """Whether a node copies a tensor, without a cast, between a GPU and its host.
+
+    The copy must be to the GPU if `gpu` is True, else to the host.
+    """
     if node.op != "call_function" or node.target not in _MOVES:
         return False
     source, result = meta.tensor_value(cast(fx.Node, node.args[0])), meta.tensor_value(node)

@@ -17,8 +17,8 @@ class SpaceUse:
         space: name of the tier.
         parameters: bytes of parameters and buffers stored in this tier.
         state: bytes of optimizer state stored in this tier.
-        step: most bytes that the step holds in this tier in addition to parameters and state.
-        staging: the part of `step` used as staging buffers between disk and GPU.
+        step: most bytes that the step holds in this tier at any moment, without `parameters` and `state`.
+        staging: bytes of staging buffers between disk and GPU, which `step` includes.
     """
 
     space: str
@@ -33,9 +33,9 @@ class SpaceUse:
 
 
 def ledger_of(curve: MemoryCurve) -> tuple[SpaceUse, ...]:
-    """The ledger of a whole step: one `SpaceUse` for each memory space, without the inputs that the user passes in.
+    """Return the ledger of a whole step, with one `SpaceUse` for each memory space.
 
-    State that the first step creates counts as state in the space where it will be stored.
+    Inputs that the user passes in do not count. State that the first step creates counts where it will be stored.
     """
     lines: list[SpaceUse] = []
     for space in listed(entry.space for entry in curve.ranges):

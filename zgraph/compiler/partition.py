@@ -1,7 +1,7 @@
-"""Split a joint graph by torch's partitioner, and complete its handling of random operators that backward repeats.
+"""Split a joint graph by torch's partitioner, and complete what it does for random operators that backward repeats.
 
-torch wraps a random operator that is recomputed (activation checkpointing), so that backward draws with the generator
-state of forward: forward returns the state, and backward receives it as an input.
+If a random operator is recomputed (activation checkpointing), torch wraps it, so that backward draws with the generator
+state of forward. Forward returns the state, and backward receives it as an input.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from zgraph.torch_compat.operators import OpOverload
 
 @dataclass(frozen=True)
 class JointSplit:
-    """How a joint graph is split into forward and backward; passes may try it on copies.
+    """Splits a joint graph into forward and backward. Passes may try it on copies of the graph.
 
     Attributes:
         inputs, options: arguments that AOTAutograd passes to a partitioner.
@@ -42,8 +42,8 @@ class JointSplit:
 def partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Split a joint graph into forward and backward by torch's min-cut partitioner.
 
-    In addition to the partitioner's work, attention without dropout counts as an operator that does not draw, forward's
-    outputs are in the order in which AOTAutograd reads them, and every node has its fake value.
+    Differs from torch's partitioner in three ways: attention without dropout counts as not random, forward's outputs
+    are in the order in which AOTAutograd reads them, and every node has its fake value.
 
     Args:
         joint: joint graph, tagged by passes; changed as the partitioner changes it.
@@ -61,7 +61,7 @@ def partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.Gra
 
 
 def zero_dropout(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """Stand-in, while a joint graph is split, for an operator that is tagged as random but draws nothing."""
+    """Replaces an operator that is tagged as random, but draws nothing, while a joint graph is split."""
     return operator(*args, **kwargs)
 
 
@@ -85,10 +85,10 @@ def _restore_zero_dropout(gm: fx.GraphModule) -> None:
 
 
 def _settle_states(forward: fx.GraphModule, backward: fx.GraphModule, user_outputs: int) -> None:
-    """Give wrapped operators their values, and put the states where AOTAutograd looks for tensors.
+    """Give wrapped random operators their fake values, and put generator states where AOTAutograd looks for tensors.
 
-    AOTAutograd expects forward's outputs in this order: those of the user, tensors, tensors that may have been written
-    to, other objects (a device mesh), symbolic sizes. torch 2.11 - 2.15 put states just before the sizes.
+    AOTAutograd expects forward's outputs in this order: the user's, tensors, tensors that may have been written to,
+    other objects (a device mesh), symbolic sizes. torch 2.11 - 2.15 put states just before the sizes.
     """
     save, run = rng_state_operators()
     taken = {str(node.args[0]): node for node in nodes.call_functions(backward.graph, lambda node: node.target is run)}

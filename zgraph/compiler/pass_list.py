@@ -37,15 +37,15 @@ class PassList:
 
     Args:
         passes: list of passes, such as `zgraph.passes.presets.default()`, edited.
-        target: hardware and budget to plan for. None: passes go by rules, and a pass that plans by costs is refused.
-        replay_all: before the partition and after the last pass, replay whole graphs on fake values, not only the
-            nodes that a pass has changed. Finds passes that alter a recorded value in place. Slower; for tests of a
-            pass.
+        target: hardware and budget to plan for. None: passes plan by rules, and a pass that plans by costs is refused.
+        replay_all: replay whole graphs on fake values before the partition and after the last pass. False: replay only
+            the nodes that a pass has changed. True finds passes that alter a recorded value in place, but is slower;
+            use it in tests of a pass.
 
     Raises:
         PreconditionError: a pass requires a fact that no earlier pass provides, conflicts with a provided fact, or
             needs a target that the list lacks.
-        ValueError: passes is not a list, or an entry is not a pass.
+        ValueError: `passes` is not a list, or an entry is not a pass.
     """
 
     passes: tuple[GraphPass, ...]
@@ -65,7 +65,7 @@ class PassList:
 
     @classmethod
     def made_of(cls, given: object, where: str) -> PassList:
-        """Make a pass list of the value of a user's option, which may be a pass list or a plain list of passes.
+        """Convert the value of a user's option, a pass list or a plain list of passes, to a pass list.
 
         Raises:
             ValueError: the value is something else; names the option.
@@ -89,7 +89,7 @@ class PassList:
         return tuple(sorted({0, *(entry.from_step for entry in self.passes)}))
 
     def at(self, step: int) -> PassList:
-        """The passes that an optimizer step uses.
+        """Return the list of the passes that optimizer step `step` uses.
 
         Raises:
             PreconditionError: one of them requires a pass that starts later.
@@ -133,11 +133,11 @@ class PassList:
     def run(
         self, phase: Phase, ctx: PassContext, graphs: dict[Direction, fx.GraphModule], observe: Observer
     ) -> Iterator[PassRun]:
-        """Run the passes of a phase, each pass on all graphs before the next pass, and verify the graph after each run.
+        """Run the passes of a phase, each on all graphs before the next pass runs. Verify a graph after each run.
 
         Args:
             phase: "joint" or "graph".
-            ctx: context for the passes, passed with all graphs and the direction of the current one.
+            ctx: context for the passes. They receive it with all graphs, and the direction of the current graph.
             graphs: rewritten in place.
             observe: called after each verified pass, for dumps.
 
@@ -191,7 +191,7 @@ class PassList:
 
 
 def _complete_values(changed: Iterable[fx.Node], where: Where) -> None:
-    """Compute values of nodes that were made by hand, because later passes need them."""
+    """Compute the missing fake values of nodes that were made by hand, because later passes need these values."""
     for node in changed:
         if node.op == "call_function" and meta.value(node) is None:
             try:

@@ -1,4 +1,4 @@
-"""The target of a pipeline: the machine of each rank, the memory budget of a step, and the timing of kernels."""
+"""The target of a pipeline: each rank's machine, a step's memory budget, and whether to time kernels."""
 
 from __future__ import annotations
 
@@ -23,18 +23,17 @@ class Target:
 
     Attributes:
         hardware: hardware of each rank: `zgraph.calibrate()`, or `zgraph.Hardware.preset(...)`.
-        budget_bytes: most bytes that a step's graphs may allocate at any moment; None: no limit. Counts activations,
-            also those saved for backward, gathered parameters, buckets, gradients, outputs, and workspace of operators
-            and gloo (for CPU operators, on one thread), in bytes as requested. Does not count parameters, gradients and
-            optimizer state at rest, inputs, or rounding by the allocator. If a model has graph breaks, each frame may
-            use the whole budget. In pipeline parallelism, graphs are those of one micro-batch, and `zgraph.plan`
-            considers all micro-batches that are in flight. If the budget is too small, compilation raises an error that
-            names a sufficient budget.
-        time_kernels: run every kernel while compiling, which costs seconds, instead of estimating its time; only if
-            `hardware` describes this machine.
+        budget_bytes: most bytes that a step's graphs may allocate at any moment; None: no limit. This includes
+            activations, gathered parameters, buckets, gradients, outputs, and workspace of operators and gloo (of CPU
+            operators on one thread). It does not include inputs, parameters, optimizer state and gradients at rest, or
+            rounding by the allocator. If a model has graph breaks, each frame may use the whole budget. In pipeline
+            parallelism the budget is for the graphs of one micro-batch; `zgraph.plan` considers all micro-batches that
+            are in flight. If the budget is too small, compilation raises an error that names a sufficient one.
+        time_kernels: measure the time of every kernel by running it while compiling, which costs seconds. False:
+            estimate times. Set it only if `hardware` describes this machine.
 
     Raises:
-        ValueError: hardware is not a `zgraph.Hardware`, or the budget is less than one byte.
+        ValueError: `hardware` is not a `zgraph.Hardware`, or the budget is less than one byte.
     """
 
     hardware: Hardware
@@ -61,7 +60,7 @@ class Target:
             )
 
     def known_to(self, ctx: PassContext, captured: fx.Graph) -> PassContext:
-        """The frame's context, completed by costs, the sharing of lanes, and the budget of this target.
+        """Return the frame's context, completed by this target's hardware, costs, sharing of lanes, and budget.
 
         Args:
             ctx: context of the frame.
@@ -78,10 +77,10 @@ class Target:
 
 
 def sharing_of(graph: fx.Graph, hardware: Hardware) -> Sharing:
-    """How the groups of a graph's markers slow down one another and compute.
+    """Return how collectives of a graph's groups slow down one another and compute.
 
-    Groups along one mesh axis, for gathers and for reductions, share one link. If the CPU moves the bytes, that time is
-    taken from compute.
+    Groups along one mesh axis, for gathers and for reductions, share one link. If the CPU copies sent bytes, compute
+    loses the time of the copies.
     """
     groups: dict[str, None] = {}
     for node in nodes.call_functions(graph, nodes.is_marker):

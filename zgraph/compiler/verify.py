@@ -20,7 +20,7 @@ from zgraph.torch_compat.operators import is_higher_order, overwritten, written_
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A graph's state before a pass, detailed enough to see which nodes the pass changed."""
+    """A graph's state before a pass, from which the nodes that the pass changed can be found."""
 
     calls: dict[fx.Node, tuple[Any, Any, Any]]
     values: dict[fx.Node, Any]
@@ -44,7 +44,7 @@ class Snapshot:
         )
 
     def changed(self, graph: fx.Graph) -> Iterator[fx.Node]:
-        """Nodes that are new, whose call changed, or that have or read another value than before."""
+        """Yield the nodes that are new, that have another call or value than before, or that read another value."""
         for node in graph.nodes:
             if self.calls.get(node) != (node.target, node.args, node.kwargs) or any(
                 meta.value(known) is not self.values.get(known, meta.value(known))
@@ -55,7 +55,7 @@ class Snapshot:
 
 @dataclass(frozen=True, kw_only=True)
 class Where:
-    """Where a check runs, for its error text."""
+    """The pass and the direction of the graph that a check concerns, for its error text."""
 
     pass_name: str
     direction: Direction
@@ -79,10 +79,10 @@ def verify(
     Args:
         graph: the graph after the pass.
         before: snapshot of the graph before the pass.
-        facts: facts that hold by now.
+        facts: facts that hold after the pass.
         where: pass and direction, for error texts.
         user_outputs: for a forward graph, number of outputs that the user receives; the others are saved for backward.
-        replay_all: replay every node on fake values, not only nodes changed by other means than `meta.create`.
+        replay_all: replay every node on fake values. False: only changed nodes, without those that `meta.create` made.
 
     Raises:
         VerifyError: the first broken invariant, with the nodes around it.
@@ -115,7 +115,7 @@ def check_lint(graph: fx.Graph, where: Where) -> None:
 
 
 def check_interface(graph: fx.Graph, before: Snapshot, where: Where) -> None:
-    """Check that a pass kept the names of inputs, and number, shape, dtype and device of outputs: callers need them."""
+    """Check that a pass kept the names of inputs, and the number, shapes, dtypes and devices of outputs."""
     placeholders = tuple(node.name for node in graph.nodes if node.op == "placeholder")
     if placeholders != before.placeholders:
         raise where.error(f"the inputs changed from {before.placeholders} to {placeholders}; keep every placeholder.")
@@ -157,7 +157,7 @@ def check_values(changed: Iterable[fx.Node], where: Where) -> None:
 
 
 def check_collectives_waited(graph: fx.Graph, where: Where) -> None:
-    """Check that the result of a started collective is read by its wait only."""
+    """Check that only a wait reads the result of a collective's start."""
     for node in nodes.call_functions(graph, nodes.is_start):
         if not node.users:
             raise where.error(f"{node.name} is started and never waited for; erase it or add its wait.", node)
@@ -195,7 +195,7 @@ def check_buffers_untouched(graph: fx.Graph, where: Where) -> None:
 
 
 def check_stores_landed(graph: fx.Graph, where: Where) -> None:
-    """Check that no node reads a tensor that a copy in flight, or an update concurrent with compute, writes to."""
+    """Check that no node reads a tensor to which a copy in flight, or an update concurrent with compute, writes."""
 
     def fills(node: fx.Node) -> bool:
         return nodes.is_copy_start(node) or meta.beside(node) is not None
@@ -229,7 +229,7 @@ def check_stores_landed(graph: fx.Graph, where: Where) -> None:
 def check_gathers_released(graph: fx.Graph, user_outputs: int, where: Where) -> None:
     """Check that no gathered parameter is saved for backward unless its lifetime allows it.
 
-    A parameter that an output of the user keeps alive in any case may be saved, too.
+    A parameter may also be saved if an output of the user keeps it alive anyway.
     """
     outputs = nodes.returned_by(graph)
     kept = [_source_gather(out) for out in outputs[:user_outputs] if isinstance(out, fx.Node)]
@@ -261,7 +261,7 @@ def check_parts_gather(graph: fx.Graph, where: Where) -> None:
 
 
 def check_absent(graph: fx.Graph, fact: str, predicate: Any, where: Where) -> None:
-    """Check that no marker is left in the graph if a fact says that all such markers were lowered."""
+    """Check that the graph has no node for which `predicate` holds, because `fact` says that all were lowered."""
     left = next(nodes.call_functions(graph, predicate), None)
     if left is not None:
         raise where.error(f"{left.name} is still there although {fact} was promised.", left)
@@ -284,7 +284,7 @@ def check_waits_sunk(graph: fx.Graph, where: Where) -> None:
 
 
 def _source_gather(node: fx.Node) -> fx.Node | None:
-    """The gather whose result a node views, casts or copies; None if there is none, or none that must be released."""
+    """The gather whose result a node views, casts or copies. None if there is none, or if it need not be released."""
     while True:
         if nodes.is_unshard(node):
             return (
@@ -302,7 +302,7 @@ def _source_gather(node: fx.Node) -> fx.Node | None:
 
 
 def _buffer_of(node: fx.Node) -> fx.Node:
-    """The producer of the memory that a node is a view of; the node itself if it is not a view."""
+    """The node at the base of a chain of views that ends with `node`; `node` itself if it is not a view."""
     while node.args and isinstance(node.args[0], fx.Node):
         if not (traits.is_view(node) or nodes.is_getitem(node)):
             break

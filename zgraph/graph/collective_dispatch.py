@@ -16,13 +16,15 @@ from zgraph.torch_compat.groups import resolve_group
 
 
 def dispatcher_of(start: fx.Node, number: int, ranks_per_host: int = 1, called_for: CalledFor | None = None) -> Any:
-    """The function of a node's arguments that starts its collective, or the operator itself if the backend runs it.
+    """Return the function that starts a node's collective if called with the node's arguments.
+
+    The function is the node's own operator if no function of `zgraph.runtime.exchanges` replaces it.
 
     Args:
         start: node that starts the collective.
         number: number of this node among the starts of its graph.
         ranks_per_host: number of ranks on a host, the same on all ranks.
-        called_for: the parameters of the current call; None: unknown, so exchanges have no identity.
+        called_for: the parameters of the current call. None: they are unknown, and exchanges have no identity.
     """
     about = None if called_for is None else _about(start, called_for)
     if nodes.is_all_gather(start):
@@ -41,7 +43,7 @@ def dispatcher_of(start: fx.Node, number: int, ranks_per_host: int = 1, called_f
 
 
 def sends_bucket(start: fx.Node) -> bool:
-    """Whether a collective sends a bucket that was concatenated for it and that no other node reads."""
+    """Whether a collective sends a bucket, that is, a concatenated tensor without another reader."""
     sent = start.all_input_nodes[0]
     return sent.target is torch.ops.aten.cat.default and list(sent.users) == [start]
 
@@ -61,7 +63,7 @@ def _dispatch_hierarchical_gather(number: int, ranks_per_host: int) -> Callable[
 
 
 def order_of_waits(graph: fx.Graph, ranks_per_host: int = 1) -> list[str]:
-    """One line of text for each wait for a hierarchical gather; the lines must be equal on all ranks, like the starts.
+    """Describe each wait for a hierarchical gather by a line of text. The lines must be equal on all ranks.
 
     A hierarchical gather ends only when its peers wait for it, too. If one rank waits for the gather before it starts
     an exchange, and another rank waits for that exchange before it waits for the gather, both wait forever.

@@ -22,7 +22,10 @@ def reshaped_values(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def without_views(node: fx.Node) -> fx.Node:
-    """The producer behind a node's views that change nothing, such as the view that `DTensor.to_local` leaves."""
+    """The node below a chain of views that change nothing and end with `node`; `node` itself if there is none.
+
+    `DTensor.to_local`, for example, leaves such a view.
+    """
     while node.target is torch.ops.aten.view.default:
         source = cast(fx.Node, node.args[0])
         if not meta.same_layout(meta.value(source), meta.value(node)):
@@ -32,14 +35,17 @@ def without_views(node: fx.Node) -> fx.Node:
 
 
 def below_views(node: fx.Node) -> fx.Node:
-    """The producer of the memory that a node's chain of views shows; the node itself if it is not a view."""
+    """The node at the base of a chain of views that ends with `node`; `node` itself if it is not a view."""
     while traits.is_view(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
 
 
 def needed_for(kept: Iterable[fx.Node], graph: fx.Graph) -> set[fx.Node]:
-    """The nodes that compute or write the kept values, traced back only to markers, whose inputs may differ by rank."""
+    """The nodes that compute the values `kept` or write to them.
+
+    Stops at markers, because the inputs of markers may differ between ranks.
+    """
     needed = set(kept)
     for node in reversed(graph.nodes):
         if (node in needed or not needed.isdisjoint(written_sources(node))) and not nodes.is_marker(node):
@@ -48,16 +54,15 @@ def needed_for(kept: Iterable[fx.Node], graph: fx.Graph) -> set[fx.Node]:
 
 
 def written_sources(node: fx.Node) -> list[fx.Node]:
-    """The nodes whose memory a call writes to: for an argument that is a view, the producer of the viewed memory."""
+    """The nodes to whose memory a call writes. For an argument that is a view, this is the base of the view."""
     return list(map(below_views, written_arguments(node)))
 
 
 def parts_of(graph: fx.Graph) -> dict[fx.Node, int]:
-    """The number of the forward or backward that each call of a whole step belongs to.
+    """Number the forwards and backwards of a whole step, and return for each call the number of its part.
 
-    0 is the first forward, 1 its backward, 2 the next forward, and so on. An optimizer's step takes the number of a
-    next forward; a forward that reads the updated parameters has a later number. A call without a recorded number has
-    that of the call before it.
+    0 is the first forward, 1 its backward, 2 the next forward, and so on. An optimizer's step has a number of its own,
+    an even one. A call without a recorded number has the number of the call before it.
     """
     found: dict[fx.Node, int] = {}
     part = 0
@@ -73,7 +78,7 @@ def _is_brought(node: fx.Node) -> bool:
 
 
 def copy_in(start: fx.Node) -> list[fx.Node] | None:
-    """The nodes that cast, pad and pack the graph's inputs for a start; None if any other kind of node lies in between.
+    """The nodes between the graph's inputs and a start, if these nodes only cast, pad and pack; otherwise None.
 
     Reloaded copies of offloaded inputs count as inputs.
     """

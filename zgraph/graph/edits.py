@@ -27,7 +27,7 @@ def copy_of(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def drop_unchanging_views(node: fx.Node) -> None:
-    """Replace those views of a node that change nothing, and such views of these views, by the node itself."""
+    """Replace views of a node that change nothing by the node itself, including views of such views."""
     for user in list(node.users):
         if user.target is aten.view.default and meta.same_layout(meta.value(node), meta.value(user)):
             drop_unchanging_views(user)
@@ -36,7 +36,7 @@ def drop_unchanging_views(node: fx.Node) -> None:
 
 
 def restore_order(graph: fx.Graph) -> None:
-    """Move every node that precedes one of its inputs to just after the last of its inputs; all other nodes stay."""
+    """Repair the order of a graph: each node that precedes one of its inputs moves to just after its last input."""
     order = order_of(graph)
     missing = {node: len(node.all_input_nodes) for node in order}
     ready = [(position, node) for node, position in order.items() if not missing[node]]
@@ -61,13 +61,13 @@ def relink(placed: Iterable[fx.Node]) -> None:
 
 
 def move_before(node: fx.Node, anchor: fx.Node) -> None:
-    """Move node to just before anchor."""
+    """Move `node` to just before `anchor`."""
     if node.next is not anchor:
         anchor.prepend(node)
 
 
 def erase_dead(graph: fx.Graph, candidates: Iterable[fx.Node]) -> None:
-    """Erase the candidates whose results nothing uses, later nodes first; only calls are erased, never graph inputs."""
+    """Erase those `candidates` that are calls without users, from the last to the first. Graph inputs stay."""
     for node in sorted(candidates, reverse=True):  # nodes compare by their position in the graph
         if not node.users and node.op == "call_function":
             graph.erase_node(node)

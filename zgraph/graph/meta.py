@@ -68,7 +68,7 @@ def parameters(node: fx.Node) -> tuple[str, ...]:
 
 
 def handles(node: fx.Node) -> tuple[str, ...]:
-    """Placeholder names of the handles of a node's `parameters`, in the same order."""
+    """For each of a node's `parameters`, the placeholder name of its handle."""
     return cast("tuple[str, ...]", node.meta.get(_HANDLES, ()))
 
 
@@ -78,33 +78,36 @@ def set_parameters(node: fx.Node, names: Sequence[str], handle_names: Sequence[s
 
 
 def chunks(node: fx.Node) -> tuple[Chunk, ...]:
-    """The contents of each rank's part of a collective; () if no pass has recorded them."""
+    """The chunks that each rank contributes to a collective, as recorded by `set_chunks`; () if nothing is recorded."""
     return cast("tuple[Chunk, ...]", node.meta.get(_CHUNKS, ()))
 
 
 def set_chunks(start: fx.Node, found: Sequence[Chunk]) -> None:
-    """Record what a collective carries, so that its bytes on any number of ranks can be derived."""
+    """Record the chunks that a collective sends, from which its bytes on any number of ranks can be derived."""
     start.meta[_CHUNKS] = tuple(found)
 
 
 def transit(node: fx.Node) -> Transit | None:
-    """The recorded tier and direction of a copy; None if not recorded: then derive them from devices and operator."""
+    """The recorded tier and direction of a copy. None if nothing is recorded: devices and operator then imply both."""
     return cast("Transit | None", node.meta.get(_TRANSIT))
 
 
 def set_transit(node: fx.Node, tier: Tier, *, to_device: bool) -> None:
-    """Record that a node copies between the device and a tier, because fake CPU tensors of a planned GPU hide that."""
+    """Record that a node copies between the device and a tier.
+
+    The devices of fake tensors do not show this in a plan for a GPU, where all fake tensors are on the CPU.
+    """
     node.meta[_TRANSIT] = Transit(tier, to_device)
 
 
 def lane(node: fx.Node) -> Lane | None:
-    """The recorded lane of a copy; None if not recorded: then derive it from devices and operator."""
+    """The recorded lane of a copy. None if nothing is recorded: devices and operator then imply the lane."""
     found = transit(node)
     return None if found is None else found.lane
 
 
 def space(node: fx.Node) -> Tier | None:
-    """The recorded tier of a node's value; None if not recorded: then derive it from devices and `transit`."""
+    """The recorded tier of a node's value. None if nothing is recorded: devices and `transit` then imply the tier."""
     return cast("Tier | None", node.meta.get(_SPACE))
 
 
@@ -119,7 +122,7 @@ def rests_in(node: fx.Node) -> Tier:
 
 
 def set_rest(node: fx.Node, tier: Tier) -> None:
-    """Record where to keep the node's allocation after the step, for example new state of the optimizer."""
+    """Record the tier in which the node's allocation, such as new optimizer state, is kept after the step."""
     node.meta[_RESTS] = tier
 
 
@@ -134,7 +137,7 @@ def set_kept(node: fx.Node, kind: Kept) -> None:
 
 
 def longest_bytes(node: fx.Node) -> int | None:
-    """Recorded bytes of the node's value on the rank with the most rows; None: as many as on this rank."""
+    """Recorded bytes of the node's value on the rank with the most rows. None: this rank's bytes."""
     return cast("int | None", node.meta.get(_LONGEST))
 
 
@@ -154,7 +157,10 @@ def set_beside(node: fx.Node, number: int) -> None:
 
 
 def module_path(node: fx.Node) -> str:
-    """Path of the module whose forward called the node, or called what the node differentiates; "" if unknown."""
+    """Path of the module whose forward called the node; "" if unknown.
+
+    For a node of backward, the module that called the node's counterpart in forward.
+    """
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     path = next((str(entry[0]) for entry in reversed(list(stack.values()))), "")
     # L['self'].blocks[0].up, L['fn'].blocks.0.up: the compiled object, and the path from there
@@ -170,7 +176,7 @@ def source_line(node: fx.Node) -> str:
 
 
 def set_origin(node: fx.Node, module: str, file: str, line: int, function: str) -> None:
-    """Record the results of `module_path` and `source_line`, as a trace by Dynamo does."""
+    """Record a node's module and line of code, which `module_path` and `source_line` then return."""
     node.meta["nn_module_stack"] = {"": (module, None)}
     node.meta["stack_trace"] = f'File "{file}", line {line}, in {function}'
 
@@ -180,7 +186,7 @@ _LIBRARIES = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parent.parent
 
 
 def label(node: fx.Node) -> str:
-    """The node's first parameter as part of a node name: "h.0.mlp.weight" -> "h_0_mlp_weight"."""
+    """The name of the node's first parameter, fit for a node's name: "h.0.mlp.weight" -> "h_0_mlp_weight"."""
     names = parameters(node)
     return re.sub(r"\W", "_", names[0]) if names else node.name
 
@@ -192,19 +198,19 @@ def tag_recompute(node: fx.Node) -> None:
 
 
 def lifetime(node: fx.Node) -> object:
-    """The instruction to the partitioner for a node: save or recompute it; None if it may choose."""
+    """Whether the partitioner must save or recompute a node, as a `CheckpointPolicy`; None if it may choose."""
     return node.meta.get(_RECOMPUTE)
 
 
 def inherit_lifetime(node: fx.Node, source: fx.Node) -> None:
-    """Copy the instruction to the partitioner from another node."""
+    """Give `node` the lifetime of `source`: whether the partitioner must save or recompute it."""
     for key in (_RECOMPUTE, _REGION, _PLANNED):
         if key in source.meta:
             node.meta[key] = source.meta[key]
 
 
 def is_tagged_by_others(node: fx.Node) -> bool:
-    """Whether something else, such as the user's activation checkpointing, has decided whether the node is saved."""
+    """Whether code outside of zgraph, such as the user's activation checkpointing, decided if the node is saved."""
     return _RECOMPUTE in node.meta and _PLANNED not in node.meta and not is_tagged_recompute(node)
 
 
@@ -234,7 +240,7 @@ def is_tagged_saved(node: fx.Node) -> bool:
 
 
 def tag_at_use(node: fx.Node) -> None:
-    """Pin this start or wait to the use of its result, which saves memory: passes must not move it."""
+    """Pin a start or wait to the place where its result is used: passes must not move the node. This saves memory."""
     node.meta[_AT_USE] = True
 
 
@@ -243,7 +249,7 @@ def is_tagged_at_use(node: fx.Node) -> bool:
 
 
 def tag_awaited(node: fx.Node) -> None:
-    """Record that compute waits for the reduction, so that no later reduction may join its bucket and delay it."""
+    """Record that compute waits for this reduction. No later reduction may join and delay its bucket."""
     node.meta[_AWAITED] = True
 
 
@@ -261,17 +267,17 @@ def is_tagged_offload(node: fx.Node) -> bool:
 
 
 def set_part(node: fx.Node, number: int) -> None:
-    """Record the forward or backward of a whole step that a node ran in: 0 a forward, 1 its backward, 2 the next ..."""
+    """Record the part of a whole step that a node belongs to: 0 is the first forward, 1 its backward, and so on."""
     node.meta[_PART] = number
 
 
 def part(node: fx.Node) -> int | None:
-    """The forward or backward of a whole step that a node belongs to; None outside of whole steps."""
+    """The number recorded by `set_part`; None outside of whole steps."""
     return cast("int | None", node.meta.get(_PART))
 
 
 def tag_at_rest(node: fx.Node) -> None:
-    """Record that the node's allocation outlives the step, like new optimizer state, so that no budget counts it."""
+    """Record that the node's allocation outlives the step, like new optimizer state. No budget counts such memory."""
     node.meta[_AT_REST] = True
 
 
@@ -316,7 +322,7 @@ def create(
     like: fx.Node | None = None,
     name: str | None = None,
 ) -> fx.Node:
-    """Create a call_function node at the graph's insertion point, with its fake value and the parameters of `like`."""
+    """Create a call at the graph's insertion point, compute its fake value, and copy the parameters of node `like`."""
     node = graph.create_node("call_function", target, tuple(args), dict(kwargs or {}), name=name)
     if like is not None:
         for key in (_PARAMETERS, _HANDLES, _SAVED, _AWAITED, _PART, "nn_module_stack", "stack_trace"):
@@ -328,9 +334,10 @@ def create(
 
 
 def take_evaluation(node: fx.Node) -> bool:
-    """Whether `create` evaluated exactly this call on exactly these values, so that a replay would be redundant.
+    """Whether `create` computed the node's value from its present call and inputs. If so, no replay is needed.
 
-    May be called once: the record refers to other nodes, so it is dropped, lest copies of the node keep a graph alive.
+    Call it once for each node, because it drops the record. A record refers to other nodes, and would keep their graph
+    alive through copies of the node.
     """
     (target, args, kwargs), values = node.meta.pop(_EVALUATED, ((None, (), {}), []))
     if target is None:
@@ -341,15 +348,15 @@ def take_evaluation(node: fx.Node) -> bool:
 
 
 def _call_and_values(node: fx.Node) -> tuple[tuple[Any, Any, Any], list[Any]]:
-    """A node's call, and the values of the node and its inputs."""
+    """Return a node's target and arguments, then the values of the node and of its inputs."""
     return (node.target, node.args, node.kwargs), [value(known) for known in (node, *node.all_input_nodes)]
 
 
 def create_cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype, *, like: fx.Node | None = None) -> fx.Node:
-    """Create a node that casts a node's value to a dtype; return the given node if it has that dtype already.
+    """Create a node that casts `node` to `dtype`; return `node` itself if it has that dtype.
 
-    The cast is `prims.convert_element_type`, not eager torch's `aten._to_copy`: passes run after decompositions, and
-    Inductor lowers only operators that decompositions yield.
+    The cast is `prims.convert_element_type`. Eager torch's `aten._to_copy` would not be lowered by Inductor, which
+    expects operators as decompositions yield them.
     """
     if tensor_value(node).dtype == dtype:
         return node

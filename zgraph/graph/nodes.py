@@ -56,12 +56,12 @@ def is_low_rank_right(node: fx.Node) -> bool:
 
 
 def low_rank_handles(node: fx.Node) -> list[fx.Node]:
-    """Handles of the parameters whose low-rank state a node reads and changes."""
+    """Handles of the parameters of a low-rank operator, which reads and changes their state; [] for other operators."""
     return cast("list[fx.Node]", node.args[1 if is_low_rank_left(node) else 2]) if is_low_rank(node) else []
 
 
 def is_low_rank(node: fx.Node) -> bool:
-    """Whether the node computes, or computes with, the factors of a low-rank reduction."""
+    """Whether the node is an operator of a low-rank reduction: it computes factors, or reads them."""
     return is_low_rank_left(node) or is_low_rank_right(node) or node.target is torch.ops.zgraph.low_rank_means.default
 
 
@@ -141,7 +141,7 @@ def is_wait(node: fx.Node) -> bool:
 
 
 def is_group_wait(node: fx.Node) -> bool:
-    """Whether the node waits for a grouped gather, whose results are then selected one by one."""
+    """Whether the node waits for a grouped gather. Later nodes select the gather's results one by one."""
     return node.target is torch.ops.zgraph.wait_group.default
 
 
@@ -164,12 +164,12 @@ def is_gather(node: fx.Node) -> bool:
 
 
 def gathers_addends(node: fx.Node) -> bool:
-    """Whether the node gathers a complete addend from each rank, so that every rank computes the sum by itself."""
+    """Whether the node gathers one addend from each rank. Every rank then computes the sum by itself."""
     return is_all_gather(node) and any(chunk.group_names == ("",) for chunk in meta.chunks(node))
 
 
 def is_quantized_gather(node: fx.Node) -> bool:
-    """Whether the node gathers parameters as the codes to which they were quantized."""
+    """Whether the node gathers quantized parameters, that is, their codes."""
     return is_gather(node) and any(is_quantize_shards(sent) for sent in sent_by(node))
 
 
@@ -191,7 +191,7 @@ def is_all_reduce(node: fx.Node) -> bool:
 
 
 def is_reduction(node: fx.Node) -> bool:
-    """Whether the node starts a collective whose result is a sum over ranks, or holds the addends of such a sum."""
+    """Whether the node starts a collective that sums over ranks, or that exchanges the addends of such a sum."""
     return is_all_to_all(node) or is_reduce_scatter(node) or is_all_reduce(node)
 
 
@@ -201,7 +201,7 @@ def is_exchange(node: fx.Node) -> bool:
 
 
 def is_communication(node: fx.Node) -> bool:
-    """Whether the node computes nothing, but is a start, a wait, or a copy into or out of a collective's buffers."""
+    """Whether the node is a start, a wait, or a copy into or out of a collective's buffers, and so computes nothing."""
     # A saved parameter is an input of backward, whose meta still names the parameter.
     if node.op != "call_function":
         return False
@@ -231,7 +231,7 @@ def sent_by(start: fx.Node) -> list[fx.Node]:
 
 
 def started_by(start: fx.Node) -> list[fx.Node]:
-    """The nodes that waits take: the start, or each of its results if the model itself coalesced the collective."""
+    """The nodes that waits have as their argument: the start, or each result of a collective coalesced by the model."""
     taken = [user for user in start.users if is_getitem(user)]
     return taken or [start]
 
@@ -247,7 +247,7 @@ def wait_of(start: fx.Node) -> fx.Node | None:
 
 
 def results_of(wait: fx.Node) -> list[fx.Node]:
-    """The nodes of the results available after a wait: the wait itself or, for a group, each result selected."""
+    """The nodes that hold a collective's results after a wait: the wait itself, or for a group one node per result."""
     return [user for user in wait.users if is_getitem(user)] if is_group_wait(wait) else [wait]
 
 
@@ -272,5 +272,5 @@ def returned_by(graph: fx.Graph) -> list[Any]:
 
 
 def call_functions(graph: fx.Graph, predicate: Callable[[fx.Node], bool]) -> Iterator[fx.Node]:
-    """Matching calls in program order; collected in advance, so that a loop over them may rewrite the graph."""
+    """Yield the calls that satisfy `predicate`, in program order. A loop over them may rewrite the graph."""
     yield from [node for node in graph.nodes if node.op == "call_function" and predicate(node)]

@@ -35,7 +35,7 @@ class UnshardArgs:
 
     @property
     def policy(self) -> tuple[object, ...]:
-        """All arguments except tensors. Two reads of a parameter can share a gather if these are equal."""
+        """All arguments except tensors. Two reads of a parameter can share one gather if their policies are equal."""
         return tuple(value for name, value in vars(self).items() if name not in ("shard", "handle"))
 
 
@@ -75,7 +75,7 @@ def _unpacked(
     replica_group: str,
     gather_group: str,
 ) -> tuple[Any, ...]:
-    """The arguments common to both markers (unshard, reduce_grad), in the order of dataclass fields: layout first."""
+    """Convert the arguments common to both markers (unshard, reduce_grad) to dataclass fields, the layout first."""
     layout = ShardLayout(shape, zero_stage, replica_group, gather_group)
     return layout, dtype, wire_dtype, mean_dtype, reduction, window
 
@@ -153,7 +153,7 @@ def layout_of(marker: fx.Node) -> ShardLayout:
 
 
 def methods_of(start: fx.Node) -> tuple[str, ...]:
-    """The compression methods of the bytes that a collective sends, as text; () if it sends plain numbers."""
+    """The methods, as text, that compressed what a collective sends; () if it sends plain numbers."""
     found: dict[str, None] = {}
     pending = sent_by(start)
     while pending:

@@ -23,7 +23,8 @@ class Halves:
         first: graph that returns the early outputs, then the values that the second graph reads.
         second: graph that returns the late outputs.
         first_inputs, second_inputs: indices, among the whole graph's inputs, of those that each half accepts.
-        early, late: indices, among the whole graph's outputs, of those that each half computes; all others are None.
+        early, late: indices, among the whole graph's outputs, of those that each half computes. Outputs in neither are
+            None.
         outputs: number of outputs of the whole graph.
     """
 
@@ -77,9 +78,9 @@ def split_graph(gm: fx.GraphModule, late: Iterable[int]) -> Halves | None:
 
 
 def early_first(graph: fx.Graph, late: Iterable[int]) -> int:
-    """Move the graph's inputs and the nodes that early outputs need to the front; return the number of these nodes.
+    """Move the first half of `split_graph` to the front of a graph; return the number of nodes moved.
 
-    The nodes are those of the first half in `split_graph`.
+    The first half has the graph's inputs and the nodes that the early outputs need.
 
     Args:
         graph: the graph, changed in place.
@@ -103,9 +104,9 @@ def weight_gradients(joint: fx.Graph, forward_outputs: int) -> tuple[tuple[int, 
         forward_outputs: number of outputs of the forward, which come first.
 
     Returns:
-        The indices of the reduced gradients among all gradients; and for each gradient the index of its input among the
-        graph's tensor inputs, or None if that input is a number. None instead of both if no gradient is reduced, or if
-        one tensor is passed in as several inputs of the graph, as a DTensor is.
+        Two tuples: the indices of the reduced gradients among all gradients; and for each gradient the index of its
+        input among the graph's tensor inputs, or None if that input is a number. Returns None if no gradient is
+        reduced, or if several inputs of the graph come from one tensor, such as a DTensor.
     """
     inputs = [node for node in joint.find_nodes(op="placeholder") if not is_tangent(node)]
     grads = nodes.returned_by(joint)[forward_outputs:]
@@ -125,7 +126,7 @@ def weight_gradients(joint: fx.Graph, forward_outputs: int) -> tuple[tuple[int, 
 
 
 def _needed(outputs: Iterable[fx.Node]) -> dict[fx.Node, None]:
-    """Nodes that outputs depend on, with the waits for every start and with every result selected from such a node."""
+    """The outputs and all nodes they depend on. A start brings its waits along, and a call all its selected results."""
     found: dict[fx.Node, None] = {}
     waiting = list(outputs)
     while waiting:

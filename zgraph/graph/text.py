@@ -18,7 +18,10 @@ _PLAIN = bool | int | float | complex | str | torch.dtype | torch.device | torch
 
 
 def graph_text(graph: fx.Graph) -> str:
-    """The graph as text, a line per node: `name: f32[4, 8] = target(args)`, then the parameters the node works for."""
+    """Return the graph as text, one line per node.
+
+    A line has the form `name: f32[4, 8] = target(args)`, followed by the parameters that the node works for.
+    """
     return "\n".join(_node_text(node) for node in list(graph.nodes))
 
 
@@ -87,12 +90,15 @@ def parameters_text(node: fx.Node) -> str:
 
 
 def value_text(value: object) -> str:
-    """A fake value as text: `f32[4, 8]`, with strides unless contiguous, and with the device unless it is the CPU."""
+    """Return a fake value as text, such as `f32[4, 8]`.
+
+    Strides follow if the tensor is not contiguous, and the device follows if it is not the CPU.
+    """
     return _value_text(value, ())
 
 
 def _value_text(value: object, around: tuple[int, ...]) -> str:
-    """`value_text` of an item; `around` has the ids of the lists around it, to stop at a list that contains itself."""
+    """Do the work of `value_text`. `around` has the ids of enclosing lists, so that a list may contain itself."""
     if isinstance(value, torch.Tensor):
         return shown(lambda: _tensor_text(value), value)
     if isinstance(value, tuple | list) and id(value) not in around:
@@ -173,7 +179,7 @@ def unprintable(thing: object) -> str:
 
 
 def shown(show: Callable[[], str], thing: object) -> str:
-    """The text that `show` returns about a thing, or `unprintable(thing)` if `show` raises."""
+    """Return the text from `show`, or `unprintable(thing)` if `show` raises."""
     return safely(show, unprintable(thing))
 
 

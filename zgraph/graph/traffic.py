@@ -20,12 +20,12 @@ class Transfer:
     """One collective of a graph.
 
     Attributes:
-        kind: name of the op, such as "all_gather_into_tensor"; a marker counts as the collectives of its eager kernel.
+        kind: name of the op, such as "all_gather_into_tensor". For a marker, an op that its eager kernel calls.
         group_name, group_size: name and size of the process group.
         dtype: dtype of the sent tensors.
         payload_bytes: size of this rank's input.
-        sent_bytes: bytes that this rank sends, (N-1)/N of the total: exact for all_to_all, the bandwidth optimum for
-            the others. An "all_gather_kept" sends only the first time in a window.
+        sent_bytes: bytes that this rank sends: exact for all_to_all, and the least possible for other kinds. An
+            "all_gather_kept" sends only the first time in a window.
         parameters: names of the parameters that the collective works for.
         methods: compression methods of the payload, see `zgraph.compression.method_text.to_text`.
     """
@@ -41,7 +41,7 @@ class Transfer:
 
     @property
     def received_bytes(self) -> int:
-        """Bytes that this rank receives, as many as it sends: chunks are equally long, and a ring forwards them all."""
+        """Bytes that this rank receives. They equal the sent bytes, because all chunks have the same length."""
         return self.sent_bytes
 
 

@@ -38,17 +38,17 @@ class Traits:
     """A row of the table: the traits of one operator.
 
     Attributes:
-        reshapes: the result is a view, a cast or a copy of the first argument; other nodes among the arguments are
-            symbolic sizes. Operators that return a view of their only tensor input reshape as well, and are not listed.
+        reshapes: the result is a view, a cast or a copy of the first argument. All other arguments that are nodes are
+            symbolic sizes. The table does not list operators that return a view of their only tensor; they reshape too.
         decodes: turns the codes of a gathered parameter, its first argument, into values.
-        packs: packs rows, of which ranks hold different numbers, into a result of equal size on all ranks.
+        packs: packs a rank's rows into a result of equal size on all ranks, although their numbers of rows differ.
         is_view: the result shares memory with the first argument, although the schema does not say so.
         vanishes: lowering replaces the call by its first argument, so the result shares memory with that argument.
         may_copy: the schema says that the result is a view, but the operator copies if it has to.
         makes_no_values: the result is uninitialised memory.
         overwrites: only writes its first argument or uses its shape, without reading it.
-        reads_rows: reads only the rows of its first argument that it returns.
-        crosses_devices: copies between device and host if its argument is on one of them and its result on the other.
+        reads_rows: returns rows of the first argument, and reads no other rows.
+        crosses_devices: copies between device and host if argument and result lie on different ones.
         in_a_library: a kernel of a library computes the result, also in compiled code.
         accumulates: adds to the accumulated gradients of a window, or reads them.
         stays: works for a parameter, but schedulers must not move it.
@@ -70,7 +70,7 @@ class Traits:
 
 
 def _rows(operators: Iterable[OpOverload | OpOverloadPacket], traits: Traits) -> dict[OpOverload, Traits]:
-    """Rows of the table that give several operators the same traits; a packet stands for all of its overloads."""
+    """Make rows of the table that give `operators` the same `traits`. A packet stands for all of its overloads."""
     return dict.fromkeys((overload for operator in operators for overload in overloads_of(operator)), traits)
 
 
@@ -152,7 +152,7 @@ def of(node: fx.Node) -> Traits:
 
 
 def is_reshaping(node: fx.Node) -> bool:
-    """Whether the node is a view, cast or copy of its only tensor input, decodes that input, or selects a result."""
+    """Whether the node views, casts, copies or decodes its only tensor input, or selects one of several results."""
     row = of(node)
     if row.reshapes or row.decodes or nodes.is_getitem(node):
         return True
@@ -182,7 +182,7 @@ def is_decoding(node: fx.Node) -> bool:
 
 
 def is_packing(node: fx.Node) -> bool:
-    """Whether the node packs rows, of which ranks hold different numbers, into a result of equal size on all ranks."""
+    """Whether the node packs a rank's rows into a result that has the same size on all ranks."""
     if nodes.is_getitem(node):
         return nodes.is_cast_shards(node.all_input_nodes[0])
     return of(node).packs
@@ -197,7 +197,7 @@ def is_fusible(node: fx.Node) -> bool:
 
 
 def is_over_lists(node: fx.Node) -> bool:
-    """Whether the call processes each tensor of a list as a separate call for that tensor would."""
+    """Whether the call processes a list of tensors one by one, as a call for each tensor would."""
     return isinstance(node.target, OpOverload) and is_elementwise_over_lists(node.target)
 
 
@@ -205,13 +205,16 @@ def is_over_lists(node: fx.Node) -> bool:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether the node's result is a view of an argument, at least where the operator does not have to copy."""
+    """Whether the node's result is a view of an argument. Some of these operators copy where no view is possible."""
     row = of(node)
     return returns_alias(node.target) or row.is_view or row.vanishes
 
 
 def shared_arguments(node: fx.Node) -> tuple[int | None, ...]:
-    """For each result, the position of the argument whose memory it always shares; None or no entry if none."""
+    """For each result, the position of the argument with which it always shares memory.
+
+    None, or a missing entry, stands for a result that shares none.
+    """
     row = of(node)
     return () if row.may_copy else (0,) if row.is_view or row.vanishes else alias_positions(node.target)
 

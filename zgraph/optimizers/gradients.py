@@ -31,16 +31,16 @@ Found = list[tuple[torch.optim.Optimizer, list[Tensor]]]  # flags of dropped ste
 
 
 class GradScaler(AgreeingGradScaler):
-    """A `torch.amp.GradScaler` that tells models when its scale changes, and which parameters' steps were dropped.
+    """A `torch.amp.GradScaler` that tells models when its scale changes, and for which parameters a step was dropped.
 
-    The models are those that were passed to `zgraph.set_loss_scale` with this scaler; compression then rescales the
-    errors kept of their gradients. Arguments and methods are those of `torch.amp.GradScaler`. A step is skipped on all
-    ranks if any rank finds an inf or a NaN, so every rank must make the same calls.
+    Pass each model to `zgraph.set_loss_scale` with this scaler. Compression then rescales the errors that it keeps for
+    the model's gradients. Arguments and methods are those of `torch.amp.GradScaler`. A step is skipped on all ranks if
+    any rank finds an inf or a NaN, so every rank must make the same calls.
 
     Attributes:
-        defer: if set, receives the flags of each `update()`, whose values are not known yet; `tell_models` tells the
-            models later.
-        found: flags of optimizers whose gradients were unscaled since the last `update()`.
+        defer: called in each `update()` with the flags of dropped steps, whose values need not be known yet. Pass the
+            flags to `tell_models` later. None: `update()` itself tells the models.
+        found: flags of dropped steps since the last `update()`, by optimizer.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -64,7 +64,7 @@ class GradScaler(AgreeingGradScaler):
         self._tell(dropped)
 
     def tell_models(self, found: Found) -> None:
-        """Tell models about an update whose flags `defer` received."""
+        """Tell the models about an earlier `update()`; `found` has the flags that `defer` received then."""
         self._tell(self._dropped(found))
 
     def _dropped(self, found: Found) -> set[int]:
@@ -122,19 +122,19 @@ def clip_grad_norm_(
     *,
     pipeline: DeviceMesh | dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Clip like `torch.nn.utils.clip_grad_norm_`, from norms of local shards and with a single DTensor operation.
+    """Clip like `torch.nn.utils.clip_grad_norm_`, but compute norms on local shards, with a single DTensor operation.
 
     Like torch's function, this clips each stage of a pipeline by that stage's norm, unless `pipeline` is given.
 
     Args:
         parameters: parameters of a sharded model; the same on every rank, or with `pipeline` on every rank of a stage.
         max_norm, norm_type, error_if_nonfinite, foreach: as for `torch.nn.utils.clip_grad_norm_`.
-        pipeline: ranks whose stages make up the model, such as `mesh["pp"]`: all stages clip by the norm of the whole
-            model. If stages have replicas, use `zgraph.Replicas.clip_grad_norm_`, which counts each replica once.
+        pipeline: ranks that hold the stages of the model, such as `mesh["pp"]`. All stages then clip by the norm of the
+            whole model. If stages have replicas, use `zgraph.Replicas.clip_grad_norm_`, which counts each replica once.
 
     Returns:
-        The norm before clipping, replicated; NaN on every rank if a gradient of any rank has a NaN. With `pipeline` a
-        plain tensor, the same on all stages.
+        The norm before clipping, replicated. NaN on every rank if a gradient of any rank has a NaN. With `pipeline` the
+        norm is a plain tensor, and the same on all stages.
 
     Raises:
         RuntimeError: on every rank, if the norm is not finite and `error_if_nonfinite` is set.
@@ -204,7 +204,7 @@ def clip_by_stages(
         max_norm, norm_type, error_if_nonfinite, foreach: as for `clip_grad_norm_`.
 
     Returns:
-        [] norm before clipping, the same on all ranks.
+        The norm before clipping, the same on all ranks, [].
 
     Raises:
         RuntimeError: on every rank, if the norm is not finite and `error_if_nonfinite` is set.
@@ -244,7 +244,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _groups_of(tensors: Iterable[Tensor]) -> list[dist.ProcessGroup]:
-    """Process groups of all mesh axes of the tensors, in the order of first use."""
+    """The process groups of all axes of the tensors' meshes, each once, in the order of first use."""
     groups: dict[str, dist.ProcessGroup] = {}
     for tensor in tensors:
         if isinstance(tensor, DTensor):

@@ -1,4 +1,4 @@
-"""Norm and scaling of many gradients on local shards, with a single DTensor operation instead of one per gradient."""
+"""Norm and scaling of many gradients on local shards, with one DTensor operation for all gradients together."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from zgraph.torch_compat.operators import foreach_norms, foreach_scale
 
 @dataclass(frozen=True)
 class ShardedGradients:
-    """This rank's shards of gradients that share a mesh and a dtype, and are not partial sums.
+    """This rank's shards of gradients that have a common mesh and dtype, and are not partial sums.
 
     Attributes:
-        is_replicated: for each mesh axis, whether each gradient is replicated along it.
+        is_replicated: for each mesh axis, whether each gradient is replicated along that axis.
     """
 
     shards: list[Tensor]
@@ -33,7 +33,7 @@ class ShardedGradients:
 
     @classmethod
     def of(cls, grads: Sequence[Tensor]) -> ShardedGradients | None:
-        """Take gradients apart into local shards; None if they do not share a mesh and dtype, or some are partial."""
+        """Take the local shards of gradients. None if the gradients differ in mesh or dtype, or if one is partial."""
         if not grads or not set(map(type, grads)) <= DTENSORS:
             return None
         sharded: Sequence[Any] = grads
@@ -52,16 +52,16 @@ class ShardedGradients:
         return cls(locals_of(sharded), mesh, is_replicated)
 
     def norm(self, norm_type: float, foreach: bool | None) -> DTensor:
-        """Compute `torch.nn.utils.get_total_norm`, with the same bits and the same communication.
+        """Compute the same bits as `torch.nn.utils.get_total_norm`, with the same communication.
 
-        torch stacks the norms of DTensors; this stacks local norms.
+        torch stacks norms that are DTensors; this method stacks norms of local shards.
 
         Args:
             norm_type: order of the norm, positive and finite.
             foreach: as for `torch.nn.utils.clip_grad_norm_`.
 
         Returns:
-            [] on the gradients' mesh, replicated.
+            The norm, replicated on the gradients' mesh, [].
 
         Raises:
             CollectiveError: the exchange failed.
@@ -87,7 +87,7 @@ class ShardedGradients:
         return replicated_scalar(torch.linalg.vector_norm(reduced, norm_type), self.mesh)
 
     def _reduced(self, norms: Tensor, norm_type: float, axis: int) -> Tensor:
-        """Norms of the gradients, from the norms of their parts on the ranks along a mesh axis."""
+        """Return the norm of each gradient, from the norms of its parts along a mesh axis."""
         if self.mesh.size(axis) == 1:
             return norms
         group = self.mesh.get_group(axis)
@@ -98,7 +98,7 @@ class ShardedGradients:
         return powers ** (1.0 / norm_type)
 
     def scale(self, max_norm: float, norm: Tensor, foreach: bool | None) -> None:
-        """Do what `torch.nn.utils.clip_grads_with_norm_` does, given a replicated norm."""
+        """Scale the gradients as `torch.nn.utils.clip_grads_with_norm_` does, given a replicated `norm`."""
         coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         if foreach is False:
             for shard in self.shards:

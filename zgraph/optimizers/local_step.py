@@ -1,7 +1,7 @@
 """Optimizer steps on local shards, without DTensor's overhead in every operator.
 
-An element-wise optimizer needs only a rank's own rows. DTensor would dispatch to the same kernels on the same local
-tensors, but parameter by parameter, and infer the placements of every result.
+An element-wise optimizer needs only a rank's own rows. DTensor would run the same kernels on the same local tensors,
+but one parameter at a time, and would infer the placements of every result.
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ SCALARS = frozenset({"step", "mu_product", "eta", "mu"})  # state entries that a
 
 
 def step_on_shards(optimizer: Optimizer) -> Optimizer:
-    """Make `optimizer.step()` compute on this rank's shards, bypassing DTensor's dispatch; results are the same bits.
+    """Make `optimizer.step()` compute on this rank's shards, without DTensor's dispatch and with bitwise equal results.
 
     Nothing but hooks is added to the optimizer: its class, parameters, groups, state, state dicts, schedulers and
     scalers stay as they were, new state consists of DTensors as before, and a step that raises changes nothing. Steps
     with a closure, of a differentiable optimizer, inside torch.compile, or with gradients placed unlike their
-    parameters run as usual, through DTensor. So do steps of a copied or unpickled optimizer until it is passed here.
+    parameters run as usual, through DTensor. Steps of a copied or unpickled optimizer run as usual,
+    until the optimizer is passed to this function.
 
     Args:
         optimizer: one of torch.optim's element-wise optimizers; its parameters may be sharded by `zgraph.shard` or not.
@@ -53,7 +54,7 @@ def step_on_shards(optimizer: Optimizer) -> Optimizer:
         The same optimizer.
 
     Raises:
-        ValueError: the optimizer is of another class, or of a subclass, whose step is unknown.
+        ValueError: the optimizer is of another class or a subclass, so that its step is unknown.
     """
     if type(optimizer) not in _ELEMENT_WISE:
         known = ", ".join(sorted(kind.__name__ for kind in _ELEMENT_WISE))
@@ -68,9 +69,9 @@ def step_on_shards(optimizer: Optimizer) -> Optimizer:
 
 
 class _StandIn:
-    """Replaces each step of the user's optimizer by one of a same-class optimizer that holds the local shards.
+    """Makes each step of the user's optimizer run on another optimizer of the same class that holds the local shards.
 
-    torch.optim's step hooks may replace the arguments, the first of which is the optimizer (2.11 - 2.15).
+    Hooks before a step of torch.optim may replace its arguments, the first of which is the optimizer (2.11 - 2.15).
     """
 
     def __init__(self) -> None:
@@ -101,7 +102,7 @@ class _StandIn:
 def take_over(
     optimizer: optim.Optimizer, taken: Sequence[Sequence[Tensor]], made: Mapping[Tensor, dict[str, Any]]
 ) -> None:
-    """Copy the state that a step made for the shards into the optimizer's state, as DTensors."""
+    """Copy `made`, the state of the shards after a step, into the optimizer's state, as DTensors."""
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     for parameter, shard in zip(parameters, chain.from_iterable(taken), strict=True):
         if shard not in made:
@@ -117,7 +118,7 @@ def take_over(
 def shards_of(
     optimizer: optim.Optimizer,
 ) -> tuple[list[list[Tensor]], dict[Tensor, dict[str, Any]]] | None:
-    """The local shards by group, with their gradients, and the shards' state; None if a step must use DTensors."""
+    """The local shards of each group, with their gradients, then their state; None if a step must use DTensors."""
     state: dict[Tensor, dict[str, Any]] = defaultdict(dict)
     groups: list[list[Tensor]] = []
     for group in optimizer.param_groups:

@@ -13,24 +13,25 @@ from zgraph.torch_compat.dynamo import without_compile
 
 
 def set_loss_scale(model: nn.Module, scale: float | torch.amp.GradScaler) -> None:
-    """Tell error feedback by what the losses are multiplied, so that kept errors have the scale of the next gradients.
+    """Tell error feedback the factor of the losses, so that kept errors have the scale of the next gradients.
 
         scaler = zgraph.GradScaler("cuda")
         zgraph.set_loss_scale(model, scaler)        # once; the scaler tells the model from then on
 
     When the scale changes, the kept errors are multiplied by new / old, which is exact for powers of two. A step that
-    is dropped because of an overflow does not change the errors: from the first call on, each reduction keeps a copy of
-    the previous errors until the step is known to count. The copy doubles the memory of the errors during a step.
+    is dropped because of an overflow does not change the errors: once this function has been called, each reduction
+    keeps a copy of the previous errors until the step has succeeded. The copy doubles the memory of the errors during
+    a step.
 
     A `zgraph.GradScaler` tells the model in each `update()`, parameter by parameter, which steps its optimizers have
     dropped. It also tells the model each scale that is loaded into the scaler. Call this function for any other scale:
     before the first forward and, with torch's own GradScaler, after every `scaler.update()`. A scale smaller than the
-    last one then means that the last step was dropped. A step dropped without a change of scale looks like one that was
-    taken, so its effect on the errors stays.
+    last one then means that the last step was dropped. A step that is dropped without a change of scale looks
+    like a step that was taken, so its effect on the errors stays.
 
     Args:
         model: module returned by `zgraph.shard`, compiled or not. Every rank calls this with the same scale.
-        scale: factor of the losses to come, or a scaler that has one; a disabled scaler has none.
+        scale: factor of the next losses, or a scaler that has the factor. A disabled scaler has none.
 
     Raises:
         ValueError: nothing is sharded, or the scale is not a positive, finite number.

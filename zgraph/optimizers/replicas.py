@@ -45,7 +45,7 @@ class _Replicated:
 
 @dataclass(frozen=True, eq=False)
 class _Bucket:
-    """Parameters with the same holders, summed by one exchange among those ranks."""
+    """Parameters with the same `holders`. One exchange among these ranks sums the gradients of all of them."""
 
     group: ProcessGroup
     members: tuple[_Replicated, ...]
@@ -54,9 +54,9 @@ class _Bucket:
 class Replicas:
     """Modules or parameters that exist on several stages of a pipeline, or in several chunks of one stage.
 
-    Examples are embedders of timestep, frame rate and label, on which every block of a diffusion transformer depends,
-    and tied input and output embeddings on the first and the last stage. Each replica gets a part of the gradient.
-    Every rank of the group must make this object and call its methods alike:
+    One example is the embedder of the timestep, on which every block of a diffusion transformer depends. Another is an
+    embedding that is tied to the output on the last stage. The backward of each replica yields a part of the gradient.
+    Every rank of the group must make this object and call the same methods:
 
         replicas = zgraph.Replicas(mesh["pp"], {"timestep": [chunk.timestep for chunk in chunks]})
         schedule.step(x, target=y)
@@ -67,14 +67,14 @@ class Replicas:
     Args:
         group: ranks of one pipeline: a mesh of one axis, or its process group.
         replicas: for each name, the modules or parameters of this rank's chunks in chunk order; [] on a rank that has
-            none. Names are the same on all ranks. Sharded replicas must have the same number of ranks everywhere.
-        copy_first: overwrite all replicas with the first one of the first rank that has one. False: unequal replicas
-            are an error.
+            none. Names are the same on all ranks. Sharded replicas must be sharded over equally many ranks everywhere.
+        copy_first: overwrite all replicas with the first replica of the first rank that has any. False: unequal
+            replicas are an error.
 
     Raises:
         ValueError: the mesh has several axes, or a name has a module or parameter in place of a list.
-        ZgraphError: on all ranks, if names, parameters, their layouts, or without `copy_first` their values differ; or
-            if there are no values yet.
+        ZgraphError: on all ranks, if replicas differ in names, parameters or layouts, or without `copy_first` in
+            values; or if parameters have no values yet.
 
     Source: gradients of conditioning embedders as in Megatron-LM, `_allreduce_conditional_embedding_grads`
     (megatron/core/distributed/finalize_model_grads.py), of tied embeddings `_allreduce_word_embedding_grads`.
@@ -116,7 +116,7 @@ class Replicas:
 
     @torch.no_grad()
     def all_reduce_grads(self) -> None:
-        """Give each replica the sum of all gradients; call it once per step, after the last backward of this rank.
+        """Give each replica the sum of all replicas' gradients. Call once per step, after this rank's last backward.
 
         Gradients are summed in fp32 (fp64 if a parameter is fp64), first over the chunks of a rank and then in rank
         order, so that all replicas get the same bits. A replica without a gradient counts as zeros; if none has a
@@ -139,7 +139,7 @@ class Replicas:
             max_norm, norm_type: as for `torch.nn.utils.clip_grad_norm_`.
 
         Returns:
-            [] norm before clipping, the same on all ranks of the pipeline.
+            The norm before clipping, the same on all ranks of the pipeline, [].
 
         Raises:
             CollectiveError: an exchange failed.
@@ -149,7 +149,7 @@ class Replicas:
         return clip_by_stages(everything, counted, self._group, max_norm, norm_type)
 
     def check_equal(self) -> None:
-        """Compare the bits of all replicas.
+        """Check that all replicas have the same bits.
 
         Raises:
             ZgraphError: on all ranks; names a replicated parameter that differs, and its ranks.
@@ -212,7 +212,7 @@ class Replicas:
                 yield one, first
 
     def _group_of(self, holders: tuple[int, ...]) -> ProcessGroup:
-        """The process group of the given ranks, created by these ranks only."""
+        """The process group of the ranks `holders`. Only these ranks create it; all other ranks get the whole group."""
         if len(holders) == dist.get_world_size(self._group):
             return self._group
         members = dist.get_process_group_ranks(self._group)
@@ -303,7 +303,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _set_gradient(parameter: nn.Parameter, summed: Tensor) -> None:
-    """Write a flat sum [local numel] into a gradient, in its dtype."""
+    """Write a flat sum into a parameter's gradient, in the gradient's dtype. The sum has shape [local numel]."""
     if parameter.grad is not None:
         _local(parameter.grad).copy_(summed.view(_local(parameter.grad).shape))
         return

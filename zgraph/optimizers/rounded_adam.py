@@ -1,7 +1,7 @@
 """Steps of Adam and AdamW with bf16 moments, for `zgraph.Offload(moments_dtype=torch.bfloat16)`.
 
-The classes of torch.optim create moments in the parameter's dtype, and round to nearest. These steps read the same
-groups and state, and write the same entries: "step", "exp_avg" and "exp_avg_sq".
+The classes of torch.optim create moments in the parameter's dtype, and round to nearest. The steps in this file use the
+same groups, and the same entries of the state: "step", "exp_avg" and "exp_avg_sq".
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Call = Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]
 
 @dataclass(frozen=True)
 class Drawn:
-    """The key of the random numbers that round one parameter's moments, together with the number of the update.
+    """Key of the random numbers that round one parameter's moments; the number of the update completes the key.
 
     Attributes:
         salt: CRC-32 of the parameter's name.
@@ -75,12 +75,12 @@ def check_rounded(optimizer: optim.Optimizer) -> None:
 def rounded_step(
     optimizer: Any, groups: Sequence[Mapping[str, Any]], state: State, drawn: Mapping[Tensor, Drawn], call: Call
 ) -> None:
-    """Take a step on local shards, from their `.grad`.
+    """Take a step on local shards with the gradients in their `.grad`.
 
     Args:
         optimizer: the optimizer, with `grad_scale` and `found_inf` if a GradScaler has set them.
         groups: the optimizer's groups, with shards in place of parameters.
-        state: state of the shards. New entries are those of the optimizer itself, except that moments are bf16.
+        state: state of the shards. New entries are as the optimizer would make them, except that moments are bf16.
         drawn: keys of the random numbers, by shard.
         call: function that calls a given operator with given arguments and options.
     """
@@ -173,7 +173,7 @@ class _PlainSteps:
 
 
 def round_plain_steps(optimizer: optim.Optimizer, drawn: Callable[[], Mapping[int, Drawn]]) -> None:
-    """Make `optimizer.step()` round moments outside of a captured step too.
+    """Make `optimizer.step()` round moments also outside of captured steps.
 
     Args:
         drawn: returns the keys of the random numbers of each parameter's moments, by parameter id.

@@ -17,8 +17,8 @@ class Promise(NamedTuple):
 
     Attributes:
         excess_bytes: bytes above the limits so far.
-        end_us: least time of the step, from the remaining compute, the remaining work of each link, and the
-            compute that must follow each collective that has not started.
+        end_us: least time of the step. It follows from the remaining compute, from the remaining work of each link, and
+            from the compute that must follow each collective not yet started.
         left_us: total time of collectives that have not started.
         alive_bytes: bytes that are alive now.
     """
@@ -34,12 +34,12 @@ class Promise(NamedTuple):
 
 
 class Bounds:
-    """Computes promises of one problem's partial schedules; their common parts are computed once.
+    """Computes the `Promise` of each partial schedule of a problem; what all of them share is computed once.
 
     Attributes:
-        ahead: for each queue and number of issued starts, a pair for each of the next starts: its time on the link, and
-            the compute before its use.
-        todo: for each queue and number of issued starts, the time on the link of all remaining starts.
+        ahead: for each queue, and for each number of its starts already issued, a list of the next starts. Each start
+            is given as a pair: its time on the link, and the compute before its use.
+        todo: for each queue, and for each number of its starts already issued, the link time of all remaining starts.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -77,7 +77,7 @@ class Bounds:
 
 
 class Beam:
-    """Fills one slot (gap between compute nodes) after another in many ways; keeps the most promising schedules so far.
+    """Fills one slot (gap between compute nodes) after another, and keeps the most promising of many partial schedules.
 
     Half of the kept schedules have the least left to communicate; the other half use the least memory.
     """
@@ -105,7 +105,10 @@ class Beam:
         return choose(states)
 
     def _fill(self, states: list[Builder], slot: int, steps: int) -> list[Builder]:
-        """The best states after up to `steps` options in the slot, each with the compute node that follows the slot."""
+        """The best states that result from taking at most `steps` options in `slot`.
+
+        In each of them the compute node that follows the slot has been issued, too.
+        """
         behind = self.problem.dependencies.compute_order[slot]
         filled = [_with(state, [behind]) for state in states]
         for _ in range(steps):
@@ -116,7 +119,7 @@ class Beam:
         return self._best(filled)
 
     def _options(self, state: Builder, slot: int) -> Iterator[list[int]]:
-        """Options for the next step: the start of a collective, its wait, a copy out, or the end of a reduction."""
+        """Yield what may be issued next: a start, a wait, a copy out of a buffer, or the end of a reduction."""
         problem, dependencies, wait_of = self.problem, self.problem.dependencies, self.problem.queues.wait_of
         last = slot == len(dependencies.compute_order) - 1
         for start in state.next_starts():

@@ -1,7 +1,7 @@
 """A schedule under construction: which nodes are issued, which may come next, and what the schedule costs so far.
 
-Compute keeps its order. Between its nodes a scheduler places the starts of collectives, with the copies into their
-buffers, and the waits, with the copies out of them:
+Compute keeps its order. Between compute nodes a scheduler places the starts of collectives, with the copies into
+buffers, and the waits, with the copies out of buffers:
 
     slot 0   slot 1   slot 2
       |  mm_0  |  mm_1  |  output          the start of w1 goes to slot 0, its wait to where mm_1 needs it
@@ -38,9 +38,9 @@ def problem_of(
     storages: Iterable[Storage],
     limits: Limits,
 ) -> Problem:
-    """The scheduling problem of a graph, independent of where its communication is placed now.
+    """Make the scheduling problem of a graph.
 
-    Scheduling a graph that is already scheduled therefore yields the same plan.
+    The problem does not depend on where communication is placed now, so a scheduled graph yields the same plan again.
     """
     storages = list(storages)
     builder = Builder(Problem.of(Work.of(order, costs, sharing), storages, limits))
@@ -55,13 +55,13 @@ class Builder:
     Attributes:
         order: nodes issued so far.
         peaks: bytes alive while each node of `order` runs.
-        in_flight: for each start not yet waited for, its bytes that count against the limit; oldest first.
+        in_flight: the starts without an issued wait, oldest first, with their bytes as `limited_bytes` counts them.
         heads: number of starts issued, for each queue.
-        unfinished: keys of `output_chains` whose collectives have started but whose nodes are not all issued, oldest
-            first.
-        pending_copies: copies out of buffers that are not issued yet, although the buffers have arrived.
+        unfinished: keys of the `output_chains` that are begun but not finished, oldest first. The collectives of such a
+            chain have started, and some of its nodes are not issued.
+        pending_copies: copies out of buffers that can be issued, but are not.
         compute_us: compute issued so far.
-        most_in_flight: most bytes that counted against the limit while more than two collectives did.
+        most_in_flight: most bytes of `in_flight` at any moment with more than two collectives that count.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -99,11 +99,11 @@ class Builder:
                 yield queue[head]
 
     def is_there(self, starts: Iterable[int]) -> bool:
-        """Whether all these collectives have finished, so that a wait for them does not block."""
+        """Whether all these collectives have finished. Waits for them then do not block."""
         return all(map(self.clock.is_done, starts))
 
     def missing(self, wanted: Iterable[int]) -> list[int]:
-        """Nodes not yet issued among these nodes and everything they need."""
+        """The nodes that must still be issued for the `wanted` nodes, including these nodes themselves."""
         needs = self.problem.dependencies.needs
         pending, found = list(wanted), dict[int, None]()
         while pending:
@@ -114,12 +114,12 @@ class Builder:
         return list(found)
 
     def new_bytes(self, wanted: Iterable[int]) -> int:
-        """Bytes allocated by issuing these nodes and everything they need."""
+        """Bytes that would be allocated if the `wanted` nodes, and all nodes that they need, were issued now."""
         ledger = self.ledger
         return sum(ledger.sizes[storage] for number in self.missing(wanted) for storage in ledger.allocates[number])
 
     def pull(self, number: int) -> None:
-        """Issue everything that a node needs, then the node itself, unless it is issued already."""
+        """Issue a node, after all nodes that it needs. Nodes that are already issued are skipped."""
         needs = self.problem.dependencies.needs
         pending = [number]
         while pending:
@@ -133,12 +133,12 @@ class Builder:
                 self.issue(node)
 
     def finish(self, after: tuple[int, ...]) -> None:
-        """Issue the nodes that turn the results of these starts into outputs of the graph."""
+        """Issue the nodes that turn the results of the starts `after` into outputs of the graph."""
         for number in self.problem.output_chains[after]:
             self.pull(number)
 
     def issue(self, number: int, *, views_along: bool = True) -> None:
-        """Issue a node and the views that come along with it; everything it needs must already be issued."""
+        """Issue a node. All nodes that it needs must be issued already. With `views_along`, issue its views, too."""
         problem, dependencies, start_of = self.problem, self.problem.dependencies, self.problem.queues.start_of
         self.clock.issue(number)
         self.peaks.append(self.ledger.issue(number))
@@ -206,12 +206,12 @@ def scheduled(problem: Problem, order: Iterable[fx.Node]) -> Builder:
 
 
 def choose(found: Sequence[Builder], known: Builder | None = None, limits: Limits | None = None) -> Builder:
-    """The best schedule: least excess over the limits, then shortest time, then lowest peak.
+    """Return the best schedule: least excess over the limits, then shortest time, then lowest peak.
 
     Args:
-        found: candidates; the first one wins a tie.
-        known: candidate that the choice must not be worse than, unless `known` exceeds the limits by more.
-        limits: limits for the scores; None: those of each schedule's problem.
+        found: candidates. Of equally good ones, the first is chosen.
+        known: one of the candidates. The result is not worse than `known`, unless `known` exceeds the limits by more.
+        limits: limits for the scores; None: the limits of each schedule's problem.
     """
     scores = [builder.score(limits) for builder in found]
     excess = min(score.excess_bytes for score in scores)
@@ -225,12 +225,12 @@ def choose(found: Sequence[Builder], known: Builder | None = None, limits: Limit
 
 
 def is_worse(score: Score, known: Score) -> bool:
-    """Whether a schedule within the same limits is slower than a known one, or as fast with a higher peak."""
+    """Whether a schedule is worse than a known one: slower, or as fast with a higher peak. Limits are not compared."""
     if score.step_us > known.step_us and not math.isclose(score.step_us, known.step_us, rel_tol=1e-9):
         return True
     return score.peak_bytes > known.peak_bytes and _is_as_fast(known.step_us, score.step_us)
 
 
 def _is_as_fast(us: float, fastest_us: float) -> bool:
-    """Whether a time equals a shorter one within the error of predictions."""
+    """Whether `us` exceeds `fastest_us` by no more than predictions may err."""
     return us <= fastest_us * (1 + SAME)

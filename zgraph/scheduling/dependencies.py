@@ -18,8 +18,8 @@ class Dependencies:
     """The dependency graph of a program; nodes are identified by number (see `Work`).
 
     Attributes:
-        needs: nodes that must be issued before each node: its inputs, readers and writers of memory that it overwrites
-            and, if starts are queued, the previous start.
+        needs: nodes that must be issued before each node. They are its inputs, earlier nodes whose accesses to the same
+            memory must come first and, if starts are in queues, the previous start of the queue.
         users: nodes that need each node, except as the next start of a queue.
         given: whether each node is an input of the graph, and so has no place in the order.
         movable: whether the scheduler chooses the node's place.
@@ -28,12 +28,12 @@ class Dependencies:
         feeds: for each copy to the device, the gathers of its result.
         is_release: whether the node is a wait that frees memory: for a copy from the device, or for an update
             concurrent with compute. The output needs all of these waits.
-        comes_along: whether the node is a view of a collective's input or result, issued together with the collective.
-            The scheduler does not place views, because ranks may have different ones.
-        compute_order: nodes that are neither inputs nor movable, in program order, the output last. Slot p is the gap
-            before the p-th of these nodes.
+        comes_along: whether the node is a view of a collective's input or result. Views are issued together with the
+            collective, and not placed by the scheduler, because they may differ between ranks.
+        compute_order: nodes that are neither inputs nor movable, in program order; the last is the output. Slot p is
+            the gap before the p-th of these nodes.
         rank: position of each node in the compute order.
-        after: for each movable node, the nearest starts that it depends on through movable nodes only.
+        after: for each movable node, the nearest starts on which it depends through movable nodes alone.
         release: for each movable node, the first slot in which everything that it needs has been computed.
         use: for each movable node, the slot of the first node in the compute order that needs it.
     """
@@ -55,7 +55,7 @@ class Dependencies:
 
     @classmethod
     def of(cls, work: Work) -> Dependencies:
-        """Find the dependencies by data; starts are not in queues yet."""
+        """Find the dependencies without queues, which `in_queues` adds."""
         ahead = hazards(work.nodes)
         given = [node.op in ("placeholder", "get_attr") for node in work.nodes]
         movable = [traits.is_movable(node) for node in work.nodes]
@@ -110,22 +110,22 @@ class Dependencies:
         return replace(self, needs=needs, release=release, use=self._look_ahead(following))
 
     def reads_inputs_alone(self, start: int) -> bool:
-        """Whether a collective, such as the gather of a parameter, can start at the beginning of the graph."""
+        """Whether a collective needs only inputs of the graph, so that it can start at the beginning, like a gather."""
         return not self.release[start] and not self.after[start]
 
     def is_fetch(self, start: int) -> bool:
-        """Whether a start only fetches data for a later node, so that it is early enough if that node does not wait."""
+        """Whether a start only fetches data for a later node. It is early enough if that node does not have to wait."""
         return self.is_reload[start] or self.reads_inputs_alone(start) or self.is_fed(start)
 
     def is_fed(self, start: int) -> bool:
-        """Whether a collective gathers only results of copies to the device, and nothing that is computed."""
+        """Whether a collective depends on copies to the device, and on no compute."""
         after = self.after[start]
         return bool(after) and not self.release[start] and all(self.is_reload[one] for one in after)
 
     def output_chains(self) -> dict[tuple[int, ...], list[int]]:
-        """Nodes that only produce outputs of the graph, keyed by the starts whose results they return.
+        """The nodes that turn results of starts into outputs of the graph, keyed by these starts.
 
-        Includes waits that free memory: nothing needs them before the output, or before backward.
+        Waits that free memory are included, because no node before the output needs them.
         """
         output = self.compute_order[-1]
         chains: dict[tuple[int, ...], list[int]] = {}

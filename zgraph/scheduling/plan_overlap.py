@@ -17,7 +17,7 @@ from zgraph.scheduling.timeline import Sharing
 
 @dataclass(frozen=True)
 class Plan:
-    """The order in which to run a graph, and scores: of the order before, of this order, and of the order by rules."""
+    """The order in which to run a graph. Scores: of the previous order, of this order, and of the order by rules."""
 
     order: list[fx.Node]
     before: Score
@@ -34,11 +34,11 @@ def plan_overlap(
     by_rules: Sequence[fx.Node] | None = None,
     search: Search | None = None,
 ) -> Plan:
-    """Plan the best order found, or the given order if none is better.
+    """Return the best order found, or the given order if none is better.
 
     Args:
         order, costs, sharing, storages: present state of the graph.
-        limits: memory limits of the order, which may however have as many bytes in flight as `by_rules`.
+        limits: memory limits of the order. The bytes in flight of `by_rules` are always allowed.
         by_rules: an order that the plan must not be worse than; None: `order`.
         search: search that caches the schedules of earlier problems; None: a new search.
     """

@@ -16,10 +16,10 @@ SLOTS = 600  # slots that it may fill over all kept schedules: a second or two
 
 
 def find_schedules(problem: Problem) -> list[Builder]:
-    """Find candidate schedules, of which some may exceed the limits: one greedy per style, and one by beam search.
+    """Find candidate schedules: one by greedy search in each style, and one by beam search. Some may exceed the limits.
 
-    The result depends on the problem only, and not on how many copies of its own rows a rank makes. The time is nearly
-    linear in the number of nodes.
+    The result depends only on the problem, which is equal on ranks that make different numbers of copies of their rows.
+    The time is nearly linear in the number of nodes.
     """
     frugal = Greedy(problem, FRUGAL)
     found = [frugal.run()]
@@ -32,9 +32,9 @@ def find_schedules(problem: Problem) -> list[Builder]:
 
 
 class Search:
-    """Finds schedules, once for equal problems: a graph may be tried on copies before it is ordered itself.
+    """Finds schedules, and caches them: passes try copies of a graph before they order the graph itself.
 
-    The cache refers to no graph: its keys are problems with numbers in place of nodes, which tell two problems apart.
+    The keys of the cache are problems with numbers in place of nodes, so the cache refers to no graph.
     """
 
     def __init__(self) -> None:
@@ -65,11 +65,11 @@ class Style:
 
     Attributes:
         gathers: when to start each gather: where its result is needed ("at_use"), early enough to be hidden ("ahead"),
-            before its link becomes idle ("in_time"), or as soon as the limits allow ("at_once"). A gather that starts
-            before its link is free holds memory for nothing. Copies from the host start "at_use" if gathers do, else
-            "ahead".
-        finish: when to compute nodes that only produce outputs: immediately ("at_once"), when their collective has
-            finished ("done"), or when other nodes need their memory or would have to wait anyway ("late").
+            just before its link becomes idle ("in_time"), or as soon as the limits allow ("at_once"). A gather that
+            starts while its link is busy holds memory without progress. Copies from the host start "at_use" if gathers
+            do, else "ahead".
+        finish: when to run nodes that turn results of collectives into outputs: immediately ("at_once"), when the
+            collective has finished ("done"), or when memory is needed or compute has to wait anyway ("late").
     """
 
     gathers: Literal["at_use", "ahead", "in_time", "at_once"]
@@ -89,7 +89,7 @@ STYLES = (
 
 
 class Greedy:
-    """Greedy search: fills slot after slot, that is, the gaps between compute nodes, in one style.
+    """Greedy search in one style, which fills one slot (gap between compute nodes) after another.
 
     Attributes:
         slot_peaks: most bytes alive in each slot.
@@ -122,7 +122,7 @@ class Greedy:
         return builder
 
     def _fill(self, slot: int) -> None:
-        """Start the collectives that are due in this slot, gathers first: a gradient can wait, and compute cannot."""
+        """Start the collectives that are due in this slot. Gathers go first, because compute needs them."""
         again = True
         while again:
             again = False
@@ -151,7 +151,11 @@ class Greedy:
         return self.builder.is_there(self.problem.dependencies.after[start])
 
     def _runs_dry(self, start: int, slot: int) -> bool:
-        """Whether, when the program can next issue a start, its link has less queued than fills it plus this start."""
+        """Whether a start is due because its link may otherwise become idle.
+
+        It is due if too little will be queued when the program can issue its next start: less than this start, plus the
+        transfers that fill the link.
+        """
         queues, clock, work = self.problem.queues, self.builder.clock, self.problem.work
         link = queues.link_of[start]
         capacity = queues.capacity_of[start]
@@ -168,7 +172,7 @@ class Greedy:
         return (queued_us - turn_us) / capacity < until_next_us
 
     def _fits(self, start: int, slot: int) -> bool:
-        """Whether the limits allow the start here; finishes reductions whose collectives are done to make room."""
+        """Whether the limits allow the start in this slot. Finishes reductions that are done if this makes room."""
         while not (self._fits_in_flight(start) and self._fits_in_memory(start, slot)):
             if not self._finish_oldest(wait=False):
                 return False
@@ -199,7 +203,7 @@ class Greedy:
         self.builder.pull(start)
 
     def _make_room(self, number: int) -> None:
-        """Finish reductions if the next node needs their memory, or while that node has to wait anyway."""
+        """Finish reductions if node `number` needs their memory, or while that node has to wait anyway."""
         builder, start_of = self.builder, self.problem.queues.start_of
         missing = builder.missing([number])
         waited_for = dict.fromkeys(start_of[one] for one in missing if one in start_of)
@@ -215,7 +219,7 @@ class Greedy:
                 pass
 
     def _finish_oldest(self, *, wait: bool) -> bool:
-        """Finish the oldest reduction; return False if there is none, or if it would block and `wait` is False."""
+        """Finish the oldest reduction. Return False if there is none, or if this would block and `wait` is False."""
         after = next(iter(self.builder.unfinished), None)
         if after is None or not (wait or self.builder.is_there(after)):
             return False
@@ -235,12 +239,12 @@ class Greedy:
                 return
 
     def _ready(self, start: int) -> float:
-        """Time, in microseconds, at which the last of the collectives began that the start depends on."""
+        """The time, in microseconds, at which the last of the collectives began on which the start depends."""
         return max((self.builder.clock.begin[before] for before in self.problem.dependencies.after[start]), default=0.0)
 
 
 class Skyline:
-    """A row of heights; raising a range, or finding its maximum, needs logarithmic time."""
+    """A row of heights. Raising a range and finding the maximum of a range take logarithmic time."""
 
     def __init__(self, heights: Sequence[int]) -> None:
         self.size = len(heights)
@@ -286,10 +290,10 @@ class Skyline:
 
 
 def latest_starts(problem: Problem) -> dict[int, float]:
-    """For each gather and copy from the host, the latest start that still hides it, in microseconds of compute done.
+    """For each gather and each copy from the host, the latest start time at which it is still hidden.
 
-    Goes from the last one to the first: each must end before its result is needed and before the next one on its link
-    starts. Reductions, which are assumed to run as soon as they can, occupy their link meanwhile.
+    Times are microseconds of compute done. Each gather or copy must end before its result is needed, and before the
+    next one on its link starts. Reductions are assumed to start as early as possible, and occupy their link meanwhile.
     """
     dependencies = problem.dependencies
     starts: dict[str, list[int]] = {}
@@ -308,7 +312,7 @@ def latest_starts(problem: Problem) -> dict[int, float]:
 def _latest_on(
     problem: Problem, on_link: Sequence[int], fetches: Sequence[int], known: Mapping[int, float]
 ) -> dict[int, float]:
-    """The latest starts on one link; a copy must end before the known start of a gather that it feeds."""
+    """The latest start times on one link. A copy must end before the gathers that it feeds start, as `known` tells."""
     dependencies = problem.dependencies
     busy = _reserved(problem, [start for start in on_link if not dependencies.is_fetch(start)])
     until = math.inf
@@ -321,7 +325,7 @@ def _latest_on(
 
 
 def _hides(problem: Problem, start: int) -> float:
-    """Microseconds of compute that can run during one collective in a continuous stream of collectives."""
+    """Microseconds of compute that can run during one collective if its link is never idle."""
     work = problem.work
     return work.us[start] * max(0.0, 1 / problem.queues.capacity_of[start] - work.sharing.compute_share)
 
@@ -339,7 +343,10 @@ def _reserved(problem: Problem, reductions: Sequence[int]) -> list[tuple[float, 
 
 
 def _back(until: float, us: float, busy: list[tuple[float, float]]) -> float:
-    """The latest time from which `us` microseconds outside of `busy` remain up to `until`; drops intervals passed."""
+    """The latest time such that `us` microseconds outside of the intervals `busy` lie between it and `until`.
+
+    Removes from `busy` the intervals that lie after the result.
+    """
     while busy:
         begin, end = busy[-1]
         if begin < until:

@@ -21,7 +21,7 @@ class Limits:
 
     Attributes:
         budget_bytes: most bytes alive at any moment, as the memory curve counts; None: no limit.
-        in_flight_bytes: most bytes of unsharded parameters and gradients whose collectives are in flight, as
+        in_flight_bytes: most bytes of collectives in flight, that is, of unsharded parameters and gradients, as
             `limited_bytes` counts them. Two collectives may always be in flight: the awaited one and the next.
     """
 
@@ -31,7 +31,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """A graph to be scheduled, its nodes by number (`Work`).
+    """A graph to be scheduled. Nodes are numbers, see `Work`.
 
     Attributes:
         work: the nodes with their lanes and times.
@@ -41,9 +41,9 @@ class Problem:
         limits: memory limits.
         output_chains: see `Dependencies.output_chains`.
         output_chains_of: for each start, the keys of `output_chains` that contain it.
-        compute_at: microseconds of compute before each slot (gap between compute nodes) if every copy runs where its
-            result is needed; the last entry is the total.
-        compute_order_at: like `compute_at`, without copies, because these may run in another slot.
+        compute_at: microseconds of compute before each slot (gap between compute nodes); the last entry is the total.
+            Every copy counts where its result is needed.
+        compute_order_at: like `compute_at`, without copies, because copies may run in another slot.
     """
 
     work: Work
@@ -81,7 +81,7 @@ class Problem:
         )
 
     def by_numbers(self) -> Problem:
-        """The same problem with numbers in place of nodes, to compare: equal problems have equal schedules."""
+        """The same problem with numbers in place of nodes. If two problems are then equal, so are their schedules."""
         return replace(self, work=replace(self.work, nodes=(), numbers={}))
 
 

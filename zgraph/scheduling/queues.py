@@ -19,8 +19,9 @@ class Queues:
     """Starts of collectives, by number (see `Work`), in queues.
 
     Attributes:
-        queues: lists of starts that keep their order. Starts of a queue agree in their lane, in whether they read only
-            graph inputs, and in the length of the chain of collectives before them. Parameter gathers come first.
+        queues: lists of starts that keep their order. All starts of a queue have the same lane, and the same number of
+            collectives in the chain before them. Starts that read only graph inputs have queues of their own. Queues of
+            parameter gathers come first.
         queue_of: index in `queues` of each start's queue, in program order.
         start_of: start that each wait waits for.
         wait_of: wait of each start, the first one if there are several.
@@ -67,11 +68,11 @@ class Queues:
 
 
 def limited_bytes(start: fx.Node) -> int:
-    """Bytes of a collective that count against `Limits.in_flight_bytes`: the unsharded tensor, if waiting frees memory.
+    """Bytes of a collective that count against `Limits.in_flight_bytes`: in general those of the unsharded tensor.
 
-    A reduction counts 0 if its result is as large as its input, because waiting for it then frees nothing: reductions
-    of replicated gradients, where each rank keeps the whole mean, and of codes. Copies between memory spaces count 0,
-    because the activation needs the same bytes without them.
+    A reduction counts 0 if its result is as large as its input, because waiting for it then frees no memory. This holds
+    for codes, and for replicated gradients, of which each rank keeps the whole mean. Copies between memory spaces count
+    0, because the activation needs the same bytes without a copy.
     """
     if nodes.is_copy_start(start):
         return 0
@@ -80,7 +81,7 @@ def limited_bytes(start: fx.Node) -> int:
 
 
 def _returned_bytes(start: fx.Node) -> int:
-    """Bytes of those graph outputs that are made from a collective's result by communication nodes alone."""
+    """Bytes of the graph outputs that are a collective's result, or that communication nodes alone make from it."""
     pending, seen = [start], {start}
     returned = 0
     while pending:

@@ -7,8 +7,8 @@ lane until its collective is done:
     compute   [mm][mm]......[mm]          . exposed: the compute lane waits
     group:0    [-----gather----]
 
-Copies to and from host and disk have lanes of their own, with queues like those of groups; a reader of their result
-waits for them. Host updates also run on a lane of their own, concurrently with compute; a wait names its update.
+Copies to and from host and disk have lanes of their own, with queues like those of groups. A reader of a copy's result
+waits for the copy. Host updates also have a lane of their own, and run concurrently with compute until their wait.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Work:
         capacities: capacity of each link.
         lane: lane of each node: an index into `lanes`, or one of ON_COMPUTE, IN_NO_TIME and WAITS.
         pending: for each node, the collectives and copies whose results it reads, directly or through views.
-        update_of: for each wait for an update that runs concurrently with compute, that update.
+        update_of: the update for which each update wait waits.
         sharing: how lanes slow each other down.
     """
 
@@ -181,7 +181,7 @@ class Clock:
         self._idle = 0.0  # how long the compute lane has waited so far
 
     def issue(self, node: int) -> None:
-        """Let the program issue a node, and go on to where it can issue the next node."""
+        """Issue a node, and advance the time to where the program can issue the next one."""
         lane = self.work.lane[node]
         if lane == Work.IN_NO_TIME:
             self.begin[node] = self.end[node] = self.now
@@ -215,7 +215,7 @@ class Clock:
         return new
 
     def backlog_us(self, lane: int, until: int | None = None) -> float:
-        """Time that a lane needs for all work in its queue, one after another, or up to and including node `until`."""
+        """Time that a lane needs for its queue, one node at a time; with `until`, up to the end of node `until`."""
         passed = self.now - self._stamp
         backlog = 0.0
         for node, left in self._left.items():  # ordered by when they began
@@ -238,7 +238,7 @@ class Clock:
             self._advance_idle()
 
     def timeline(self, memory: MemoryCurve) -> Timeline:
-        """The timeline, once all nodes are issued and done."""
+        """Return the timeline. All nodes must have been issued, and have ended."""
         work = self.work
         lane_of = {Work.ON_COMPUTE: COMPUTE, Work.IN_NO_TIME: None, Work.WAITS: None} | dict(enumerate(work.lanes))
         spans = {
@@ -286,7 +286,7 @@ class Clock:
         self._finish_due()
 
     def _begin(self, lane: int, cause: int) -> None:
-        """Begin the work at the head of a lane's queue, as long as the lane has room and inputs are ready."""
+        """Begin nodes from the head of a lane's queue, as long as the lane has room and their inputs are ready."""
         queue = self._queues[lane]
         while queue and self._free[lane]:
             node = queue[0]
@@ -329,7 +329,7 @@ class Clock:
             self._speed[link] = min(1.0, self._gain[link] / self._on_link[link])
 
     def _catch_up(self) -> None:
-        """Update the time left of everything running to the present moment."""
+        """Update the remaining time of all running nodes to the present moment."""
         passed, lane_of = self.now - self._stamp, self.work.lane
         for node, left in self._left.items():
             self._left[node] = max(0.0, left - passed * self._speed[self._link[lane_of[node]]])

@@ -19,12 +19,12 @@ class Sharing:
     Attributes:
         links: link that each lane uses. A lane that is not listed has its own link, of the same name.
         at_once: how many collectives of one group run concurrently; they begin in order.
-        gains: for each link, throughput of concurrent transfers relative to that of one transfer: on some transports
-            one transfer does not fill the link. Each of n transfers runs at gain/n of its speed alone, at most at full
-            speed. The gain of a link that is not listed is 1.
+        gains: for each link, throughput of concurrent transfers divided by that of a single transfer, which may not
+            fill the link. Each of n transfers runs at min(1, gain/n) of its full speed. A link that is not listed has a
+            gain of 1.
         issue_us: time that the program spends on the compute lane to issue each collective.
-        compute_share: share of a collective's time that it takes from concurrent compute: 0 if copies have engines of
-            their own, up to 1 if one core does both (gloo).
+        compute_share: time that concurrent compute loses to a collective, as a share of the collective's time: 0 if
+            copies have engines of their own, up to 1 if one core does both (gloo).
     """
 
     links: Mapping[Lane, str] = field(default_factory=dict[Lane, str])
@@ -67,7 +67,7 @@ class Sharing:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """When a node ran, in microseconds from the start of the graph, and on which lane (None: waits and views)."""
+    """When a node ran, in microseconds from the start of the graph, and on which lane. Waits and views have no lane."""
 
     begin_us: float
     end_us: float
@@ -107,7 +107,7 @@ class Timeline:
         return self.busy_us.get(lane, 0.0) / self.step_us if self.step_us else 0.0
 
     def critical_path(self, end: fx.Node | None = None) -> list[fx.Node]:
-        """The chain of nodes, each beginning when the previous one ended, that leads to `end` or to the last node."""
+        """The chain of nodes that leads to `end`, or else to `last`. Each node began when the previous one ended."""
         node = self.last if end is None else end
         path: list[fx.Node] = []
         while node is not None:

@@ -27,8 +27,8 @@ class Value:
     """A storage that forward can save for backward.
 
     Attributes:
-        nodes: nodes that forward returns if the value is saved: one, or several that share the storage.
-        gather: the gather, if the value is a gathered parameter.
+        nodes: the node that forward returns if the value is saved, or several nodes that share the storage.
+        gather: the gather that makes the value, if the value is a gathered parameter.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -51,10 +51,10 @@ class StepEstimate:
         bytes_during: bytes alive during each call, forward before backward.
         lane_us: how long each lane is busy.
         step_us: lower bound on the time of the step, see `LifetimeModel`.
-        gaps: for each value, the positions between its last use in forward and its first in backward, where it
-            occupies memory only because it is saved.
-        anchors: for a whole step, the backward node before which each of `recomputed` runs again.
-        clock_us: microseconds of compute done before each call, then the total.
+        gaps: for each value, the positions between its last use in forward and its first use in backward. There the
+            value occupies memory only because it is saved.
+        anchors: for a whole step, the backward node before which each node of `recomputed` runs again.
+        clock_us: microseconds of compute done before each call, and as the last entry the total.
     """
 
     dropped: Mapping[Value, None]
@@ -79,7 +79,7 @@ class StepEstimate:
 
 @dataclass(frozen=True, kw_only=True)
 class HostLinks:
-    """Links for offloading to the host, and the size from which it pays.
+    """Links for offloading to the host, and the least size for which offloading pays.
 
     Attributes:
         device_to_host, host_to_device: links of one rank.
@@ -97,8 +97,8 @@ NONE_OFFLOADED: Mapping[Value, None] = MappingProxyType({})
 class LifetimeModel:
     """Base of models of a training step: the step's calls with their costs, and the storages of their results.
 
-    A forward or a backward is assumed to last as long as its busiest lane, because the schedule, which is found later,
-    hides what it can.
+    A forward or a backward is assumed to last as long as its busiest lane: the schedule, which is found later, hides
+    the rest if it can.
 
     Args:
         graph: graph before gathers and reductions are lowered.
@@ -142,15 +142,15 @@ class LifetimeModel:
                 self.makes.setdefault(found.storages[number].first, []).append(number)
 
     def estimate(self, dropped: Mapping[Value, None], offloaded: Mapping[Value, None] = NONE_OFFLOADED) -> StepEstimate:
-        """Estimate the step that recomputes the dropped values, offloads the offloaded ones, and saves all others."""
+        """Estimate a step that recomputes values in `dropped`, offloads those in `offloaded`, and saves all others."""
         raise NotImplementedError
 
     def base_of(self, value: Value) -> fx.Node | None:
-        """The single node whose copy offloads the whole value; None if the value cannot be offloaded."""
+        """The node to copy to the host in order to offload the whole value; None if the value cannot be offloaded."""
         raise NotImplementedError
 
     def chain(self, value: Value, estimate: StepEstimate) -> list[fx.Node] | None:
-        """Nodes to recompute in addition if a value is dropped; None if one of them cannot be recomputed."""
+        """The nodes that backward must also recompute if it drops `value`; None if a node cannot be recomputed."""
         raise NotImplementedError
 
     def bytes_of(self, value: Value) -> int:
@@ -160,21 +160,21 @@ class LifetimeModel:
         return frozenset(number for value in values for number in self.lies_in[value.nodes[0]])
 
     def copy_us(self, value: Value) -> tuple[float, float]:
-        """Time to copy a value to the host, and back; infinite if it may not be offloaded."""
+        """Two times: to copy a value to the host, and to copy it back. Both are infinite if it may not be offloaded."""
         links = self.copies
         if links is None or self.bytes_of(value) < links.least_bytes or self.base_of(value) is None:
             return math.inf, math.inf
         return links.device_to_host.us(self.bytes_of(value)), links.host_to_device.us(self.bytes_of(value))
 
     def copying(self, offloaded: Mapping[Value, None]) -> tuple[dict[Lane, float], dict[Lane, float]]:
-        """Time to copy the offloaded values: on the lane to the host in forward, and on the lane back in backward."""
+        """Time on each lane to copy the values `offloaded`: first to the host, in forward, then back, in backward."""
         found = [self.copy_us(value) for value in offloaded]
         if not found:
             return {}, {}
         return {DEVICE_TO_HOST: sum(out for out, _ in found)}, {HOST_TO_DEVICE: sum(back for _, back in found)}
 
     def at_best(self, lane_us: Mapping[Lane, float]) -> float:
-        """Least time of a forward or backward that keeps each lane busy for the given time."""
+        """Least time of a forward or backward in which each lane is busy for its time in `lane_us`."""
         links: dict[str, float] = {}
         taken = 0.0
         for lane, us in lane_us.items():
@@ -197,12 +197,12 @@ def busy_us(costs: Iterable[NodeCost]) -> dict[Lane, float]:
 
 
 def clock_us(costs: Iterable[NodeCost]) -> list[float]:
-    """Microseconds of compute done before each of these calls, then the total."""
+    """Microseconds of compute done before each of these calls, and as the last entry the total."""
     return [0.0, *accumulate(cost.us if cost.lane == COMPUTE else 0.0 for cost in costs)]
 
 
 def _bytes_when_lowered(storage: Storage) -> int:
-    """Bytes of a storage on the device once gathers are lowered; 0 for a shard that is neither gathered nor cast."""
+    """Bytes of a storage on the device after gathers are lowered. A shard without gather and cast counts 0."""
     if storage.space != DEVICE or (storage.held and not is_tangent(storage.first)):
         return 0
     if not nodes.is_unshard(storage.first):

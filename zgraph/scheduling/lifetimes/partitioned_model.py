@@ -32,12 +32,12 @@ from zgraph.torch_compat.operators import written_arguments
 class PartitionedModel(LifetimeModel):
     """The model of a training step whose joint graph will be split into a forward and a backward graph.
 
-    Forward runs in the order of the joint graph, backward in the order of torch's partitioner: a recomputed node runs
-    just before its first reader.
+    Forward runs in the order of the joint graph. Backward runs in the order of torch's partitioner, in which a
+    recomputed node runs just before its first reader.
 
     Args:
         joint: forward and backward in one graph.
-        forward, backward: the two graphs if every value that may be saved is saved, except gathered parameters.
+        forward, backward: the two graphs of a split that saves all values that may be saved, but no gathered parameter.
         user_outputs: number of outputs that the user receives.
         cost_of: cost of each call of the joint graph.
         sharing: how lanes share links and compute.
@@ -103,7 +103,10 @@ class PartitionedModel(LifetimeModel):
         return node
 
     def _parameters(self) -> Iterator[Value]:
-        """Values for gathered parameters that forward and backward read, or for their cast if all readers cast them."""
+        """Yield a value for each gathered parameter that both forward and backward read.
+
+        The value is the parameter's cast if all readers cast it.
+        """
         recomputed = dict.fromkeys(self.base_recomputed)
         for gather in self.base_recomputed:
             if nodes.is_unshard(gather) and UnshardArgs.of(gather).layout.zero_stage == 3 and gather in self.required:
@@ -114,7 +117,7 @@ class PartitionedModel(LifetimeModel):
                     yield Value((kept,), gather)
 
     def _activations(self) -> Iterator[Value]:
-        """One value for each storage of saved activations that no output of the user keeps alive."""
+        """Yield a value for each storage of saved activations, without those that an output of the user keeps alive."""
         held = {number for node in self.user_outputs for number in self.lies_in[node]}
         by_storage: dict[tuple[int, ...], list[fx.Node]] = {}
         for node in self.saved:
@@ -160,12 +163,12 @@ class PartitionedModel(LifetimeModel):
         )
 
     def _forward(self, saved: Iterable[fx.Node]) -> list[fx.Node]:
-        """Calls of forward, without those needed only for values that are no longer saved."""
+        """The calls that forward must make for the user's outputs and for the values `saved`, in order."""
         needed = _ancestors([*self.user_outputs, *saved], self.forward)
         return [node for node in self.forward if node in needed or written_arguments(node)]
 
     def _backward(self, saved: Iterable[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
-        """Calls of backward in order, and those among them that forward runs too."""
+        """The calls of backward in order, and those of them that forward runs, too, that is, the recomputed ones."""
         available = dict.fromkeys(saved)
         recomputed: list[fx.Node] = []
         order: list[fx.Node] = []
@@ -208,11 +211,11 @@ class PartitionedModel(LifetimeModel):
 
 
 class _StepReplay:
-    """Live ranges of the storages of a step, including those that backward recomputes.
+    """Finds the live ranges of the storages of a step, including those that backward recomputes.
 
-    If backward recomputes storage n, the copy is storage n + count. Readers of the recomputed node read the copy, so n
-    itself ends with its last reader in forward, or with the last reader in backward that reads n and not the copy. An
-    offloaded storage n also comes back as storage n + count, at its first reader in backward.
+    If backward recomputes storage n, the copy is storage n + count. Readers of the recomputed node read the copy. All
+    other readers, in forward or in backward, read n, which ends with the last of them. An offloaded storage n also
+    comes back as storage n + count, at its first reader in backward.
     """
 
     def __init__(self, model: PartitionedModel, offloaded: frozenset[int] = frozenset()) -> None:
@@ -255,7 +258,7 @@ class _StepReplay:
         self.alive.keep(n for node in model.gradients if node in ran for n in placed.get(node, model.lies_in[node]))
 
     def gap(self, value: Value, is_dropped: bool) -> range:
-        """Positions from a value's last reader in forward to its first in backward, or to where its copy is made."""
+        """Positions from a value's last reader in forward to its first reader in backward, or to its copy."""
         numbers = self.model.lies_in[value.nodes[0]]
         begin = max(self.last_forward_read[number] for number in numbers) + 1
         if is_dropped:
@@ -275,7 +278,7 @@ def _ancestors(ends: Iterable[fx.Node], order: Sequence[fx.Node]) -> dict[fx.Nod
 
 
 def _from_first_tangent(calls: list[fx.Node]) -> list[fx.Node]:
-    """Calls from the first reader of a tangent on; calls before it run just before their own first readers."""
+    """The calls from the first reader of a tangent on. Earlier calls are left out: they run where they are read."""
     first = next(
         (position for position, node in enumerate(calls) if any(map(is_tangent, node.all_input_nodes))),
         0,

@@ -14,7 +14,7 @@ MAX_ESTIMATES = 64  # estimates along a frontier; with more values, several are 
 
 @dataclass(frozen=True)
 class Move:
-    """A value that is not kept on the device from forward to backward: either recomputed or offloaded."""
+    """A decision not to keep a value on the device from forward to backward, but to offload it or to recompute it."""
 
     value: Value
     offload: bool
@@ -22,12 +22,12 @@ class Move:
 
 @dataclass
 class Path:
-    """Estimates from the fastest step to the one that uses the least memory, independent of any limit."""
+    """Estimates of steps that trade time for memory. They do not depend on a limit."""
 
     estimates: list[StepEstimate]
 
     def choose(self, target_bytes: int) -> StepEstimate:
-        """The fastest step within the limit; if there is none, the one that uses the least memory.
+        """Return the fastest step within the limit; if there is none, the step that uses the least memory.
 
         A larger limit never yields a slower step.
         """
@@ -38,10 +38,10 @@ class Path:
 
 
 def greedy_frontier(model: LifetimeModel) -> Path:
-    """Estimate steps that save less and less: first without the values that cost the least time per byte at the peak.
+    """Estimate steps that save fewer and fewer values. Values that cost the least time per byte at the peak go first.
 
-    Starts twice: from a step that saves everything, and from one that saves no gathered parameter. Values that turn out
-    not to be alive at the peak are saved again, the most expensive to recompute first.
+    Starts twice: from a step that saves everything, and from a step that saves no gathered parameter. Values that turn
+    out not to be alive at the peak are saved again; the most expensive to recompute are tried first.
 
     Source: the ratio is that of Chen et al. 2016, arXiv 1604.06174, and of Jain et al. 2020 (Checkmate), arXiv
     1910.02653, section 6, whose optimum it approaches. Here gathered parameters are values like activations, and only
@@ -53,7 +53,7 @@ def greedy_frontier(model: LifetimeModel) -> Path:
 
 
 def _frontier_from(model: LifetimeModel, estimate: StepEstimate) -> list[StepEstimate]:
-    """The given estimate and those found by dropping or offloading values as long as the peak does not rise."""
+    """Return `estimate`, then those found by dropping or offloading more and more values without a higher peak."""
     estimates = [estimate]
     at_once = max(1, len(model.values) // MAX_ESTIMATES)
     barred: dict[Move, None] = {}
@@ -81,7 +81,7 @@ def _after(model: LifetimeModel, estimate: StepEstimate, moves: Iterable[Move]) 
 
 
 def _moves(model: LifetimeModel, estimate: StepEstimate, barred: Mapping[Move, None]) -> list[Move]:
-    """For each value alive at the peak, the cheaper move (drop or offload), if any is possible; cheapest move first."""
+    """For each value alive at the peak, the cheaper of its possible moves (drop or offload), sorted by cost."""
     peak = estimate.bytes_during.index(estimate.peak_bytes)
     busy = busy_us(model.costs[node] for node in (*model.backward, *estimate.recomputed))
     _, copying_back = model.copying(estimate.offloaded)
@@ -118,7 +118,7 @@ def _sum_of(one: Mapping[Lane, float], other: Mapping[Lane, float]) -> dict[Lane
 
 
 def _rollback(model: LifetimeModel, estimate: StepEstimate) -> StepEstimate:
-    """The step with dropped values saved again where they fit below the peak; the given step if that is not faster."""
+    """Save dropped values again if they fit below the peak. Returns `estimate` unless the new step is faster."""
     during, dropped = list(estimate.bytes_during), dict(estimate.dropped)
     peak = during.index(estimate.peak_bytes)
     gain = {value: sum(model.costs[node].us for node in value.nodes) for value in dropped}

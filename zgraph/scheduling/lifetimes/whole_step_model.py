@@ -31,9 +31,9 @@ from zgraph.torch_compat.operators import written_arguments
 class WholeStepModel(LifetimeModel):
     """A whole step: any number of forwards and backwards in one graph, then the optimizer.
 
-    A value is a storage that one forward makes and that only this forward and its backward read. If it is dropped, that
-    backward recomputes it from storages alive at that time, just before its first reader. Casts of replicated
-    parameters are always dropped, because their gathers are free.
+    A value is a storage that one forward makes and that only this forward and its backward read. If the value is
+    dropped, its backward recomputes it just before the first reader, from storages that are alive there. Casts of
+    replicated parameters are always dropped, because their gathers are free.
 
     Args:
         graph: graph of the step, whose nodes record which forward or backward they belong to; it is not changed.
@@ -70,7 +70,7 @@ class WholeStepModel(LifetimeModel):
     # --- what can be dropped
 
     def _spoiled(self) -> set[fx.Node]:
-        """Nodes whose memory is overwritten before the last backward ends, so that a later read sees other data."""
+        """Nodes whose memory is overwritten before the last backward ends. Later readers would see other data."""
         last = max((place for place, node in enumerate(self.calls) if self.part[node] % 2), default=-1)
         places = self.placed.lies_in
         written = {
@@ -79,7 +79,7 @@ class WholeStepModel(LifetimeModel):
         return {node for node, numbers in places.items() if written & {*numbers}}
 
     def _crossing(self) -> dict[int, dict[fx.Node, None]]:
-        """For each storage, those of its nodes that a forward makes and that the backward of this forward reads."""
+        """For each storage, its nodes that are made by a forward and read by the backward of this forward."""
         found: dict[int, dict[fx.Node, None]] = {}
         for node in self.backward:
             for source in self.reads[node]:
@@ -99,7 +99,7 @@ class WholeStepModel(LifetimeModel):
                 yield number, list(found)
 
     def _gathers(self, graph: fx.Graph) -> dict[int, fx.Node]:
-        """Gathers of stages 0 and 3, keyed by their storages and those of their views and casts."""
+        """Gathers of stages 0 and 3. The keys are the storages of a gather, and of its views, casts and copies."""
         found: dict[int, fx.Node] = {}
         for marker in nodes.call_functions(graph, nodes.is_unshard):
             if _stage(marker) in (0, 3):
@@ -108,7 +108,7 @@ class WholeStepModel(LifetimeModel):
         return found
 
     def _required(self) -> dict[fx.Node, None]:
-        """Nodes that forwards run for the user, for later parts, and for values that cannot be recomputed."""
+        """Nodes that forwards always run: for the user, for later parts, and for values that cannot be recomputed."""
         fixed = {node for found in self.crossing.values() for node in found}
         fixed -= {node for value in (*self.values, *self.always) for node in value.nodes}
         needed = dict.fromkeys([*self.returned, *fixed, *self.effects])
@@ -143,7 +143,7 @@ class WholeStepModel(LifetimeModel):
         return list(found)
 
     def is_alive(self, node: fx.Node, gone: Collection[int], forward: int) -> bool:
-        """Whether the backward of `forward` finds a node alive if the `gone` storages are not kept for it."""
+        """Whether a node is alive in the backward of part `forward` if that backward lacks the storages `gone`."""
         own = self.crossing if self.part[node] == forward else ()
         return all(
             number in self.gathered_once or (number in own and number not in gone) for number in self.lies_in[node]
@@ -155,7 +155,7 @@ class WholeStepModel(LifetimeModel):
         return {number for marker in markers if _stage(marker) in (1, 2) for number in self.lies_in[marker]}
 
     def base_of(self, value: Value) -> fx.Node | None:
-        """The node that allocates the value's storage, of which backward may read views; None: do not offload."""
+        """The node to offload for a value: below all views that backward reads. None if it cannot be offloaded."""
         if value.gather is not None or any(node in self.spoiled for node in value.nodes):
             return None
         (base, *others) = dict.fromkeys(map(self._without_views, value.nodes))
@@ -205,7 +205,7 @@ class WholeStepModel(LifetimeModel):
         )
 
     def _copying_in_parts(self, offloaded: Mapping[Value, None]) -> dict[int, dict[Lane, float]]:
-        """Time to copy the offloaded values: on the lane to the host in each forward, and back in its backward."""
+        """Time on each lane to copy the values `offloaded`, by part: to the host in a forward, back in its backward."""
         by_forward: dict[int, dict[Value, None]] = {}
         for value in offloaded:
             by_forward.setdefault(self.part[value.nodes[0]], {})[value] = None
@@ -236,7 +236,7 @@ class WholeStepModel(LifetimeModel):
 
 
 class _Replay:
-    """Live ranges of the storages of a step; the recomputed or reloaded copy of storage n is storage n + count.
+    """Finds the live ranges of a step's storages. A recomputed or reloaded copy of storage n is storage n + count.
 
     Attributes:
         ran: calls that run, each with the part in which it runs.
@@ -267,7 +267,7 @@ class _Replay:
         self.alive.keep(place for node in model.returned for place in self._place_of(node, False))
 
     def gap(self, numbers: tuple[int, ...], is_dropped: bool) -> range:
-        """Positions from a value's last reader in forward to its first in backward, or to where its copy is made."""
+        """Positions from a value's last reader in forward to its first reader in backward, or to its copy."""
         begin = max((self.last_forward_read.get(number, self.alive.first[number]) for number in numbers), default=0) + 1
         if is_dropped:
             ends = [self.alive.first[number + self.count] for number in numbers]

@@ -126,7 +126,7 @@ def _lay_out(page: PagedParameter, device_type: str) -> None:
 
 
 class ParameterPager:
-    """All pages (tensors) of a model, of which memory holds at most those of the largest module or of one operator."""
+    """All pages (tensors) of a model. Memory holds at most those of the largest module, or those of one operator."""
 
     def __init__(self, pages: Sequence[PagedParameter]) -> None:
         self.pages = pages
@@ -283,7 +283,7 @@ def _resting(page: PagedParameter) -> Resting | None:
 
 
 def _codes(page: PagedParameter) -> Codes | None:
-    """Return the codes as which the parameter is stored; None: it is stored unencoded."""
+    """Return the codes that are stored in place of the parameter; None: it is stored unencoded."""
     site, attribute = page.sites[0]
     state = state_of(site)
     param = None if state is None else state.by_attribute.get(attribute)
@@ -297,7 +297,7 @@ def _at_rest(page: PagedParameter, part: Tensor) -> Tensor:
 
 
 def _gather_into(page: PagedParameter) -> None:
-    """Gather the ranks' parts into the unsharded tensor; `Shard(0)` needs no second buffer of its size."""
+    """Gather the ranks' parts into the unsharded tensor; with `Shard(0)`, no second buffer of that size is needed."""
     assert isinstance(page.sharded, DTensor) and page.shard is not None
     mesh, placements = page.sharded.device_mesh, page.sharded.placements
     axes = [axis for axis, kind in enumerate(placements) if not kind.is_replicate() and mesh.size(axis) > 1]

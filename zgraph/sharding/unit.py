@@ -209,7 +209,7 @@ def _forward(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Run the module's original forward; make a named unit's outputs depend on all parameters, so all are reduced."""
+    """Run the module's original forward; a named unit's outputs then depend on all parameters, so all get gradients."""
     if not state.reduces_all_params:
         return forward(module, *args, **kwargs)
     gathered = after_gathers(state.params, unsharded, state.scope)
@@ -359,9 +359,9 @@ def _refuse_replacing(module: nn.Module, attribute: str) -> NoReturn:
 
 
 def gathering(module: nn.Module, own: Any) -> Any:
-    """Wrap a forward that is set on a module instance, such as a fused head and loss, or autocast, to gather first.
+    """Return a wrapper that gathers and then calls `own`, a forward set on a module instance: a fused loss, autocast.
 
-    The wrapper gathers like the forward of the module's class, and copies and inspects like the replaced method.
+    The wrapper gathers like the forward of the module's class, and can be copied and inspected like `own`.
     """
     method = own if isinstance(own, MethodType) and own.__self__ is module else None
     if not callable(own) or (method is not None and method.__func__ is type(module).forward):

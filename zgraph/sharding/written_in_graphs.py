@@ -1,4 +1,4 @@
-"""Detect writes to gathered parameters in Dynamo's graphs: AOTAutograd passes the written values to later reads."""
+"""Detect writes to gathered parameters in Dynamo's graphs, where AOTAutograd would pass the values to later reads."""
 
 from __future__ import annotations
 

@@ -18,10 +18,10 @@ from zgraph.torch_compat.groups import is_fake_world
 
 
 class SameBatch:
-    """Compares checksums of the first batch over a tensor-parallel axis; all its ranks must run that forward together.
+    """Compares checksums of the first batch over a tensor-parallel axis. All its ranks must run the first forward.
 
     Args:
-        mesh: [T] ranks of the axis.
+        mesh: ranks of the axis, [T].
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:

@@ -44,15 +44,16 @@ class PipelineStage(NoMessageToItself, TorchStage):
         closes: which micro-batch runs its backward last: the "last" one, or the "first" in `ScheduleLoopedBFS`. With
             "first", ZeRO stages 1 and 2 gather twice per step.
         keep_bytes: at ZeRO stage 3: bytes of gathered parameters that may be kept from a step's first forward to its
-            last backward. In the module's order, those that fit are gathered once per step, as at stage 2; the rest by
-            each micro-batch. `zgraph.plan` says how many a budget allows: `plan.pipeline.stages[index].keep_bytes`.
+            last backward. Parameters that fit, in the module's order, are gathered once per step, as at stage 2; each
+            micro-batch gathers the rest. `plan.pipeline.stages[index].keep_bytes` of `zgraph.plan` is the number of
+            bytes that a budget allows.
         options: further arguments of torch's `PipelineStage`, such as `group`.
 
     Raises:
         ValueError: a `dw_builder` is given, `closes` is unknown, or `keep_bytes` is not a number of bytes or there is
             no parameter at ZeRO stage 3.
-        ZgraphError: from `schedule.step`, if another micro-batch was the last; from `optimizer.step()`, if the
-            schedule's step has failed.
+        ZgraphError: from `schedule.step`, if the last backward is not that of the micro-batch named by `closes`;
+            from `optimizer.step()`, if the schedule's step has failed.
     """
 
     def __init__(
@@ -133,7 +134,7 @@ class PipelineStage(NoMessageToItself, TorchStage):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        """Run the backward of a micro-batch, or only that of its inputs if requested and possible."""
+        """Run the backward of a micro-batch; only its part for the inputs, if that is requested and possible."""
         outputs, inputs = kept_of_forward(self, bwd_chunk_id) if self.has_backward else ((), ())
         if full_backward or self.is_first or not _any_compiled(outputs):
             with self._backward_of(bwd_chunk_id) if full_backward else contextlib.nullcontext():
@@ -199,7 +200,7 @@ class PipelineStage(NoMessageToItself, TorchStage):
 
     @contextlib.contextmanager
     def _backward_of(self, chunk: int) -> Generator[None]:
-        """Context of a backward that reaches the weights, at the micro-batch's position; the last closes the window."""
+        """Context for a micro-batch's backward that reaches the weights; the step's last backward closes the window."""
         if not self.has_backward:
             yield
             return

@@ -54,7 +54,7 @@ def layer_time(layer: nn.Module, inputs: Sequence[Any], mode: Any, costs: CostMo
 
 
 def likeness(module: nn.Module, inputs: Iterable[Any]) -> tuple[Any, ...]:
-    """Return a key that is equal for two modules with inputs only if they compute alike, such as a layer made twice.
+    """Return a key of a module and its inputs; two keys are equal only if their modules compute alike.
 
     Sizes, numbers and names are compared by value, all other attributes by identity.
     """

@@ -1,4 +1,4 @@
-"""Texts of graphs after each pass: every line is stored once, and of each pass only the changes are stored."""
+"""Texts of graphs after each pass: each line is stored once, and each pass as the changes that it made."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ def runs_of(numbers: Sequence[int]) -> Runs:
 
 
 def hunks_between(before: Sequence[int], after: Sequence[int]) -> list[Hunk]:
-    """Return removals and insertions that turn `before` into `after`, and keep the most lines.
+    """Return the removals and insertions that turn `before` into `after` and keep as many lines as possible.
 
     Neither argument may repeat a number.
 
-    The kept lines are a longest increasing subsequence of positions, found in n log n, because most passes move nodes.
+    Most passes move nodes, so the kept lines are found as a longest increasing subsequence, in n log n.
     """
     hunks: list[Hunk] = []
     old = new = 0

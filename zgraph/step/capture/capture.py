@@ -191,7 +191,7 @@ def _tag_kept(graph: fx.Graph, lifted: Lifted) -> None:
 
 
 def _tag_new_state(graph: fx.Graph, captured: Captured, lifted: Lifted) -> None:
-    """Mark nodes that allocate new optimizer state, which exists from then on, with the memory space that stores it."""
+    """Mark each node that allocates new optimizer state with the memory space that stores the state from then on."""
     found = placements(graph)
     resting = lifted.resting
     rests_in = resting.options.optimizer_tier if resting is not None else None
@@ -315,7 +315,7 @@ class _Tracer:
 
     @contextlib.contextmanager
     def _scaling(self, scaler: torch.amp.GradScaler, stand_ins: StandIns) -> Generator[None]:
-        """Let a scaler decide inside the graph whether optimizers step, and tell models later."""
+        """Let `scaler` decide inside the graph whether optimizers step; it tells models after the graph has run."""
         pending: list[Any] = []
         if isinstance(scaler, GradScaler):
             scaler.defer = lambda found: self.told.extend((scaler, *entry) for entry in found)

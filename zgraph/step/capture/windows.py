@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 
 def resolve_windows(graph: fx.Graph) -> None:
-    """Sum a window's gradients in the graph, instead of in state between calls; set every marker's position to ALONE.
+    """Sum each window's gradients inside the graph, without state between calls; set all markers' positions to ALONE.
 
     The sum has the order and the dtypes of `zgraph.runtime.window_state`. Each parameter has its own window.
 

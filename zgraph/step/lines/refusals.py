@@ -55,7 +55,7 @@ def check_optimizer(optimizer: optim.Optimizer) -> None:
 
 
 def _is_own(hook: Any) -> bool:
-    """Return whether zgraph itself registered a hook (`step_on_shards`); a captured step does the same without it."""
+    """Return whether a hook is zgraph's own `step_on_shards`, which a captured step does not need."""
     return str(getattr(hook, "__module__", "")).startswith("zgraph.")
 
 

@@ -41,7 +41,7 @@ class Watch(DispatchMode):
         gathered: memory of parameters inside forwards, which must not be written.
         stand_ins: traced tensors, by ids of the real tensors that they replace; autograd may have saved real ones.
         part: number of the running forward or backward: 0 a forward, 1 its backward, 2 the next forward, ...; nodes
-            are marked with it.
+            are marked with this number.
         reader: optimizer whose own step is running: only it may read numbers from tensors, such as step counts for
             bias correction. It stays set if the step raises.
     """
@@ -141,7 +141,7 @@ Origin = tuple[str, str, int, str]  # path of the module, file, line, function
 
 
 class Origins:
-    """Finds the origin of operators: module and line of the user's code; in backward, those of the forward operator.
+    """Finds the module and the user's line that each operator comes from; in backward, those of the forward operator.
 
     Args:
         modules: paths of the model's modules by their ids.
@@ -202,7 +202,7 @@ def _draws_nothing(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, A
 
 @dataclass(frozen=True)
 class _Known:
-    """A number in a tensor: what the input at `place` holds before the step, plus `added`; without a place, `added`."""
+    """A number in a tensor: the value of input `place` before the step, plus `added`; without `place`, `added`."""
 
     tensor: Tensor  # kept alive, so that its id is not reused
     place: int | None

@@ -128,7 +128,7 @@ def _plain(value: Any) -> list[FunctionType]:
 
 
 def is_library_module(value: ModuleType, functions: Functions) -> bool:
-    """Return whether a Python module is neither the user's nor of a package that the model comes from."""
+    """Return whether a Python module belongs neither to the user nor to a package that the model comes from."""
     file = getattr(value, "__file__", None)
     return file is None or not functions.is_users(file, value.__name__)
 

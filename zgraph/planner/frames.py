@@ -62,7 +62,7 @@ class PlannedFrame:
 
     Attributes:
         graphs: graphs by direction.
-        later: graphs of later micro-batches, whose window has already gathered the parameters that it keeps.
+        later: graphs of later micro-batches; an earlier micro-batch has gathered the parameters that the window keeps.
         curve: memory over the frame, forward and backward together.
         kept_bytes: bytes of gathered parameters that the window keeps.
         saved_bytes: bytes alive between forward and backward, without kept parameters.

@@ -170,7 +170,7 @@ class Plan:
     def report(self, directory: str | Path) -> Path:
         """Write the plan to a folder, as `zgraph.report` does for a compiled model; return the folder of rank 0.
 
-        The folder of a pipeline has a page of its own, `index.html`: the timeline of micro-batches on each rank, the
+        The folder of a pipeline has an additional page, `index.html`: the timeline of micro-batches on each rank, the
         costs of ranks, stages and schedules, and after these the graphs of each stage.
 
         Args:

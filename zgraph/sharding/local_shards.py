@@ -23,13 +23,13 @@ def compile_on_local_shards(gm: fx.GraphModule, inputs: Sequence[Any], compile: 
     """Compile Dynamo's graph with local shards in the place of its DTensor inputs.
 
     Args:
-        gm: Dynamo's graph; changed in place, as are the bodies of its checkpointed regions. An input that is read by
-            anything but `to_local()` stays a DTensor.
+        gm: Dynamo's graph, which is changed in place, with the graphs of its checkpointed regions. An input that is
+            read by anything but `to_local()` stays a DTensor.
         inputs: example inputs of the graph.
         compile: called with the changed graph and matching example inputs.
 
     Returns:
-        A function that takes the real inputs, including DTensors. The gradients of DTensors are DTensors like them.
+        A function that takes the real inputs, including DTensors. The gradient of each DTensor is a DTensor like it.
     """
     found = _take_local(gm)
     if not found:
@@ -72,7 +72,7 @@ def _take_local(gm: fx.GraphModule) -> dict[int, Tensor]:
 def _local_reads(gm: fx.GraphModule, node: fx.Node) -> list[tuple[fx.GraphModule, fx.Node]] | None:
     """Find every `to_local()` of an input, and the graph it is in; None if anything else reads the input.
 
-    Dynamo keeps a checkpointed region as a separate graph, whose operands include parameters.
+    A checkpointed region is a separate graph. Its operands include parameters.
     """
     found: list[tuple[fx.GraphModule, fx.Node]] = []
     for user in node.users:

@@ -65,8 +65,8 @@ def materialize(
 
     Raises:
         ZgraphError: a parameter is not sharded, or `init` left a parameter or buffer without a value or replaced it by
-            one that does not fit. As after an exception of `init` itself, everything that was on the meta device
-            still is, the random state is restored, and the call can be repeated.
+            one that does not fit. After this error or one of `init`, everything that was on the meta device still
+            is, the random state is restored, and the call can be repeated.
     """
     root = without_compile(module)
     pages = find_pages(root)

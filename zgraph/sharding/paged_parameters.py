@@ -1,4 +1,4 @@
-"""Paged unsharded tensors: in memory while an initialisation needs them; otherwise only this rank's shard is."""
+"""Paged unsharded tensors: each is in memory while an initialisation needs it; else only this rank's shard is."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class PagedParameter:
     """A parameter or buffer, and the unsharded tensor that takes its place while `init` runs.
 
     Attributes:
-        name: qualified name of its first site.
+        name: qualified name of the first site.
         sites: every (module, attribute) that holds the tensor.
         sharded: the tensor that the module held before: a DTensor, or a meta buffer.
-        unsharded: [*shape] plain tensor; its storage is empty while the page is out.
+        unsharded: plain tensor of the whole shape; its storage is empty while the page is out.
         shown: the parameter or buffer that the module holds while `init` runs, over the storage of `unsharded`.
         unsharded_bytes: size of the full storage.
         is_split: whether some rank keeps less than the whole tensor, or keeps it off the device.
@@ -332,7 +332,7 @@ def _as_dtensor(page: PagedParameter, shard: Tensor) -> DTensor:
 
 
 def _fill_sharded(page: PagedParameter, sharded: DTensor) -> None:
-    """Give the parameter its shard: in the same object if torch allows it, otherwise in a new one at all its sites."""
+    """Give the parameter its shard. The parameter stays the same object if torch allows it, else it is replaced."""
     shard = page.unsharded if page.shard is None else page.shard
     laid_out = cast(DTensor, sharded.detach()).to_local()  # on meta, with the layout that shard() gives values
     if shard.stride() != laid_out.stride():

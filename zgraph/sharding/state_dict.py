@@ -68,7 +68,7 @@ def _strip_names(module: nn.Module, state_dict: dict[str, Any], prefix: str, loc
 
 
 def _strip_missing(wrapper: nn.Module, incompatible: Any) -> None:
-    """Remove `_orig_mod.` from the keys that `load_state_dict` reports, in `incompatible` itself, as torch requires."""
+    """Remove `_orig_mod.` from the keys that `load_state_dict` reports: `incompatible` is changed in place."""
     for keys in (incompatible.missing_keys, incompatible.unexpected_keys):
         keys[:] = [key.replace(COMPILED, "") for key in keys]
 

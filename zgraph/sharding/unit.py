@@ -1,4 +1,4 @@
-"""Units: modules that gather their parameters once, when their forward starts, and keep them until it ends.
+"""Units: modules that gather their parameters once, when forward starts, and keep them until forward ends.
 
 A unit's class is replaced by a subclass whose `forward` gathers first, and whose parameters are properties: inside
 forward they return the unsharded tensor, outside the sharded DTensor. Inside forward, `parameters()` yields unsharded
@@ -302,7 +302,7 @@ def _attribute(module: nn.Module, name: str) -> Any:
 
 @functools.cache
 def container_class(base: type[nn.Module]) -> type[nn.Module]:
-    """Make a subclass of `base` whose `parameters()`, inside forward, returns the tensors that its parts read."""
+    """Make a subclass of `base`. Inside forward, its `parameters()` returns the tensors that submodules read."""
     body = {
         "named_parameters": _named_parameters(base),
         "__module__": base.__module__,

@@ -2,7 +2,7 @@
 
 Without a compiler, gathers run where they are called. In a graph unread gathers are dead code, so the unit's outputs
 depend on all gathers of forward, and its incoming gradients on all gathers of backward. All parameters are gathered
-before any computation uses them, in one order, whichever of them a rank reads.
+before any computation, in the same order on all ranks, even if a rank reads only some of them.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ def layer_time(layer: nn.Module, inputs: Sequence[Any], mode: Any, costs: CostMo
 
     Args:
         layer: module, with or without values.
-        inputs: inputs of its forward, made by the mode.
+        inputs: inputs of the module's forward, made by `mode`.
         mode: mode of fake tensors.
         costs: cost model of the machine.
 

@@ -23,7 +23,7 @@ class PlannedStage:
         traffic: traffic of one rank along the axes within the stage, in all micro-batches of a step.
         activation_bytes: bytes of one micro-batch's activation, sent to the next stage.
         input_gradient_bytes: bytes of one micro-batch's input gradient, sent to the previous stage; 0 for the first.
-        stage_3_bytes: gathered bytes of its parameters at ZeRO stage 3, which `zgraph.PipelineStage` may keep over a
+        stage_3_bytes: gathered bytes of the parameters at ZeRO stage 3, which `zgraph.PipelineStage` may keep over a
             step.
         keep_bytes: how many of the `stage_3_bytes` to keep, see `zgraph.PipelineStage`: as many as the budget
             allows. None: the plan has no budget, and nothing is kept.

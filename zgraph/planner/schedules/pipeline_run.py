@@ -39,7 +39,7 @@ class StageCost:
 
     Attributes:
         forward_us, backward_us: time of each forward and backward, [micro_batches].
-        send_us: time to send an activation to the next stage; the same for its gradient on the way back.
+        send_us: time to send an activation to the next stage, or a gradient to the previous one.
         resting_bytes: bytes of parameters, buffers and the optimizer's state.
         gradient_bytes: bytes of `.grad`, from the first backward on.
         own_gradient_bytes: the part of `gradient_bytes` that holds this rank's own sums until the last backward.

@@ -28,7 +28,7 @@ class LineColumns:
     """Every line of code that any graph of the frame had after any pass; see `zgraph.graph.text.Line`.
 
     Attributes:
-        name, call: texts of the node's name and of its call.
+        name, call: text of the node's name, and text of the node's call.
         value, parameters: positions in the strings.
     """
 
@@ -77,7 +77,7 @@ class CollectiveColumns:
     """Collectives of a final graph, numbered in program order.
 
     Attributes:
-        node, wait: positions of the start and of its first wait. `wait` -1: it is in another graph, or not lowered.
+        node, wait: positions of the start and of its first wait. `wait` -1: in another graph, or not lowered.
         kind, group, dtype, codec, reason: positions in the strings; the codec is "" if numbers are sent uncompressed.
         group_size: number of ranks in the group.
         payload_bytes, sent_bytes, received_bytes: bytes of this rank.
@@ -158,7 +158,7 @@ class MemoryData:
         workspace_bytes: workspace of each call, in addition to storages.
         held_bytes: size of the inputs, which are held outside of the step.
         budget_bytes: budget that the step was planned for; None: no limit.
-        peak_bytes, peak_position: most bytes held by the step, and the position at which it holds them.
+        peak_bytes, peak_position: most bytes that the step holds, and the position at which it does.
         at_peak: positions of the largest storages alive at the peak, largest first.
         unknown: nodes whose size depends on data; they count as 0.
     """

@@ -44,7 +44,7 @@ class LinePool:
 
 
 def runs_of(numbers: Sequence[int]) -> Runs:
-    """Return numbers as runs (first, count) of consecutive ones: [4, 5, 6, 2] becomes [(4, 3), (2, 1)]."""
+    """Return numbers as runs (first, count) of consecutive numbers: [4, 5, 6, 2] becomes [(4, 3), (2, 1)]."""
     runs: Runs = []
     for number in numbers:
         if runs and number == sum(runs[-1]):

@@ -66,7 +66,7 @@ class PassRecorder:
 
 
 def unrecorded(runs: Iterable[PassRun], notes: Iterable[tuple[str, Direction, str]]) -> list[PassData]:
-    """Return what is known about the passes of a plan if no `PassRecorder` recorded them."""
+    """Return the data of a plan's passes if no `PassRecorder` recorded them: names, directions and notes."""
     said = list(notes)
     return [
         PassData(

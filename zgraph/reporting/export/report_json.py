@@ -1,4 +1,4 @@
-"""`report.json`: a versioned document of plain columns, the same bytes in every run; see docs/report-json.md.
+"""`report.json`: a versioned document of plain columns, with equal bytes in every run; see docs/report-json.md.
 
 Measured times are in `times.json` in the same folder, so that two reports of one program are equal files.
 """

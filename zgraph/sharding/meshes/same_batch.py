@@ -1,4 +1,4 @@
-"""A check that the ranks of a tensor-parallel group are given the same batch, which they compute together."""
+"""A check that all ranks of a tensor-parallel group get the same batch, because they compute it together."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""A check that parameters which tensor parallelism does not split get the same gradient on all ranks of its axis.
+"""A check that a parameter which a tensor-parallel axis does not split has equal gradients on all ranks of the axis.
 
-They do if all ranks compute with the same activations. A layer that reads a part of the sequence, or dropout with
-different random states, gives each rank its own gradient, which is never summed: replicas would drift apart silently.
+Gradients are equal if all ranks compute with the same activations. A layer that reads a part of the sequence, or
+dropout with different random states, gives each rank its own gradient. These are never summed, and replicas would
+drift apart silently.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 `parallelize_module` makes DTensors on a `tp` axis. zgraph shards the part of each rank over its own axes, as FSDP2
 does, so that between forwards the parameter is a DTensor on all these axes. In forward the part is gathered and becomes
-the same DTensor on `tp` again: DTensor still computes, and calls the collectives that this needs.
+the same DTensor on `tp` again: DTensor itself computes and communicates on `tp`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class TensorSplit:
 
     @property
     def dim(self) -> int | None:
-        """Dim that the axis splits; None if all its ranks hold the same tensor."""
+        """Dim that the axis splits; None if all ranks of the axis hold the same tensor."""
         return self.placement.dim if isinstance(self.placement, Shard) and self.size > 1 else None
 
     @property
@@ -75,7 +75,7 @@ class TensorSplit:
         return tuple(rows // self.size if dim == self.dim else rows for dim, rows in enumerate(self.shape))
 
     def as_read(self, part: Tensor) -> Tensor:
-        """Turn this rank's gathered part into the tensor read in forward: a DTensor on the axis, if it was one."""
+        """Return the tensor that forward reads for a gathered `part`: a DTensor on the axis, if the parameter was one."""
         if self.placement is None:
             return part
         return DTensor.from_local(part, self.mesh, [self.placement], run_check=False)

@@ -74,9 +74,9 @@ class Sharded(DTensor):
 
     Attributes:
         viewed: origin of the view; None if this tensor is not a view.
-        of_model: model whose ranks must make the same writes to this tensor and reads of its numbers; None: unknown.
-        of_parameter: name of the parameter that this is, or is the gradient of; else of the first it was computed from.
-        origin: number that identifies the parameter, or the inputs and operators of a result; equal on all ranks.
+        of_model: model whose ranks must all write to this tensor, and read numbers from it, alike; None: unknown.
+        of_parameter: name of this parameter, or of the parameter of this gradient; else of the first parameter used.
+        origin: number, equal on all ranks, for the parameter or for the inputs and operators of a result.
         writes: number of writes since the first copy of the tensor's rows was gathered; None before that.
         seen: for a gathered copy, the number of writes whose values the copy includes.
         digest: digest of the numbers that the tensor was computed from: see `zgraph.runtime.exchanges.changes`.
@@ -411,7 +411,7 @@ def _note_write(written: Iterable[Any]) -> None:
 def _write(
     func: OpOverload, traits: _Traits, args: Sequence[Any], kwargs: Mapping[str, Any], sharded: Sequence[Sharded]
 ) -> Any:
-    """Call an operator whose schema says that it writes to its first argument, to lists, or to `out=`."""
+    """Call an operator that writes, by its schema, to its first argument, to lists, or to `out=`."""
     if traits.assigns:  # only traced by Dynamo, whose graph is refused later
         func, traits = aten.copy_.default, _traits_of(aten.copy_.default)
     outputs = written_tensors(func, args, kwargs)
@@ -526,7 +526,7 @@ def _shown(whole: Tensor, steps: Sequence[Callable[[Tensor], Any]]) -> Tensor:
 
 
 def _check_equal(tensors: Sequence[Tensor], mesh: DeviceMesh, func: OpOverload) -> None:
-    """Check that the plain tensors, which `func` reads, have the same values on all ranks of a mesh."""
+    """Check that plain `tensors`, which `func` reads, are equal on all ranks of a mesh."""
     what = f"{func} reads or writes a sharded tensor by the values of a plain tensor"
     if any(is_fake(tensor) and tensor.ndim for tensor in tensors):
         raise ZgraphError(
@@ -555,7 +555,7 @@ def _is_partial(tensor: DTensor) -> bool:
 
 
 def _may_be_empty(tensor: DTensor) -> bool:
-    """Return whether any rank may have an empty shard; the same answer on all ranks."""
+    """Return whether any rank may have an empty shard; all ranks get the same answer."""
     split: dict[int, int] = {}
     for axis, placement in enumerate(tensor.placements):
         if (dim := getattr(placement, "dim", None)) is not None:

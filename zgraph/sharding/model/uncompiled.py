@@ -20,7 +20,7 @@ class Uncompiled:
     """Modules of a compiled model that gather outside its graphs.
 
     Attributes:
-        modules: names of the modules; a block is named once, in place of the modules inside it.
+        modules: names of the modules; a block's name stands for all modules inside the block.
         has_warned: whether the user has been warned.
         is_skipped: whether the running forward belongs to a compiled model and was skipped by Dynamo.
     """

@@ -161,7 +161,7 @@ class PipelineStage(NoMessageToItself, TorchStage):
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> tuple[tuple[Tensor | None, ...], Any]:
-        """Run a part of a backward, as `backward_type` says; compiled modules defer the rest to `WeightBackwards`."""
+        """Run the part `backward_type` of a backward; compiled modules leave the rest to `WeightBackwards`."""
         if backward_type == "input" and self._left is not None:
             outputs, grads, inputs = (bwd_kwargs[key] for key in ("stage_output", "output_grads", "input_values"))
             return input_gradients(outputs, grads, inputs), self._left
@@ -177,7 +177,7 @@ class PipelineStage(NoMessageToItself, TorchStage):
             param.state.defer = None
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """Run the backward of a micro-batch's weights, unless it ran together with that of its inputs."""
+        """Run a micro-batch's backward for weights, unless it ran together with the backward for inputs."""
         if bwd_chunk_id in self._whole:
             return
         for scope in self._scopes:
@@ -258,7 +258,7 @@ def _check_keep_bytes(params: Iterable[ShardedParam], keep_bytes: object) -> Non
 
 
 def _are_plain_shards(module: nn.Module, params: Iterable[ShardedParam]) -> bool:
-    """Return whether zgraph has sharded all parameters and nothing else splits them: graphs then read plain tensors."""
+    """Return whether zgraph shards all parameters and nothing else splits them, so that graphs read plain tensors."""
     sharded = {id(param.sharded) for param in params if param.spec.split is None}
     return all(id(parameter) in sharded for parameter in module.parameters())
 

@@ -59,7 +59,7 @@ def _stand_alone(marker: fx.Node) -> None:
 
 
 def _drop_placeholders(graph: fx.Graph, waiting: dict[fx.Node, None]) -> None:
-    """Remove the placeholders that `.grad` holds while the window is open, and autograd's addition of the mean to them.
+    """Remove the placeholders in `.grad` of open windows, and autograd's additions of the mean to placeholders.
 
     Raises:
         ZgraphError: anything else reads a placeholder.

@@ -95,7 +95,7 @@ def is_library(file: str) -> bool:
 
 
 def line_of(error: BaseException) -> str:
-    """Return the innermost line outside torch and zgraph that an error passed through, written like `user_line`."""
+    """Return the innermost line outside torch and zgraph that an error passed through, in the format of `user_line`."""
     found, trace = "", error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code

@@ -42,8 +42,8 @@ class Watch(DispatchMode):
         stand_ins: traced tensors, by ids of the real tensors that they replace; autograd may have saved real ones.
         part: number of the running forward or backward: 0 a forward, 1 its backward, 2 the next forward, ...; nodes
             are marked with this number.
-        reader: optimizer whose own step is running: only it may read numbers from tensors, such as step counts for
-            bias correction. It stays set if the step raises.
+        reader: optimizer whose own step is running. Only this optimizer may read numbers from tensors, such as step
+            counts for bias correction. The attribute stays set if the step raises.
     """
 
     def __init__(self, mode: Any, asks: bool, modules: Mapping[int, str]) -> None:

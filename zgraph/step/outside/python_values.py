@@ -36,7 +36,7 @@ class PythonValues:
     Args:
         functions: the step, and hooks on parameters.
         models: modules whose forwards the step may call; all their attributes are read.
-        ran: functions that the step called while it was traced; values that only other code names are left out. None:
+        ran: functions that the step called while it was traced. Only values that their code names are included. None:
             the step was not traced.
 
     Attributes:

@@ -119,7 +119,7 @@ def pipeline_document(plan: PipelinePlan) -> dict[str, Any]:
     """Return the content of `pipeline.json` without its format key: `PipelinePlan.as_json`, and all timed actions.
 
     Returns:
-        The document. `unkept` describes the step without kept parameters, with the fields of a schedule. `actions` is a table of
+        The document. `unkept` is the step without kept parameters, with a schedule's fields. `actions` is a table of
         columns, with a row for each forward and backward that takes time.
     """
     timed = [one for one in plan.run.actions if one.end_us > one.start_us]

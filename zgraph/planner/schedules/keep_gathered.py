@@ -11,7 +11,7 @@ from zgraph.sharding.pipeline.kept_parameters import first_fit
 
 
 def kept_bytes(sizes: Sequence[int], room_bytes: float) -> int:
-    """Return the number of bytes that `first_fit` keeps in `room_bytes`; with only this room, it keeps the same ones."""
+    """Return the number of bytes that `first_fit` keeps in `room_bytes`; with only this room, it keeps the same."""
     return sum(sizes[place] for place in first_fit(sizes, room_bytes))
 
 

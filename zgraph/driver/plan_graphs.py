@@ -49,7 +49,7 @@ class GraphPlanner:
     def name_inputs(self, graph: fx.Graph) -> dict[str, KnownParameter]:
         """Record names, tiers (memory spaces) and devices of a captured graph's inputs; return its parameters by name.
 
-        Names are for dumps, reports and errors; no pass decides by them.
+        Names are for dumps, reports and errors; no pass makes decisions by names.
         """
         names: dict[str, str] = {}
         for place, node in enumerate(graph.find_nodes(op="placeholder")):

@@ -103,7 +103,7 @@ class Cluster:
         """Call the user's function to shard a model over all axes except the pipeline's.
 
         Raises:
-            ValueError: the function does not use the axes as they are.
+            ValueError: the function accepts no mesh although there are several axes, or shards over the wrong axes.
         """
         axes = self.axes
         if axes is None or mesh is None:

@@ -37,7 +37,7 @@ from zgraph.torch_compat.groups import stages_hold_messages
 
 @dataclass(frozen=True, kw_only=True)
 class _Compiled:
-    """A stage compiled for its micro-batches: `closing` are the last micro-batch's frames, `frames` all others'."""
+    """A stage compiled for its micro-batches: `closing` is for the last micro-batch, `frames` for all others."""
 
     module: nn.Module
     frames: Sequence[PlannedFrame]

@@ -47,7 +47,7 @@ def plan_whole_step(
     inputs: Sequence[Any],
     compiler_of: Callable[[Frame], FrameCompiler],
 ) -> None:
-    """Capture and plan the step as later calls run it, with the optimizer's state.
+    """Capture and plan a step that finds the optimizer's state, as every call but the first does.
 
     Args:
         function: function with the lines of the training loop.

@@ -183,7 +183,7 @@ class Prediction:
     Attributes:
         owned: inputs that the graph frees.
         curve: memory curve.
-        costs: costs of its calls.
+        costs: costs of the graph's calls.
         timeline: simulated timeline.
     """
 

@@ -19,7 +19,7 @@ from zgraph.runtime.profiler import GraphProfiler, Measured, StepProfiler
 
 @dataclass(eq=False)
 class Report:
-    """Report on a compile, filled while compiling; print it after the first step. `zgraph.summary` returns a model's.
+    """Report on a compile, filled while compiling; print it after the first step. `zgraph.summary` returns one.
 
     Attributes:
         graphs: every compiled graph, in order.

@@ -13,7 +13,7 @@ from zgraph.torch_compat.dynamo import without_compile
 
 @contextlib.contextmanager
 def no_sync(module: nn.Module) -> Generator[None]:
-    """Defer the reduction of gradients to the first backward of a forward outside this context.
+    """Defer the reduction of gradients to the first backward whose forward ran outside this context.
 
         for batch in batches[:-1]:
             with zgraph.no_sync(model):

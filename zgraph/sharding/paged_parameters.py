@@ -156,7 +156,7 @@ class ParameterPager:
                 _hold(page, part, attribute, page.sharded)
 
     def of(self, tensors: Iterable[object]) -> list[PagedParameter]:
-        """Return the pages of these tensors, or of the tensors they view."""
+        """Return the pages of `tensors`, or of the tensors that these view."""
         keys = dict.fromkeys(storage_key(tensor) for tensor in tensors if isinstance(tensor, Tensor))
         return [self.by_storage[key] for key in keys if key in self.by_storage]
 

@@ -289,7 +289,7 @@ class ModuleState:
     Attributes:
         scope: shared with every module under the same root.
         params: parameters gathered when this module's forward starts.
-        by_attribute: the module's own parameters by attribute, to gather one that is read outside its unit.
+        by_attribute: the module's own parameters by attribute, used to gather a parameter read outside its unit.
         unsharded: currently gathered parameters, by attribute.
         reduces_all_params: whether this is a named unit, whose parameters all receive a gradient.
         input_dtype: dtype to which the module's floating-point inputs are cast; only roots with a param_dtype have one.

@@ -87,7 +87,7 @@ def gather_as_stored(param: ShardedParam, scope: Scope) -> Tensor:
 
 @torch.compiler.assume_constant_result
 def _refuse_in_branch(name: str) -> None:
-    """Refuse a gather in a branch: ranks that take different branches hang, and no sharded gradient leaves a branch.
+    """Refuse a gather in a branch: ranks in different branches would hang, and branches return no sharded gradients.
 
     Raises:
         ZgraphError: always.

@@ -92,7 +92,7 @@ class Axes:
 
     @property
     def inner(self) -> tuple[str, ...]:
-        """All axes but that of the pipeline."""
+        """All axes except the pipeline's."""
         return tuple(name for name in self.sizes if name != PIPELINE)
 
     def stride(self, axis: str) -> int:

@@ -24,7 +24,7 @@ def layer_time(layer: nn.Module, inputs: Sequence[Any], mode: Any, costs: CostMo
         costs: cost model of the machine.
 
     Returns:
-        The time, and the result as a tensor of the mode; None in its place if the result is not a single tensor.
+        The time, and the result as a tensor of `mode`; None instead of the result if it is not a single tensor.
     """
     named = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
     fakes = [fake_on_cpu(mode, value) for value in named.values()]

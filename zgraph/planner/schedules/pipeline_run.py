@@ -128,8 +128,8 @@ class PipelineRun:
 def simulate_pipeline(schedule: str, ranks: int, costs: Sequence[StageCost]) -> PipelineRun:
     """Simulate a step under a schedule.
 
-    Each rank starts its next action as soon as the input has arrived. Sending occupies only the link, one message after
-    the other in each direction.
+    Each rank starts its next action as soon as the input has arrived. Sending occupies only the link, which carries one
+    message at a time in each direction.
 
     Args:
         schedule: a schedule that `schedules_for` returns for these numbers.

@@ -107,8 +107,8 @@ class GraphData:
 
     Attributes:
         direction: "forward", "backward", "inference" or "step".
-        nodes: its nodes.
-        collectives: its collectives.
+        nodes: nodes of the graph.
+        collectives: collectives of the graph.
         predicted_us, exposed_us: predicted times of one call; None: no target.
         critical: positions of the nodes on the critical path.
         peak_bytes: peak of this graph only, as shown by `zgraph.explain`; None: could not be predicted.

@@ -15,7 +15,7 @@ Hunk = tuple[int, int, Runs]
 
 
 class LinePool:
-    """Lines of code by number. Two lines of one graph never share a number; equal lines of two graphs do."""
+    """Lines of code by number. Two lines of one graph never share a number; equal lines of two graphs share one."""
 
     def __init__(self, strings: Strings) -> None:
         self.strings = strings

@@ -116,7 +116,7 @@ class Uncompiled:
 
 
 def _block_of(parameter: str) -> str:
-    """Return the name of the block (item of a module list) around a parameter; if none, of the parameter's module."""
+    """Return the block (item of a module list) around a parameter, by name; without a block, the parameter's module."""
     parts = parameter.split(".")[:-1]
     place = next((place for place, part in enumerate(parts) if part.isdecimal()), len(parts))
     return ".".join(parts[: place + 1]) or "the model itself"

@@ -20,7 +20,7 @@ def gathered_bytes(param: ShardedParam) -> int:
 
 
 def first_fit(sizes: Sequence[int], room_bytes: float) -> list[int]:
-    """Return the positions of the parameters to keep: in order, each that still fits.
+    """Return the positions of the parameters to keep: each one, in the order of `sizes`, that still fits.
 
     More room keeps at least as many bytes, though not always the same parameters.
 

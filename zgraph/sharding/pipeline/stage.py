@@ -190,7 +190,7 @@ class PipelineStage(NoMessageToItself, TorchStage):
                 scope.accumulation.adds_returned = False
 
     def _position(self, chunk: int) -> str | None:
-        """Return a micro-batch's position in its window; None: it is the step's only one, or no backward follows."""
+        """Return a micro-batch's position in its window; None: the step has no other one, or no backward follows."""
         if not self.has_backward or self.chunks is None or self.chunks < 2:
             return None
         return CLOSING if chunk == (0 if self._closes_first else self.chunks - 1) else OPEN

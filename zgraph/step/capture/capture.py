@@ -270,7 +270,7 @@ class _Tracer:
         return gm
 
     def _fakes_of(self, inputs: Sequence[Tensor], spaces: Sequence[Tier]) -> list[Any]:
-        """Return fake inputs. Inputs on a GPU's host are faked on the GPU, since only copies to the GPU read them."""
+        """Return fake inputs. Inputs in host memory are faked on the GPU, since only copies to the GPU read them."""
         resting = self.lifted.resting
         if resting is None or not resting.computes_elsewhere:
             return [fake_of(self.mode, tensor) for tensor in inputs]

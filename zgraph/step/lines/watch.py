@@ -265,7 +265,7 @@ class KnownValues:
         return other * factor if isinstance(other, int | float) and isinstance(factor, int | float) else None
 
     def decide(self, tensor: Any) -> bool | None:
-        """Return the result of a comparison of a known number, and make it a guard; None for any other tensor."""
+        """If `tensor` compares a known number, return the comparison's result and add a guard; else return None."""
         if id(tensor) not in self._compared:
             return None
         _, compare, known, other = self._compared[id(tensor)]

@@ -103,7 +103,7 @@ def packages_of(kinds: Iterable[type]) -> frozenset[str]:
 
 @functools.cache
 def names_of(code: CodeType) -> frozenset[str]:
-    """Return the globals and attributes that code names, and its strings, which may be attribute names."""
+    """Return the globals and attributes that `code` names, and the strings in it, which may be attribute names."""
     found = {*code.co_names, *(one for one in code.co_consts if isinstance(one, str) and one.isidentifier())}
     for inner in code.co_consts:
         if isinstance(inner, CodeType):

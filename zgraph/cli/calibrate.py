@@ -38,7 +38,7 @@ def calibrate(refresh: bool, cache: Path | None, as_json: bool) -> None:
 
 
 def measured(*, refresh: bool = False, cache: Path | None = None) -> Hardware:
-    """Return the measured figures of this machine; all ranks that torchrun has started get the same."""
+    """Return the measured figures of this machine; all ranks that torchrun has started get equal figures."""
     from zgraph.analysis.calibration import calibrate as calibrate_ranks
 
     with launched_ranks():

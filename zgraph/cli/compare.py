@@ -1,4 +1,4 @@
-"""Differences between two reports, or between two passes of one: nodes, bytes, times, memory, parameters."""
+"""Differences between two reports, or two passes of one report: nodes, bytes, times, memory, parameters."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def compare(first: Document, second: Document) -> list[Change]:
 
 
 def _pairs(first: Document, second: Document) -> list[tuple[Document | None, Document | None]]:
-    """Return pairs of frames to compare: in order of compilation if the reports have equally many, else by name.
+    """Return the pairs of frames to compare: by order of compilation if their numbers are equal, else by name.
 
     Names are not enough, because Dynamo numbers the compiles of a process: a second plan in the same notebook calls the
     frame "0/1" that the first called "0/0".
@@ -91,7 +91,7 @@ def _pairs(first: Document, second: Document) -> list[tuple[Document | None, Doc
 
 
 def compare_passes(document: Document, first: str, second: str) -> list[Change]:
-    """Return how the graphs of one compile differ after two passes; CAPTURED stands for the graph before any pass.
+    """Return how a compile's graphs after one pass differ from those after another; CAPTURED: before any pass.
 
     Raises:
         ValueError: a pass ran on no graph, or no graph had both passes.
@@ -170,7 +170,7 @@ def _operators(frame: Document) -> Facts:
 
 
 def _passes(frame: Document) -> Facts:
-    """Return the totals of graphs after each pass; from its second run on a graph, a pass has a number in its name."""
+    """Return the totals of graphs after each pass. A pass that runs on a graph again gets a number in its name."""
     found: dict[str, dict[str, Any]] = {}
     for entry in frame["passes"]:
         name = f"{entry['direction']}: {entry['name']}"
@@ -195,7 +195,7 @@ def _after_pass(frame: Document, name: str) -> Facts:
 
 
 def _totals(found: Document | None) -> dict[str, Any]:
-    """Return the totals of a graph before or after a pass as facts; each is None if passes were not recorded."""
+    """Return the totals of a graph before or after a pass; every total is None if passes were not recorded."""
     return {fact: (found or {}).get(fact) for fact in _TOTALS}
 
 
@@ -221,7 +221,7 @@ _SECTIONS: Mapping[str, Callable[[Document], Facts]] = MappingProxyType(
 
 
 def _measured(document: Document) -> dict[str, dict[str, dict[str, Any]]]:
-    """Measurements of `zgraph.measure`, by frame and graph."""
+    """Return the measurements of `zgraph.measure`, by frame and graph."""
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for entry in document.get("times", {}).get("measured", []):
         facts = {

@@ -73,7 +73,7 @@ def _connected() -> Check:
 
 
 def _of_other_hosts(checks: list[Check]) -> list[Check]:
-    """Return the checks that are not "ok" on other hosts, as found by one rank of each host."""
+    """Return the checks that are not "ok" on other hosts; one rank of each host reports its own."""
     import torch.distributed as dist
 
     wanting = [check for check in checks if check.status != "ok"]

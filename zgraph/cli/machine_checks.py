@@ -40,7 +40,7 @@ class Check:
 
 
 def check_machine() -> list[Check]:
-    """Return all checks of this process's machine; only the checks of versions if one of these is missing."""
+    """Return all checks of this process's machine; only the checks of versions if a version is missing."""
     found = _python_checks()
     if any(check.status == "missing" for check in found):
         return found
@@ -166,7 +166,7 @@ def _cache(name: str, folder: Path, unwritable: Any, advice: str) -> Check:
 
 
 def is_writable(folder: Path) -> bool:
-    """Return whether files can be created in a folder, or in its nearest existing parent; no file is left there."""
+    """Return whether files can be created in a folder, or in its nearest existing parent; leave no file there."""
     existing = next(each for each in (folder, *folder.parents) if each.exists())
     try:
         with tempfile.TemporaryFile(dir=existing):

@@ -28,7 +28,7 @@ class Interface:
 
 
 def gloo_interface() -> Interface:
-    """Return the interface that GLOO_SOCKET_IFNAME names, or that has the host name's address; else loopback."""
+    """Return the interface named by GLOO_SOCKET_IFNAME; else the one with the host name's address; else loopback."""
     addresses = _addresses()
     others = [name for name, address in addresses.items() if not _is_loopback(address)]
     choose = f"set GLOO_SOCKET_IFNAME to {' or '.join(others) or 'an interface that other hosts can reach'}"

@@ -28,7 +28,7 @@ _INNER = re.compile(r"\bgot (\w+(?:Error|Exception)\(.*\))")
 
 
 class ByteSize(click.ParamType):
-    """A size in bytes: "60GiB" counts in powers of two, "60GB" in powers of ten, "64" in bytes."""
+    """A size in bytes: "60GiB" is in powers of two, "60GB" in powers of ten, and "64" in bytes."""
 
     name = "size"
 

@@ -21,7 +21,7 @@ def is_launched() -> bool:
 
 @contextmanager
 def launched_ranks() -> Generator[None]:
-    """Make this process one of torchrun's ranks inside the `with`: on NCCL if each rank has a GPU, otherwise on gloo.
+    """Join torchrun's ranks in a process group inside the `with`: on NCCL if each rank has a GPU, else on gloo.
 
     Without torchrun there is no process group.
     """

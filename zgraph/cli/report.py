@@ -34,7 +34,7 @@ def report(directory: Path, opens: bool, as_json: bool) -> None:
 
 
 def rebuild(directory: Path) -> list[Path]:
-    """Write the page of all reports in a directory, and rewrite the files made from each report.json.
+    """Write a page of all reports in a directory, and rewrite the files that are made from each report.json.
 
     Args:
         directory: directory with reports; or one report.json, whose page is written to the same folder.

@@ -57,7 +57,7 @@ def print_json(document: object) -> None:
 
 @contextlib.contextmanager
 def working(what: str) -> Generator[None]:
-    """Show a status on a terminal; what code inside the `with` prints goes to standard error, not among the results."""
+    """Show the status `what` on a terminal; code inside the `with` prints to standard error, away from the results."""
     from rich.console import Console
 
     with contextlib.redirect_stdout(sys.stderr), Console(file=sys.stderr).status(what):

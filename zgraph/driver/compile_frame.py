@@ -1,4 +1,4 @@
-"""The compile of one frame: torch calls back for each part, and each part goes plan -> agreement -> lowering."""
+"""Compiles one frame: torch calls back for each part, which is planned, agreed on by all ranks, and lowered."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class FrameCompiler:
     Args:
         frame: frame to compile.
         options: options of the backend.
-        known: facts about a planned cluster, whose groups move nothing. None: the facts of this process.
+        known: facts about a planned cluster, in which nothing is sent. None: the facts of this process.
         on_plan: called with the plan and the positions of the weight gradients among the outputs of its backward.
     """
 
@@ -75,7 +75,7 @@ class FrameCompiler:
         return graphs["forward"], graphs["backward"]
 
     def compile_inference(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Program:
-        """Return a frame whose forward runs without gradients as a callable."""
+        """Return, as a callable, the forward of a frame that runs without gradients."""
         return self.lower("inference", self._decide(gm, self.ctx).graphs["inference"], inputs)
 
     def compile_step(self, gm: fx.GraphModule, recorded: RecordedSteps | None = None) -> Program:

@@ -104,7 +104,7 @@ class Lowering:
         return self._in_halves(whole, place, f"{title} of warm-up", decided)
 
     def _in_halves(self, whole: Program, place: int, title: str, decided: Decided) -> Program:
-        """Return a variant's lowered backward. If wanted, it can run in halves, which are lowered when first called."""
+        """Return `whole`; if `decided` has halves, it can also run in halves, each lowered when first called."""
         if decided.weights is None:
             return whole
 
@@ -133,6 +133,6 @@ class Lowering:
 
 
 def _handle_in(graph: fx.Graph, handles: Sequence[str]) -> int:
-    """Return the index of a handle (any parameter's) among the inputs of a graph that reads or reduces parameters."""
+    """Return the index, among a graph's inputs, of the first of `handles` that the graph has."""
     places = {node.name: place for place, node in enumerate(graph.find_nodes(op="placeholder"))}
     return next(places[name] for name in handles if name in places)

@@ -60,7 +60,7 @@ class Observation:
         self.recorder: PassRecorder | None = None
 
     def observer(self) -> Observer:
-        """Return a new observer of passes. If a dump was requested, it writes the dump, over that of an earlier try."""
+        """Return a new observer of passes; it writes the requested dump, if any, over that of an earlier try."""
         if self.dumper is not None and self.dumper.failed:
             self.report.dump_failed = True
         self.recorder = None

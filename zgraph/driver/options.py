@@ -70,7 +70,7 @@ class CompileOptions:
             )
 
     def is_checked(self, call: int, first: int) -> bool:
-        """Return whether to compare a call of a step with the plain lines: the `first` calls, and then every k-th."""
+        """Return whether to compare call number `call` with the plain lines: `first` calls, then every `check`-th."""
         every = 0 if isinstance(self.check, bool) else self.check
         return bool(self.check) and (call < first or (every > 0 and call % every == 0))
 

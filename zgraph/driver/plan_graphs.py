@@ -49,7 +49,7 @@ class GraphPlanner:
     def name_inputs(self, graph: fx.Graph) -> dict[str, KnownParameter]:
         """Record names, tiers (memory spaces) and devices of a captured graph's inputs; return its parameters by name.
 
-        Names are for dumps, reports and errors; no pass decides by them.
+        Names are for dumps, reports and errors; no pass makes decisions by names.
         """
         names: dict[str, str] = {}
         for place, node in enumerate(graph.find_nodes(op="placeholder")):
@@ -75,9 +75,9 @@ class GraphPlanner:
             captured: graph with named inputs; not changed.
             ctx: context for the passes.
             observation: sees each graph after each pass.
-            keeps_windows: whether the frame is a pipeline stage's, which has several micro-batches in flight. If so, it
-                saves no more than without a budget, unless one micro-batch alone does not fit: the rest of the budget
-                is for `keep_bytes`.
+            keeps_windows: whether the frame is a pipeline stage's, which has several micro-batches in flight. If so,
+                the plan ignores the budget as long as one micro-batch fits: the rest of the budget is for
+                `keep_bytes`.
 
         Returns:
             The plan, and the budget in bytes; None without one.

@@ -1,4 +1,4 @@
-"""The cluster of a plan: its axes, machine and passes, in a process group whose collectives move nothing."""
+"""The cluster of a plan: its axes, machine and passes, and a process group whose collectives send nothing."""
 
 from __future__ import annotations
 
@@ -100,10 +100,10 @@ class Cluster:
         return resting_bytes(self.machine.backend, self.machine.flops_per_us, groups_of_ranks())
 
     def shard(self, shard_fn: Sharder, model: nn.Module, mesh: DeviceMesh | None) -> None:
-        """Call the user's function to shard a model over all axes but that of the pipeline.
+        """Call the user's function to shard a model over all axes except the pipeline's.
 
         Raises:
-            ValueError: the function does not use the axes as they are.
+            ValueError: the function accepts no mesh although there are several axes, or shards over the wrong axes.
         """
         axes = self.axes
         if axes is None or mesh is None:
@@ -128,7 +128,7 @@ class Cluster:
                 )
 
     def check_tensor_parallel(self, graphs: Sequence[PlannedGraph]) -> None:
-        """Refuse a tensor-parallel axis along which nothing is sent: all its ranks would compute the same."""
+        """Refuse a tensor-parallel axis along which nothing is sent: all ranks of the axis would compute the same."""
         sizes: Mapping[str, int] = {} if self.axes is None else self.axes.sizes
         if sizes.get("tp", 1) > 1 and not any("tp" in graph.traffic for graph in graphs):
             raise ValueError(
@@ -138,7 +138,7 @@ class Cluster:
 
 
 def check_functions(name: str, model_fn: object, batch: object) -> None:
-    """Refuse a model or a batch that is given in place of the function that makes it: its tensors are real."""
+    """Refuse a model or a batch in place of a function that makes one: tensors made outside the plan have values."""
     if isinstance(model_fn, nn.Module) or not callable(model_fn):
         raise ValueError(
             f"{name}: model_fn is a {type(model_fn).__name__}; pass a function that makes the model, such as "

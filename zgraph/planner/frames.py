@@ -38,8 +38,8 @@ class PlannedHalves:
 
     Attributes:
         inputs_us, weights_us: time of each half.
-        left_bytes: bytes alive between the halves, without the values that the first half returns and without gathered
-            parameters that the window keeps.
+        left_bytes: bytes alive between the halves. Neither values that the first half returns nor gathered parameters
+            that the window keeps are counted.
         kept_bytes: bytes of gathered parameters that the window keeps and the second half reads.
         inputs_peak_bytes: most bytes alive while the first half runs, without parameters kept by the window.
         first_peak_bytes, later_peak_bytes, closing_peak_bytes: peaks of the second half, defined as in `PlannedFrame`,
@@ -62,16 +62,16 @@ class PlannedFrame:
 
     Attributes:
         graphs: graphs by direction.
-        later: graphs of later micro-batches, whose window has already gathered the parameters that it keeps.
+        later: graphs of later micro-batches; an earlier micro-batch has gathered the parameters that the window keeps.
         curve: memory over the frame, forward and backward together.
         kept_bytes: bytes of gathered parameters that the window keeps.
         saved_bytes: bytes alive between forward and backward, without kept parameters.
         kept_for_backward_bytes: the part of `kept_bytes` that backward reads.
         forward_peak_bytes: most bytes alive while forward runs, without kept parameters.
-        first_peak_bytes: the same for the first backward, which creates the waiting sums of gradients.
-        later_peak_bytes: the same for a later backward, which adds to these sums; without the sums themselves.
-        closing_peak_bytes: peak of the backward that closes the window, including the parameters and sums that it
-            finds and frees.
+        first_peak_bytes: most bytes alive while the first backward runs, which creates the waiting gradient sums.
+        later_peak_bytes: most bytes alive, without these sums, while a later backward runs and adds to them.
+        closing_peak_bytes: most bytes alive while the last backward runs, including the kept parameters and sums
+            that it frees.
         halves: halves of the frame's backward; None: backward is not split.
     """
 
@@ -118,7 +118,7 @@ class FramePlanner:
         self._costs = CostModel(self.machine)
 
     def compiler_of(self, frame: Frame) -> FrameCompiler:
-        """Return the compiler of a frame, which adds the frame's plan to `frames`. It lowers to fx, which is fast."""
+        """Return a compiler that adds the plan of `frame` to `frames`, and lowers to fx, which is fast."""
         options = CompileOptions(lowering="fx", report=self.report, passes=self.passes)
         known = PassContext(
             machine=self.machine,
@@ -264,7 +264,7 @@ def _sums_that_wait(order: Sequence[fx.Node]) -> tuple[list[int], list[int]]:
     """Bytes of the waiting unsharded gradient sums, at each position of a frame.
 
     Returns:
-        Two lists: bytes of sums that the graph has created so far; bytes of earlier sums that it has not read yet.
+        Two lists: bytes of sums that the graph has created so far; bytes of earlier sums that are not read yet.
     """
     made, found = [0] * len(order), [0] * len(order)
     for place, node in enumerate(order):

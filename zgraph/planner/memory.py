@@ -98,7 +98,7 @@ def plan_ledger(
 
 
 def what_would_fit(ledger: Sequence[SpaceUse], libraries_bytes: int, machine: Hardware) -> str:
-    """Return advice if a rank's memory is too small; "" if it is large enough.
+    """Return advice if a rank's memory is too small; "" if the memory is large enough.
 
     Args:
         ledger: ledger of the rank.
@@ -133,10 +133,10 @@ def _alive(curve: MemoryCurve, space: str) -> Sequence[int]:
 def _state_of(
     model: nn.Module, optimizer: optim.Optimizer | None, dtype: torch.dtype | None
 ) -> Iterator[tuple[Tensor, int]]:
-    """Tensors of this rank, each with the number of such tensors in the optimizer's state.
+    """Yield (tensor, count) for this rank's part of the optimizer's state: `count` tensors are like `tensor`.
 
     Args:
-        dtype: dtype of moments; None: that of their parameters.
+        dtype: dtype of moments; None: the dtype of their parameters.
     """
     if optimizer is None:
         trained = [_local(value) for value in model.parameters() if value.requires_grad]

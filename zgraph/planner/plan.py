@@ -43,7 +43,7 @@ def plan(
 ) -> Plan:
     """Compile a training step as rank 0 of a cluster would, without a cluster, a GPU or the model's memory.
 
-    Parameters and activations have shapes but no values, and collectives move nothing. The step is the model's forward
+    Parameters and activations have shapes but no values, and collectives send nothing. The step is the model's forward
     and the backward of its result, as `torch.compile` runs them; with an optimizer it is the whole step, one graph, as
     `zgraph.training_step` runs it. Models that this process has compiled before are compiled anew afterwards.
 

@@ -10,7 +10,7 @@ from zgraph.reporting.tables import Table, duration, size
 
 
 def pipeline_lines(plan: PipelinePlan) -> list[str]:
-    """Return lines of text on the step, on each other schedule and on each rank; with a budget, also on each stage."""
+    """Return lines of text about the step, each other schedule and each rank; with a budget, also about each stage."""
     run = plan.run
     return [
         f"{len(plan.stages)} stages, {plan.micro_batches} micro-batches, {plan.schedule}: bubble {run.bubble:.1%}",
@@ -119,7 +119,7 @@ def pipeline_document(plan: PipelinePlan) -> dict[str, Any]:
     """Return the content of `pipeline.json` without its format key: `PipelinePlan.as_json`, and all timed actions.
 
     Returns:
-        The document. `unkept` is the step with nothing kept, described like the schedules. `actions` is a table of
+        The document. `unkept` is the step without kept parameters, with a schedule's fields. `actions` is a table of
         columns, with a row for each forward and backward that takes time.
     """
     timed = [one for one in plan.run.actions if one.end_us > one.start_us]

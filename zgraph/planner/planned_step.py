@@ -74,7 +74,7 @@ class Plan:
         host_budget_bytes: most bytes that a rank may keep on the host; None: no limit.
         axes: axes of the cluster; None: only the number of ranks was given.
         pipeline: stages and schedules of a pipeline; None: there is none. With a pipeline, memory and bytes are those
-            of the rank that has most, and times are those of the planned schedule.
+            of the rank with the most, and times are those of the planned schedule.
     """
 
     world_size: int
@@ -102,14 +102,14 @@ class Plan:
 
     @property
     def step_bytes(self) -> int:
-        """Peak of the step on the device, in addition to parameters and state."""
+        """Peak of the step on the device, not counting parameters and state."""
         return self._device.step
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes of one rank's device: parameters, state, the step's peak, libraries; without the driver's context.
+        """Most bytes on one rank's device: parameters, state, the step's peak and libraries, not the driver's context.
 
-        See `host_bytes` and `disk_bytes` for the rest of its memory.
+        `host_bytes` and `disk_bytes` are the bytes that the rank has elsewhere.
         """
         return self._device.together + self._libraries
 
@@ -170,7 +170,7 @@ class Plan:
     def report(self, directory: str | Path) -> Path:
         """Write the plan to a folder, as `zgraph.report` does for a compiled model; return the folder of rank 0.
 
-        The folder of a pipeline has a page of its own, `index.html`: the timeline of micro-batches on each rank, the
+        The folder of a pipeline has an additional page, `index.html`: the timeline of micro-batches on each rank, the
         costs of ranks, stages and schedules, and after these the graphs of each stage.
 
         Args:

@@ -25,9 +25,9 @@ def split_stages(
 ) -> list[nn.Sequential]:
     """Cut a sequence of layers into stages, so that the slowest stage takes as little time as possible.
 
-    Each layer's forward and backward is traced without values and costed; equal layers are traced once. Among equally
-    fast cuts, the most even one is chosen, and then the one whose early stages are shortest, because these keep the
-    activations of most micro-batches.
+    Each layer's forward and backward is traced without values and costed; equal layers are traced once. Of equally fast
+    cuts, the most even is chosen; of equally even cuts, the one with the shortest early stages, because early stages
+    keep the activations of most micro-batches.
 
         chunks = zgraph.split_stages(nn.Sequential(embed, *blocks, head), 4, batch=lambda: (tokens,))
         stage = zgraph.PipelineStage(chunks[rank], rank, 4, device)
@@ -69,13 +69,13 @@ def even_cuts(times: Sequence[int], stages: int) -> list[int]:
 
     Args:
         times: time of each item.
-        stages: number of stages, at most that of items.
+        stages: number of stages, at most the number of items.
     """
     until = [0, *itertools.accumulate(times)]
     count = len(times)
 
     def best(stages_left: int, cost: Callable[[int, int], Any], join: Callable[[Any, Any], Any]) -> list[list[Any]]:
-        """Return [number of stages][first item]: the least cost of the items from this first one to the last."""
+        """Return a table [number of stages][first item]: the least cost of the items from the first item to the end."""
         found: list[list[Any]] = [[None] * (count + 1) for _ in range(stages_left + 1)]
         found[0][count] = 0
         for number in range(1, stages_left + 1):

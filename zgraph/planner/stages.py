@@ -37,7 +37,7 @@ from zgraph.torch_compat.groups import stages_hold_messages
 
 @dataclass(frozen=True, kw_only=True)
 class _Compiled:
-    """A stage compiled for its micro-batches: `closing` has the frames of the last one, `frames` of all others."""
+    """A stage compiled for its micro-batches: `closing` is for the last micro-batch, `frames` for all others."""
 
     module: nn.Module
     frames: Sequence[PlannedFrame]
@@ -92,7 +92,7 @@ def plan_stages(
     Raises:
         ValueError: the model cannot be made into the stages, a stage returns anything but tensors or is offloaded,
             torch has no such schedule for the stages, or the step does not fit into the target's budget.
-        ZgraphError: nothing of a stage is compiled.
+        ZgraphError: a stage has no compiled graph.
     """
     stages = _stages(model, axes.stages, chunks, inputs, planner.machine)
     chosen = check_schedule(schedule, axes.stages, len(stages), micro_batches)
@@ -317,15 +317,15 @@ def _planned(
 def _split_cost(
     compiled: _Compiled, whole: StageCost, micro_batches: int, placeholders: int, sent_by_first: int | None
 ) -> SplitCost | None:
-    """Cost of backwards in two halves; None if they cannot be split.
+    """Return the cost of a backward in two halves; None if it cannot be split.
 
     Args:
         compiled: the stage.
-        whole: cost of the stage with backwards in one piece.
+        whole: cost of the stage if each backward runs in one piece.
         micro_batches: number of micro-batches in a step.
         placeholders: bytes of gradients that the first backward creates.
-        sent_by_first: bytes that the first stage sends to the next one. It has no gradients of inputs, so its whole
-            backward runs as the second half. None for other stages.
+        sent_by_first: bytes that the first stage sends to the next one. That stage has no gradients of inputs, so
+            its whole backward runs as the second half. None for other stages.
     """
     if sent_by_first is not None:
         return SplitCost(
@@ -355,7 +355,7 @@ def _split_cost(
 
 
 def _parts(compiled: _Compiled, micro_batches: int) -> list[tuple[list[PlannedGraph], int]]:
-    """Graphs of the first micro-batch, of the middle ones, and of the last, each with its number of micro-batches."""
+    """Return (graphs, number of micro-batches) of the first micro-batch, of all between, and of the last."""
     first = [
         (frame.later if direction == "backward" else frame.graphs)[direction]
         for frame in compiled.frames
@@ -367,7 +367,7 @@ def _parts(compiled: _Compiled, micro_batches: int) -> list[tuple[list[PlannedGr
 
 
 def _times(parts: Sequence[tuple[list[PlannedGraph], int]], directions: tuple[Direction, ...]) -> tuple[float, ...]:
-    """Microseconds of each micro-batch, in the order in which they run."""
+    """Return the time of each micro-batch in microseconds, in the order in which micro-batches run."""
     return tuple(
         us
         for graphs, runs in parts
@@ -385,7 +385,7 @@ def _gradient_bytes(stage: nn.Module) -> int:
 
 
 def _waiting_bytes(stage: nn.Module, zero_stage: int) -> int:
-    """Bytes of unsharded gradient sums of a ZeRO stage until the last backward: in `.grad` at 0, elsewhere at 1."""
+    """Return the bytes of unsharded gradient sums that wait for the last backward (stage 0: in `.grad`)."""
     layouts = [(param.spec.layout, param.spec.dtype) for param in sharded_parameters(stage).values()]
     return sum(
         math.prod(layout.shape) * dtype.itemsize
@@ -395,7 +395,7 @@ def _waiting_bytes(stage: nn.Module, zero_stage: int) -> int:
 
 
 def _placeholder_bytes(stage: nn.Module) -> int:
-    """Bytes of `.grad` at ZeRO stage 1 while sums wait elsewhere: each is a placeholder of the size of its shard."""
+    """Return the bytes of `.grad` at ZeRO stage 1 while sums wait elsewhere: a placeholder of each shard's size."""
     params = sharded_parameters(stage).values()
     waiting = [param.sharded for param in params if param.spec.layout.zero_stage == 1 and param.spec.layout.is_reduced]
     return sum(local_of(one).nbytes for one in waiting if one.requires_grad)

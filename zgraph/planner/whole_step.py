@@ -1,4 +1,4 @@
-"""The plan of a whole training step, captured twice if the first call creates state that later calls find."""
+"""Plans a whole training step. The step is captured twice if its first call creates the optimizer's state."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ StepMaker = Callable[[nn.Module, optim.Optimizer], Callable[..., Any]]
 
 
 def loop_body(model: nn.Module, optimizer: optim.Optimizer) -> Callable[..., Any]:
-    """Return a training step for a model whose forward returns its loss, or a result with a `loss`."""
+    """Return a training step for a model whose forward returns the loss, or a result with an attribute `loss`."""
 
     def step(*inputs: Any) -> Any:
         returned = model(*inputs)
@@ -47,7 +47,7 @@ def plan_whole_step(
     inputs: Sequence[Any],
     compiler_of: Callable[[Frame], FrameCompiler],
 ) -> None:
-    """Capture and plan the step as later calls run it, with the optimizer's state.
+    """Capture and plan a step that finds the optimizer's state, as every call but the first does.
 
     Args:
         function: function with the lines of the training loop.

@@ -2,14 +2,14 @@
 
 On NCCL there is no `CollectiveError` by default: a wait is only queued, and if a collective fails or times out, torch's
 watchdog thread writes the flight recorder's dump and ends the process. The dump has numbers instead of names. Each
-compiled graph therefore writes a list of its collectives to the directory of the dump, and at each call the number
-after which they begin:
+compiled graph therefore writes a list of its collectives to the directory of the dump. At each call it also writes the
+number of the last collective before its own:
 
     process 4711, graph 0/0 forward, on group 0 its last call began after collective 0000001234
       +1 all_gather_into_tensor: embed.weight
       +2 all_gather_into_tensor_coalesced: layers.0.attn.q.weight, layers.0.attn.k.weight
 
-If the dump says for group 0 that `collective_seq_id` 1236 never ended, that is layers.0.attn.q.weight and k.weight.
+If the dump says that `collective_seq_id` 1236 of group 0 never ended, it is entry +2: q.weight and k.weight.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def with_numbers(
 
 
 def _write(groups: Sequence[Numbered], title: str, path: Path) -> tuple[int, list[int]] | None:
-    """Append the lists to a file; return the file's descriptor, which stays open, and the offset of each number."""
+    """Append `groups` to a file; return the file's open descriptor, and the offset of each group's number."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_CREAT | os.O_RDWR)

@@ -1,4 +1,4 @@
-"""Dumps: for each graph and pass, the readable code and the peak memory after the pass, and a diff of the code."""
+"""Dumps: for each graph and pass, the code after the pass, the peak memory, and a diff to the code before the pass."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 class Dumper:
     """Writes the graphs of one compiled frame to `directory/rank<r>/frame_<id>/`.
 
-    A directory that cannot be written costs one line in the log, never a training run.
+    A directory that cannot be written causes one line in the log, and does not end the training run.
     """
 
     directory: Path
@@ -63,7 +63,7 @@ class Dumper:
         self._save(files)
 
     def _peak(self, direction: Direction, graph: fx.Graph) -> str:
-        """Return a graph's predicted peak as text; of inputs, only saved values count, because backward frees them."""
+        """Return a graph's predicted peak as text. The only counted inputs are saved values, which backward frees."""
 
         def show() -> str:
             owned = mortal_inputs(graph.nodes) if direction == "backward" else ()

@@ -57,7 +57,7 @@ class Explanation:
         graphs: reports of the graphs, in the order of compilation.
         measured: measurements by frame and direction, of graphs that have run under `zgraph.measure`.
         feedback_bytes: bytes of error feedback that this rank keeps from step to step. A graph's peak does not include
-            them: it counts only the graph's inputs and allocations.
+            these bytes, but only the graph's inputs and allocations.
     """
 
     graphs: tuple[GraphReport, ...]

@@ -28,13 +28,13 @@ class Lifetime(StrEnum):
 def lifetimes_of(
     graphs: Mapping[Direction, fx.Graph], parameters: Iterable[str], user_outputs: int | None = None
 ) -> dict[str, Lifetime]:
-    """The lifetime of every parameter of a frame, in the given order.
+    """Return the lifetime of every parameter of a frame, in the given order.
 
     Args:
         graphs: forward and backward, or the single graph of inference or of a whole step. A marker that was not lowered
             counts as its gather.
         parameters: all parameters that the frame reads.
-        user_outputs: number of the user's outputs of the forward graph; its other outputs are saved for backward.
+        user_outputs: number of the forward graph's outputs for the user; all others are saved for backward.
     """
     gathered = {direction: dict(_gathered_in(graph)) for direction, graph in graphs.items()}
     forward = graphs.get("forward")

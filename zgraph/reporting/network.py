@@ -94,7 +94,7 @@ def _cost(cost: NodeCost) -> dict[str, Any]:
 
 
 def _edges(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node, str]]:
-    """Yield (source, target, kind) of edges; data edges first, as only the first edge between two nodes is kept."""
+    """Yield edges as (source, target, kind). Data edges come first: the caller keeps the first edge of two nodes."""
     last_of_group: dict[str, fx.Node] = {}
     order = nodes.order_of(graph)
     for node in graph.nodes:

@@ -76,7 +76,7 @@ class Peak:
         node: node that runs at the peak.
         largest: names and bytes of the largest storages alive at the peak.
         unknown: nodes whose size depends on data, counted as 0.
-        elsewhere: most bytes in each memory space other than the device, by name, with what it stores between calls.
+        elsewhere: most bytes in each other memory space, by name, including bytes that the space stores between calls.
     """
 
     bytes: int
@@ -183,7 +183,7 @@ class Prediction:
     Attributes:
         owned: inputs that the graph frees.
         curve: memory curve.
-        costs: costs of its calls.
+        costs: costs of the graph's calls.
         timeline: simulated timeline.
     """
 
@@ -229,7 +229,7 @@ def describe(
     reason: str,
     keep_graphs: bool = False,
 ) -> list[GraphReport]:
-    """Return the reports of a frame's final graphs; `limits` are those of scheduling by costs, None if by rules."""
+    """Return the reports of a frame's final graphs. `limits`: limits of scheduling by costs; None: rules decide."""
     lifetimes = lifetimes_of(graphs, parameters, ctx.user_outputs)
     found: list[GraphReport] = []
     for direction, graph in graphs.items():
@@ -284,7 +284,7 @@ def _copies(graph: fx.Graph, timeline: Timeline | None) -> Iterator[LaneCopies]:
 
 
 def _carried_bytes(start: fx.Node) -> int:
-    """Return the bytes that a copy carries, or that an update on the host, concurrent with compute, writes."""
+    """Return the bytes that `start` moves: bytes that a copy carries, or that an update on the host writes."""
     if meta.beside(start) is None:
         return nodes.unsharded_bytes(start)
     return sum(tensor_bytes(meta.tensor_value(node)) for node in dict.fromkeys(written_arguments(start)))

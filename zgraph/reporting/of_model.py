@@ -53,7 +53,7 @@ def explain(model: nn.Module) -> Explanation:
 
 @contextmanager
 def measure(model: nn.Module) -> Generator[None]:
-    """Measure the compiled graphs that run inside, for `zgraph.explain`: time, waits and memory of each.
+    """Measure time, waits and memory of each compiled graph that runs inside the `with`, for `zgraph.explain`.
 
         with zgraph.measure(model):
             for batch in batches: train_step(batch)

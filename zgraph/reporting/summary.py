@@ -19,7 +19,7 @@ from zgraph.runtime.profiler import GraphProfiler, Measured, StepProfiler
 
 @dataclass(eq=False)
 class Report:
-    """Report on a compile, filled while compiling; print it after the first step. `zgraph.summary` returns a model's.
+    """Report on a compile, filled while compiling; print it after the first step. `zgraph.summary` returns one.
 
     Attributes:
         graphs: every compiled graph, in order.
@@ -28,11 +28,11 @@ class Report:
         seconds: time spent compiling, by phase: "tracing" is torch's, "passes" includes verification, "predicting" is
             for `zgraph.explain`, "agreement" is mostly waiting for other ranks, "lowering" is mostly Inductor's.
         islands: number of islands, the runs of compute between collectives that Inductor compiles.
-        distinct_islands: number of islands with different code; equal islands share it.
+        distinct_islands: number of islands with different code; equal islands share their code.
         measured: latest measurements of `zgraph.measure`, by frame and direction.
         profiler: profiler that currently measures the graphs; None: they are not measured.
-        uncompiled: modules that gather outside of the model's graphs, with reasons, when `zgraph.summary` was last
-            called; "" if there are none.
+        uncompiled: modules that gathered outside of the model's graphs, with reasons, as of the last call of
+            `zgraph.summary`; "" if there are none.
         feedback_bytes: size of this rank's error-feedback state when `zgraph.summary` was last called.
         keep_graphs: whether each of `graphs` keeps a `network`, to inspect after the compile.
         keep_passes: whether `frames` record what each pass did; costs time at each pass, like a dump.
@@ -94,7 +94,7 @@ class Report:
 
     @property
     def step_bytes(self) -> int:
-        """Bytes this rank sends in one training step: the newest forward and backward of every frame, each run once.
+        """Bytes that this rank sends in one training step, if the newest forward and backward of each frame run once.
 
         Equal blocks that are compiled one by one share a graph, which counts once.
         """

@@ -13,7 +13,7 @@ class Table:
 
     Attributes:
         title: text above the table.
-        columns: names of the columns; empty if the first cell of each row is its label.
+        columns: names of the columns; empty if the first cell of each row is the row's label.
         rows: cells of each row, one per column.
     """
 

@@ -17,7 +17,7 @@ Ignored = nn.Parameter | nn.Module
 
 @dataclass(frozen=True)
 class Found:
-    """A parameter, and every site that holds it: (module's name, module, attribute), as ("h.0.mlp", mlp, "weight")."""
+    """A parameter, and all sites that hold it: (name of the module, module, attribute), as ("h.0", block, "weight")."""
 
     name: str
     parameter: nn.Parameter
@@ -99,7 +99,7 @@ def check_untied(found: Sequence[Found], module: nn.Module) -> None:
 
 
 def on_other_axes(module: nn.Module, mesh: DeviceMesh) -> Iterator[tuple[str, DeviceMesh]]:
-    """Yield names and meshes of parameters on axes other than `mesh`'s, whether already sharded or not."""
+    """Yield name and mesh of each parameter that lies on axes other than `mesh`'s, sharded by zgraph or not."""
     for prefix, part in module.named_modules():
         state = state_of(part)
         for attribute, parameter in local_parameters(part).items():
@@ -112,7 +112,7 @@ def on_other_axes(module: nn.Module, mesh: DeviceMesh) -> Iterator[tuple[str, De
 
 
 def ids_of(ignored: Iterable[Ignored]) -> dict[int, None]:
-    """Return ids of parameters that are listed directly or through their modules."""
+    """Return ids of the parameters in `ignored`, and of all parameters of the modules in `ignored`."""
     ids: dict[int, None] = {}
     for entry in ignored:
         for parameter in entry.parameters() if isinstance(entry, nn.Module) else (entry,):

@@ -23,13 +23,13 @@ def compile_on_local_shards(gm: fx.GraphModule, inputs: Sequence[Any], compile: 
     """Compile Dynamo's graph with local shards in the place of its DTensor inputs.
 
     Args:
-        gm: Dynamo's graph; changed in place, as are the bodies of its checkpointed regions. An input that is read by
-            anything but `to_local()` stays a DTensor.
+        gm: Dynamo's graph, which is changed in place, with the graphs of its checkpointed regions. An input that is
+            read by anything but `to_local()` stays a DTensor.
         inputs: example inputs of the graph.
         compile: called with the changed graph and matching example inputs.
 
     Returns:
-        A function of the real inputs, DTensors included; their gradients are DTensors of the same mesh and placements.
+        A function that takes the real inputs, including DTensors. The gradient of each DTensor is a DTensor like it.
     """
     found = _take_local(gm)
     if not found:
@@ -72,7 +72,7 @@ def _take_local(gm: fx.GraphModule) -> dict[int, Tensor]:
 def _local_reads(gm: fx.GraphModule, node: fx.Node) -> list[tuple[fx.GraphModule, fx.Node]] | None:
     """Find every `to_local()` of an input, and the graph it is in; None if anything else reads the input.
 
-    Dynamo keeps a checkpointed region as a separate graph, whose operands include parameters.
+    A checkpointed region is a separate graph. Its operands include parameters.
     """
     found: list[tuple[fx.GraphModule, fx.Node]] = []
     for user in node.users:
@@ -91,7 +91,7 @@ def _local_reads(gm: fx.GraphModule, node: fx.Node) -> list[tuple[fx.GraphModule
 
 
 def _checkpointed_body(gm: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
-    """Return the graph of a checkpointed region that only this node calls; None for anything else."""
+    """Return the graph of the checkpointed region that only `node` calls; None if `node` calls no such region."""
     body = node.args[0] if node.op == "call_function" and node.target is checkpoint_operator() else None
     if not isinstance(body, fx.Node) or len(body.users) > 1:
         return None
@@ -109,7 +109,7 @@ def local_shards(parameters: Sequence[DTensor]) -> list[Tensor]:
 
 
 class _LocalShards(torch.autograd.Function):
-    """Local shards of DTensors; the gradient of a shard becomes a DTensor like its parameter."""
+    """Returns the local shards of DTensors; backward wraps each shard's gradient as a DTensor like the parameter."""
 
     @staticmethod
     def forward(ctx: Any, *parameters: DTensor) -> tuple[Tensor, ...]:

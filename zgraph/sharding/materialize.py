@@ -37,9 +37,9 @@ def materialize(
         zgraph.shard(model, mesh)
         zgraph.materialize(model)
 
-    The result is bitwise that of `model.apply(init)` on the unsharded model followed by `zgraph.shard`; so are later
-    draws from torch's default generators. In addition to the shards, memory holds at most the parameters of the largest
-    module, or the tensors that a single operator of `init` reads and writes.
+    The result is bitwise that of `model.apply(init)` on the unsharded model followed by `zgraph.shard`. Later draws
+    from torch's default generators are the same, too. In addition to the shards, memory holds at most the parameters
+    of the largest module, or the tensors that a single operator of `init` reads and writes.
 
     Every rank draws rank 0's random numbers, whatever its own random state. That state advances as if the rank had
     drawn from it. Operators whose number of draws depends on values, such as rrelu_, count by rank 0's values. `init`
@@ -65,8 +65,8 @@ def materialize(
 
     Raises:
         ZgraphError: a parameter is not sharded, or `init` left a parameter or buffer without a value or replaced it by
-            one that does not fit. As after an exception of `init` itself, everything that was on the meta device
-            still is, the random state is restored, and the call can be repeated.
+            one that does not fit. After this error or one of `init`, everything that was on the meta device still
+            is, the random state is restored, and the call can be repeated.
     """
     root = without_compile(module)
     pages = find_pages(root)
@@ -145,7 +145,7 @@ def _reset(part: nn.Module) -> None:
 
 
 class _Watch(DispatchMode):
-    """Pages in the tensors of each operator, notes which parameters are written, and makes random numbers rank 0's."""
+    """Pages in each operator's tensors, notes which parameters are written, and draws rank 0's random numbers."""
 
     def __init__(self, pager: ParameterPager, rng: SharedRng) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ def _described(page: PagedParameter) -> str:
 
 
 def _has_nan(page: PagedParameter) -> bool:
-    """Return whether this rank's part has a NaN. The sum is checked first: it needs no memory, but inf - inf is NaN."""
+    """Return whether this rank's part has a NaN. Its sum, checked first, needs no memory, but is NaN for inf - inf."""
     values = page.unsharded if page.shard is None else page.shard
     if not page.is_parameter or values.dtype not in WITH_NAN:
         return False

@@ -13,7 +13,7 @@ from zgraph.torch_compat.dynamo import without_compile
 
 @contextlib.contextmanager
 def no_sync(module: nn.Module) -> Generator[None]:
-    """Defer the reduction of gradients to the first backward of a forward outside this context.
+    """Defer the reduction of gradients to the first backward whose forward ran outside this context.
 
         for batch in batches[:-1]:
             with zgraph.no_sync(model):
@@ -25,10 +25,10 @@ def no_sync(module: nn.Module) -> Generator[None]:
     gradients are summed on each rank and reduced once; at stages 1 and 2 parameters are gathered once, and the copies
     are kept until the closing backward ends; at stage 3 nothing is kept, and nothing changes. Only the place of the
     forward counts; its backward may run outside. Each parameter closes its own window, in the first backward of a
-    closing forward that reaches it, so parts of a model may be called one by one, in any order. All other backwards of
-    the window must run before that. Until then `.grad` holds this rank's own sum at stage 0, and a placeholder at
+    closing forward that reaches it, so parts of a model may be called one by one, in any order. All other backward
+    passes of the window must run earlier. Until then `.grad` holds this rank's own sum at stage 0, and a placeholder at
     stage 1: each element is the sum of one `runtime.window_state.PLACEHOLDER` per backward. `zero_grad()` discards the
-    pending gradients, also if it zeroes in place; scaling a `.grad` in place scales them.
+    pending gradients, also if called with `set_to_none=False`; scaling a `.grad` in place scales its pending gradient.
 
     Args:
         module: a model sharded by `zgraph.shard`, compiled or not.

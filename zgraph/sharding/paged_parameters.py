@@ -1,4 +1,4 @@
-"""Paged unsharded tensors: in memory while an initialisation needs them; otherwise only this rank's shard is."""
+"""Paged unsharded tensors: each is in memory while an initialisation needs it; else only this rank's shard is."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class PagedParameter:
     """A parameter or buffer, and the unsharded tensor that takes its place while `init` runs.
 
     Attributes:
-        name: qualified name of its first site.
+        name: qualified name of the first site.
         sites: every (module, attribute) that holds the tensor.
         sharded: the tensor that the module held before: a DTensor, or a meta buffer.
-        unsharded: [*shape] plain tensor; its storage is empty while the page is out.
+        unsharded: plain tensor of the whole shape; its storage is empty while the page is out.
         shown: the parameter or buffer that the module holds while `init` runs, over the storage of `unsharded`.
         unsharded_bytes: size of the full storage.
         is_split: whether some rank keeps less than the whole tensor, or keeps it off the device.
@@ -126,7 +126,7 @@ def _lay_out(page: PagedParameter, device_type: str) -> None:
 
 
 class ParameterPager:
-    """All pages (tensors) of a model, of which memory holds at most those of the largest module or of one operator."""
+    """All pages (tensors) of a model. Memory holds at most those of the largest module, or those of one operator."""
 
     def __init__(self, pages: Sequence[PagedParameter]) -> None:
         self.pages = pages
@@ -156,7 +156,7 @@ class ParameterPager:
                 _hold(page, part, attribute, page.sharded)
 
     def of(self, tensors: Iterable[object]) -> list[PagedParameter]:
-        """Return the pages of these tensors, or of the tensors they view."""
+        """Return the pages of `tensors`, or of the tensors that these view."""
         keys = dict.fromkeys(storage_key(tensor) for tensor in tensors if isinstance(tensor, Tensor))
         return [self.by_storage[key] for key in keys if key in self.by_storage]
 
@@ -283,7 +283,7 @@ def _resting(page: PagedParameter) -> Resting | None:
 
 
 def _codes(page: PagedParameter) -> Codes | None:
-    """Return the codes as which the parameter is stored; None: it is stored unencoded."""
+    """Return the codes that are stored in place of the parameter; None: it is stored unencoded."""
     site, attribute = page.sites[0]
     state = state_of(site)
     param = None if state is None else state.by_attribute.get(attribute)
@@ -297,7 +297,7 @@ def _at_rest(page: PagedParameter, part: Tensor) -> Tensor:
 
 
 def _gather_into(page: PagedParameter) -> None:
-    """Gather the ranks' parts into the unsharded tensor; `Shard(0)` needs no second buffer of its size."""
+    """Gather the ranks' parts into the unsharded tensor; with `Shard(0)`, no second buffer of that size is needed."""
     assert isinstance(page.sharded, DTensor) and page.shard is not None
     mesh, placements = page.sharded.device_mesh, page.sharded.placements
     axes = [axis for axis, kind in enumerate(placements) if not kind.is_replicate() and mesh.size(axis) > 1]
@@ -332,7 +332,7 @@ def _as_dtensor(page: PagedParameter, shard: Tensor) -> DTensor:
 
 
 def _fill_sharded(page: PagedParameter, sharded: DTensor) -> None:
-    """Give the parameter its shard: in the same object if torch allows it, otherwise in a new one at all its sites."""
+    """Give the parameter its shard. The parameter stays the same object if torch allows it, else it is replaced."""
     shard = page.unsharded if page.shard is None else page.shard
     laid_out = cast(DTensor, sharded.detach()).to_local()  # on meta, with the layout that shard() gives values
     if shard.stride() != laid_out.stride():

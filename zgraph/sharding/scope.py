@@ -50,8 +50,8 @@ class Scope:
         given: position of the next forward in its window, as set by a pipeline stage; None: it is counted.
         window: position of the running forward in its window.
         last: position of the last forward that recorded gradients.
-        is_staged: whether a pipeline stage runs these modules; the stage may request backwards in two halves.
-        splitting_forwards: number of compiled forwards so far whose backwards can run in two halves.
+        is_staged: whether a pipeline stage runs these modules; the stage may request a backward in two halves.
+        splitting_forwards: number of compiled forwards so far whose backward can run in two halves.
         repeats: whether a backward is running through the result of an uncompiled forward. Compiled parts that
             activation checkpointing repeats cannot ask autograd for this; they are compiled a second time for it.
         models: one entry per call of `zgraph.shard`: the parameters that all ranks of the call's groups step together.
@@ -151,7 +151,7 @@ class Scope:
 
     @property
     def position(self) -> str:
-        """Window position of the running forward, including a forward that could not record that it runs."""
+        """Window position of the running forward, even if that forward could not record that it runs."""
         if self.active:
             return self.window
         return self.last if self.repeats and self.has_windows and torch.is_grad_enabled() else ALONE
@@ -289,7 +289,7 @@ class ModuleState:
     Attributes:
         scope: shared with every module under the same root.
         params: parameters gathered when this module's forward starts.
-        by_attribute: the module's own parameters by attribute, to gather one that is read outside its unit.
+        by_attribute: the module's own parameters by attribute, used to gather a parameter read outside its unit.
         unsharded: currently gathered parameters, by attribute.
         reduces_all_params: whether this is a named unit, whose parameters all receive a gradient.
         input_dtype: dtype to which the module's floating-point inputs are cast; only roots with a param_dtype have one.

@@ -82,7 +82,7 @@ def shard(
         zero_stage: 0 keeps every parameter unsharded on every rank; the others keep 1/N of parameter, gradient and
             optimizer state (ZeRO, Rajbhandari et al. 2020, arXiv 1910.02054). They differ in what a window keeps, see
             `no_sync`: 3 gathers for every forward and again for every backward, and reduces in every backward; 2
-            gathers once per window; 1 gathers once and reduces once per window, as does 0.
+            gathers once per window; 1 gathers and reduces once per window; 0 reduces once and never gathers.
         param_dtype: dtype in which parameters are gathered and computed with; floating-point inputs of `module` are
             cast to it. None: the parameter's own.
         reduce_dtype: dtype in which gradients are sent. A narrower gradient is sent as is: the sum is fp32 on arrival
@@ -309,7 +309,7 @@ def _assign_to_unit(
 
 
 def _is_tensor_parallel(part: nn.Module) -> bool:
-    """Return whether parameters held by a module itself are split: a forward set on it then computes on parts."""
+    """Return whether a tensor-parallel axis splits any parameter that `part` itself holds."""
     state = state_of(part)
     return state is not None and any(one.spec.split is not None for one in state.by_attribute.values())
 

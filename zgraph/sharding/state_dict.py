@@ -68,7 +68,7 @@ def _strip_names(module: nn.Module, state_dict: dict[str, Any], prefix: str, loc
 
 
 def _strip_missing(wrapper: nn.Module, incompatible: Any) -> None:
-    """Remove `_orig_mod.` from the keys that `load_state_dict` reports, in `incompatible` itself, as torch requires."""
+    """Remove `_orig_mod.` from the keys that `load_state_dict` reports: `incompatible` is changed in place."""
     for keys in (incompatible.missing_keys, incompatible.unexpected_keys):
         keys[:] = [key.replace(COMPILED, "") for key in keys]
 
@@ -229,7 +229,7 @@ def _unsharded_on_first(value: Tensor, spec: ParamSpec | None, first: bool) -> T
 
 
 def _gathered_part(value: DTensor, layout: ShardLayout, device: torch.device) -> Tensor | None:
-    """Gather a tensor-parallel rank's part of a parameter, or all of it, on a device; None except on the first rank."""
+    """Gather a parameter, or a tensor-parallel rank's part of it, on `device`; None except on the first rank."""
     if layout.replica > 0 or (layout.rank > 0 and not layout.is_sharded):
         return None  # the first rank, or its group, has the same values
     local = value.to_local().to(value.device_mesh.device_type)

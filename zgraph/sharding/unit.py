@@ -1,4 +1,4 @@
-"""Units: modules that gather their parameters once, when their forward starts, and keep them until it ends.
+"""Units: modules that gather their parameters once, when forward starts, and keep them until forward ends.
 
 A unit's class is replaced by a subclass whose `forward` gathers first, and whose parameters are properties: inside
 forward they return the unsharded tensor, outside the sharded DTensor. Inside forward, `parameters()` yields unsharded
@@ -87,7 +87,7 @@ def gather_as_stored(param: ShardedParam, scope: Scope) -> Tensor:
 
 @torch.compiler.assume_constant_result
 def _refuse_in_branch(name: str) -> None:
-    """Refuse a gather in a branch: ranks that take different branches hang, and no sharded gradient leaves a branch.
+    """Refuse a gather in a branch: ranks in different branches would hang, and branches return no sharded gradients.
 
     Raises:
         ZgraphError: always.
@@ -209,7 +209,7 @@ def _forward(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Run the module's original forward; make a named unit's outputs depend on all parameters, so all are reduced."""
+    """Run the module's original forward; a named unit's outputs then depend on all parameters, so all get gradients."""
     if not state.reduces_all_params:
         return forward(module, *args, **kwargs)
     gathered = after_gathers(state.params, unsharded, state.scope)
@@ -302,7 +302,7 @@ def _attribute(module: nn.Module, name: str) -> Any:
 
 @functools.cache
 def container_class(base: type[nn.Module]) -> type[nn.Module]:
-    """Make a subclass of `base` whose `parameters()`, inside forward, returns the tensors that its parts read."""
+    """Make a subclass of `base`. Inside forward, its `parameters()` returns the tensors that submodules read."""
     body = {
         "named_parameters": _named_parameters(base),
         "__module__": base.__module__,
@@ -359,9 +359,9 @@ def _refuse_replacing(module: nn.Module, attribute: str) -> NoReturn:
 
 
 def gathering(module: nn.Module, own: Any) -> Any:
-    """Wrap a forward that is set on a module instance, such as a fused head and loss, or autocast, to gather first.
+    """Return a wrapper that gathers and then calls `own`, a forward set on a module instance: a fused loss, autocast.
 
-    The wrapper gathers like the forward of the module's class, and copies and inspects like the replaced method.
+    The wrapper gathers like the forward of the module's class, and can be copied and inspected like `own`.
     """
     method = own if isinstance(own, MethodType) and own.__self__ is module else None
     if not callable(own) or (method is not None and method.__func__ is type(module).forward):

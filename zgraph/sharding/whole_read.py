@@ -1,4 +1,4 @@
-"""`full_tensor()` of a sharded parameter outside forward, with a gradient that is reduced like any other.
+"""`full_tensor()` of a sharded parameter outside forward; gradients through it are reduced like all others.
 
 The gradient of DTensor's own `full_tensor()` comes from this rank's batch only: it is not averaged over the ranks.
 """

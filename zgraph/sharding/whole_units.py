@@ -2,7 +2,7 @@
 
 Without a compiler, gathers run where they are called. In a graph unread gathers are dead code, so the unit's outputs
 depend on all gathers of forward, and its incoming gradients on all gathers of backward. All parameters are gathered
-before any computation uses them, in one order, whichever of them a rank reads.
+before any computation, in the same order on all ranks, even if a rank reads only some of them.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _is_traced(scope: Scope) -> bool:
 
 
 def _is_gathered(param: ShardedParam) -> bool:
-    """Return whether reading a parameter runs a gather; true in a group of one rank, whose size Dynamo cannot ask."""
+    """Return whether reading a parameter runs a gather. A group of one rank counts, as Dynamo cannot tell its size."""
     return param.spec.layout.is_sharded and not param.spec.ignored
 
 
@@ -104,7 +104,7 @@ def reduce_all_params(
     gathered: Tensor | None,
     scope: Scope,
 ) -> Any:
-    """Return a unit's outputs such that they depend on all its gathers and backward visits all its parameters.
+    """Return a unit's outputs, which then depend on all its gathers; backward visits all its parameters.
 
     Args:
         result: return value of the module's forward.
@@ -166,8 +166,8 @@ def _refuse(unit: str, parameter: str, returned: str) -> None:
 def flatten_outputs(result: Any) -> tuple[list[Any], Rebuild]:
     """Return the leaves of a result, and a function that rebuilds the result from other leaves.
 
-    In addition to pytree's types, dataclasses are flattened by their fields; if that finds no tensor, any object by its
-    attributes. Flattened objects are copied, since other code may hold them; all others are kept.
+    In addition to pytree's types, dataclasses are flattened by their fields. If no tensor is found, all other objects
+    are flattened by their attributes. Flattened objects are copied, since other code may hold them; others are kept.
     """
     leaves, rebuild = _flatten(result, dataclasses.is_dataclass)
     if any(isinstance(leaf, Tensor) for leaf in leaves):

@@ -1,4 +1,4 @@
-"""Detect writes to gathered parameters in Dynamo's graphs: AOTAutograd passes the written values to later reads."""
+"""Detect writes to gathered parameters in Dynamo's graphs, where AOTAutograd would pass the values to later reads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from zgraph.torch_compat.operators import assigns_data
 
 
 def refuse_written_weights(gm: fx.GraphModule, handles: Mapping[int, str]) -> None:
-    """Refuse a graph that writes to a parameter gathered by one of its markers, or gathered before the graph begins.
+    """Refuse a graph that writes to a gathered parameter, whether the graph or code before the graph gathers it.
 
     Dynamo has run each node on fake tensors, whose versions count writes to them and to their views.
 
@@ -61,7 +61,7 @@ def _graphs(gm: fx.GraphModule) -> Iterable[fx.Graph]:
 
 
 def _gathered_name(node: object, names: Mapping[fx.Node, str]) -> str | None:
-    """Return the name of the parameter whose gathered copy this node is; None for anything else."""
+    """Return the parameter's name if `node` is a gathered parameter; None for all other nodes."""
     if not isinstance(node, fx.Node):
         return None
     if nodes.is_unshard(node):
@@ -72,7 +72,7 @@ def _gathered_name(node: object, names: Mapping[fx.Node, str]) -> str | None:
 
 
 def watch_outputs(gm: fx.GraphModule, handles: Mapping[int, str], compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Watch for writes to gathered parameters that a graph returns, since forward goes on with them outside the graph.
+    """Watch for writes to gathered parameters that a graph returns: the rest of forward may write to them.
 
     Args:
         gm: graph of a frame.

@@ -21,7 +21,7 @@ from zgraph.torch_compat.dtensor import requires_grad_of
 
 
 class Current:
-    """Cached facts about a model and its optimizers, valid as long as model and optimizers hold the same tensors.
+    """Cached facts about a model and its optimizers, valid until either holds other tensors.
 
     Attributes:
         lifted: tensors of the model and its optimizers.

@@ -51,7 +51,7 @@ class Conditions:
     ambient: tuple[Any, ...]
 
     def closest(self, others: Sequence[Conditions]) -> Conditions | None:
-        """Return the conditions in `others` that differ in the fewest fields, the last if several do; None if empty."""
+        """Return the one of `others` with the fewest differing fields, or the last such one; None without `others`."""
         names = [field.name for field in fields(self)]
         counts = [sum(getattr(self, name) != getattr(other, name) for name in names) for other in others]
         return min(zip(reversed(counts), reversed(others), strict=True), key=itemgetter(0))[1] if others else None
@@ -149,7 +149,7 @@ class Modules:
 
 
 def of_variables(outside: Outside) -> tuple[Any, ...]:
-    """Return the numbers that a function reads from outside, without those of the model's modules (see `Modules`)."""
+    """Return the numbers that a function reads from outside, but not those in the model's modules: see `Modules`."""
     numbers = [(name, type(value), value) for name, value in outside.variables if isinstance(value, _NUMBERS)]
     factors = [
         (one.get_growth_factor(), one.get_backoff_factor(), one.get_growth_interval()) for one in outside.scalers

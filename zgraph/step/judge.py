@@ -143,7 +143,7 @@ _MISSING = "not there"
 
 
 def tell(found: str, lifted: Lifted, function: Callable[..., Any], call: int) -> None:
-    """Tell all ranks of a model what each has found, and raise if any has found a difference.
+    """Exchange `found` between all ranks of the model, and raise an error if any rank has found a difference.
 
     Raises:
         ZgraphError: any rank has found a difference; raised on every rank.

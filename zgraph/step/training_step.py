@@ -77,8 +77,8 @@ def training_step(
 
     Args:
         model: a model sharded by `zgraph.shard`, compiled or not.
-        optimizer: optimizer of its parameters; a list if the function steps several. Element-wise ones of torch.optim
-            step on shards, others on DTensors. Options that are floats or tensors are inputs of the graph.
+        optimizer: optimizer of the model's parameters; a list if the function steps several. Element-wise ones of
+            torch.optim step on shards, others on DTensors. Options that are floats or tensors are inputs of the graph.
         options: options of `torch.compile(model, backend="zgraph")`, `{"cuda_graph": True}`, and `{"check": True}`,
             which compares the first calls with the plain lines.
         recompile_limit: most graphs that are compiled for different kinds of calls.

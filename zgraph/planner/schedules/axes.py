@@ -26,8 +26,8 @@ class AxisTraffic:
 
     Attributes:
         sent_bytes: bytes on the wire.
-        exposed_us: time for which compute waits for the traffic.
-        hidden_us: time for which the traffic runs while compute does not wait for it.
+        exposed_us: time in which compute waits for the traffic.
+        hidden_us: time in which data is sent while compute does not wait.
     """
 
     sent_bytes: int = 0
@@ -48,7 +48,7 @@ class AxisTraffic:
 
 @dataclass(frozen=True)
 class Axes:
-    """Sizes of a cluster's axes, outermost first as in `init_device_mesh`: neighbours on the last axis are consecutive.
+    """Sizes of a cluster's axes, outermost first as in `init_device_mesh`: along the last axis, ranks are consecutive.
 
     Attributes:
         sizes: size of each axis by name (one of `AXES`); a missing dp has size 1.
@@ -92,7 +92,7 @@ class Axes:
 
     @property
     def inner(self) -> tuple[str, ...]:
-        """All axes but that of the pipeline."""
+        """All axes except the pipeline's."""
         return tuple(name for name in self.sizes if name != PIPELINE)
 
     def stride(self, axis: str) -> int:

@@ -1,4 +1,4 @@
-"""How many bytes of gathered parameters each stage of a pipeline may keep over a step, within a budget of its rank."""
+"""How many bytes of gathered parameters each stage of a pipeline may keep over a step, within the rank's budget."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from zgraph.sharding.pipeline.kept_parameters import first_fit
 
 
 def kept_bytes(sizes: Sequence[int], room_bytes: float) -> int:
-    """Return the bytes that `first_fit` keeps in `room_bytes`; given only the returned bytes, it keeps the same."""
+    """Return the number of bytes that `first_fit` keeps in `room_bytes`; with only this room, it keeps the same."""
     return sum(sizes[place] for place in first_fit(sizes, room_bytes))
 
 
 def next_room(sizes: Sequence[int], room_bytes: int) -> int | None:
-    """Return the least room above `room_bytes` in which `first_fit` keeps more; None if it keeps everything."""
+    """Return the least room above `room_bytes` in which `first_fit` keeps more; None if all parameters are kept."""
     missing: list[int] = []
     left = room_bytes
     for size in sizes:
@@ -37,7 +37,7 @@ def most_kept(sizes: Sequence[int], left_with: Callable[[int], float], kept: int
 
     Args:
         sizes: bytes of each parameter.
-        left_with: returns what is left of the budget if `first_fit` keeps the given bytes; negative: it is exceeded.
+        left_with: returns the bytes left of the budget if `first_fit` keeps the given bytes; negative: over budget.
         kept: kept bytes to begin with.
 
     Returns:
@@ -71,7 +71,7 @@ def most_kept(sizes: Sequence[int], left_with: Callable[[int], float], kept: int
 
 
 def beside_rest(schedule: str, rank: int, ranks: int, costs: Sequence[StageCost]) -> int:
-    """Most bytes that a rank holds in a step in addition to parameters, buffers and the optimizer's state.
+    """Return the most bytes that a rank holds in a step, not counting parameters, buffers and the optimizer's state.
 
     Args:
         schedule, rank, ranks, costs: as in `rank_memory`.
@@ -88,13 +88,13 @@ def keep_within(
     sizes: Sequence[Sequence[int]],
     cost_of: Callable[[int, int], StageCost | None],
 ) -> list[int]:
-    """Bytes that each stage may keep, so that no rank exceeds the budget in addition to parameters and state.
+    """Return the bytes that each stage may keep such that no rank exceeds its budget.
 
-    The stages of one rank are filled in order, each with the most that the others leave room for, until none of them
-    can keep more. If no choice fits, the rank exceeds the budget by the least amount found.
+    The stages of one rank are filled in order, each as far as the others leave room, until no stage can keep more.
+    If no choice fits, the rank exceeds the budget by the least amount found.
 
     Args:
-        budget_bytes: budget of a rank.
+        budget_bytes: budget of each rank, from which parameters, buffers and state are already subtracted.
         schedule: a schedule that `schedules_for` returns for these numbers.
         ranks: number of ranks in the pipeline.
         sizes: for each stage, gathered bytes of the parameters that may be kept, in order.

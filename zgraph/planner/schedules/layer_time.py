@@ -19,12 +19,12 @@ def layer_time(layer: nn.Module, inputs: Sequence[Any], mode: Any, costs: CostMo
 
     Args:
         layer: module, with or without values.
-        inputs: inputs of its forward, made by the mode.
+        inputs: inputs of the module's forward, made by `mode`.
         mode: mode of fake tensors.
         costs: cost model of the machine.
 
     Returns:
-        The time, and the result as a tensor of the mode; None in its place if the result is not a single tensor.
+        The time, and the result as a tensor of `mode`; None instead of the result if it is not a single tensor.
     """
     named = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
     fakes = [fake_on_cpu(mode, value) for value in named.values()]
@@ -54,7 +54,7 @@ def layer_time(layer: nn.Module, inputs: Sequence[Any], mode: Any, costs: CostMo
 
 
 def likeness(module: nn.Module, inputs: Iterable[Any]) -> tuple[Any, ...]:
-    """Return a key that is equal for two modules with inputs only if they compute alike, such as a layer made twice.
+    """Return a key of a module and its inputs; two keys are equal only if their modules compute alike.
 
     Sizes, numbers and names are compared by value, all other attributes by identity.
     """

@@ -17,8 +17,8 @@ class Action:
     """A forward or a backward of one micro-batch through one stage.
 
     Attributes:
-        kind: kind of action. If the schedule splits backwards, "backward" is for gradients of inputs, "weights" for
-            the rest.
+        kind: kind of action. In schedules that split each backward, "backward" is for gradients of inputs, and
+            "weights" for the rest.
     """
 
     kind: Literal["forward", "backward", "weights"]
@@ -50,14 +50,14 @@ def why_not(schedule: str, ranks: int, stages: int, micro_batches: int) -> str:
 
 
 def ranks_of(schedule: str, ranks: int, stages: int) -> tuple[int, ...]:
-    """Return the rank of each stage: rank r has stages r, r + ranks, ...; in a V, the r-th from both ends."""
+    """Return the rank of each stage. Rank r has stages r, r + ranks, ...; in a V, the r-th from the front and end."""
     if schedule == V_SHAPED:
         return tuple(min(stage, stages - 1 - stage) for stage in range(stages))
     return tuple(stage % ranks for stage in range(stages))
 
 
 def order_of(schedule: str, ranks: int, stages: int, micro_batches: int) -> list[list[Action]]:
-    """The actions of each rank in order; `ranks_of` assigns stages to ranks.
+    """Return the actions of each rank in order; `ranks_of` assigns stages to ranks.
 
     Args:
         schedule: a schedule that `schedules_for` returns for these numbers.

@@ -23,10 +23,10 @@ class PlannedStage:
         traffic: traffic of one rank along the axes within the stage, in all micro-batches of a step.
         activation_bytes: bytes of one micro-batch's activation, sent to the next stage.
         input_gradient_bytes: bytes of one micro-batch's input gradient, sent to the previous stage; 0 for the first.
-        stage_3_bytes: gathered bytes of its parameters at ZeRO stage 3, which `zgraph.PipelineStage` may keep over a
+        stage_3_bytes: gathered bytes of the parameters at ZeRO stage 3, which `zgraph.PipelineStage` may keep over a
             step.
-        keep_bytes: how many of the `stage_3_bytes` to keep, as for `zgraph.PipelineStage`: the most for which the
-            budget has room. None: the plan has no budget, and nothing is kept.
+        keep_bytes: how many of the `stage_3_bytes` to keep, see `zgraph.PipelineStage`: as many as the budget
+            allows. None: the plan has no budget, and nothing is kept.
     """
 
     cost: StageCost
@@ -49,7 +49,7 @@ class PipelinePlan:
         runs: the step under each schedule that torch can run with these stages and micro-batches.
         schedule: the planned schedule.
         unsent: the step under the planned schedule, simulated as if sending took no time.
-        budget_bytes: most bytes that each rank may hold in addition to parameters, buffers and the optimizer's state;
+        budget_bytes: most bytes that each rank may hold, not counting parameters, buffers and the optimizer's state;
             None: no limit.
         unkept: the step under the planned schedule, simulated with nothing kept: each micro-batch gathers all stage 3
             parameters. None without a budget.
@@ -67,7 +67,7 @@ class PipelinePlan:
     def of(
         cls, stages: Sequence[PlannedStage], ranks: int, micro_batches: int, chosen: str, **budget: Any
     ) -> PipelinePlan:
-        """Return the plan of a step, simulated under every schedule that fits the numbers.
+        """Return the plan of a step, simulated under every schedule that torch can run with these numbers.
 
         Args:
             stages: stages, the same number on each rank.
@@ -108,7 +108,7 @@ class PipelinePlan:
         return self.budget_bytes is None or self._most_beside_rest(run) <= self.budget_bytes
 
     def _most_beside_rest(self, run: PipelineRun) -> int:
-        """Most bytes that a rank holds in addition to parameters, buffers and the optimizer's state."""
+        """Most bytes that any rank holds, not counting parameters, buffers and the optimizer's state."""
         resting = [0] * self.ranks
         for stage, rank in zip(self.stages, ranks_of(run.schedule, self.ranks, len(self.stages)), strict=True):
             resting[rank] += stage.cost.resting_bytes
@@ -137,7 +137,7 @@ class PipelinePlan:
         return tuple(stage for stage, place in zip(self.stages, self.places, strict=True) if place == rank)
 
     def traffic_of(self, rank: int) -> dict[str, AxisTraffic]:
-        """Traffic of a rank by axis in a step; exposed time on the pipeline axis is what sending adds to the step."""
+        """Return a rank's traffic by axis in a step. On the pipeline's axis, `exposed_us` is what sending adds."""
         sent, messages_us = 0, 0.0
         places = self.places
         for number, stage in enumerate(self.stages):
@@ -156,7 +156,7 @@ class PipelinePlan:
         return found
 
     def traffic(self) -> dict[str, AxisTraffic]:
-        """Traffic by axis; for each axis, the traffic of the rank that sends most along the axis."""
+        """Traffic by axis: on each axis, that of the rank that sends the most bytes."""
         of_ranks = [self.traffic_of(rank) for rank in range(self.ranks)]
         axes = dict.fromkeys(axis for found in of_ranks for axis in found)
         return {

@@ -11,10 +11,10 @@ from zgraph.torch_compat.groups import stages_hold_messages
 
 @dataclass(frozen=True, kw_only=True)
 class SplitCost:
-    """Costs of one stage's backwards in two halves: gradients of inputs, then of weights.
+    """Costs of one stage's backward in two halves: first the gradients of inputs, then those of weights.
 
     Attributes:
-        inputs_us, weights_us: [micro_batches] time of each half.
+        inputs_us, weights_us: time of each half, [micro_batches].
         left_bytes: bytes that one micro-batch keeps from its first half to its second.
         closing_kept_bytes: the part of `StageCost.closing_kept_bytes` that stays until the second half of the last
             backward.
@@ -38,8 +38,8 @@ class StageCost:
     """Costs of one stage's micro-batches, in the order in which they run.
 
     Attributes:
-        forward_us, backward_us: [micro_batches] time of each forward and backward.
-        send_us: time to send an activation to the next stage; the same for its gradient on the way back.
+        forward_us, backward_us: time of each forward and backward, [micro_batches].
+        send_us: time to send an activation to the next stage, or a gradient to the previous one.
         resting_bytes: bytes of parameters, buffers and the optimizer's state.
         gradient_bytes: bytes of `.grad`, from the first backward on.
         own_gradient_bytes: the part of `gradient_bytes` that holds this rank's own sums until the last backward.
@@ -49,15 +49,15 @@ class StageCost:
         saved_bytes: bytes that one micro-batch keeps from its forward to its backward.
         forward_peak_bytes, backward_peak_bytes: most bytes of a micro-batch while its forward or backward runs,
             including its saved values.
-        first_peak_bytes: the same for the first backward, including the gradient sums that this backward leaves.
-        closing_peak_bytes: the same for the last backward, including the kept parameters and the sums that it finds. A
-            single backward is the last one.
+        first_peak_bytes: most bytes in the first backward, including the gradient sums that this backward leaves.
+        closing_peak_bytes: most bytes in the last backward, which may be the only one, including kept parameters and
+            earlier sums.
         left_bytes: send buffers of one micro-batch, for activation and gradient. torch's schedules hold them until the
             end of the step. 1F1B holds them until it sends again, except the last activation sent before the first
             backward.
         left_activation_bytes: the activation's part of `left_bytes`.
         buffer_bytes: torch's receive buffers for activations and gradients, and the outputs that the stage returns.
-        split: costs of backwards in two halves; None: the whole backward runs in place of the first half.
+        split: costs of a backward in two halves; None: the whole backward runs in place of the first half.
     """
 
     forward_us: tuple[float, ...]
@@ -80,7 +80,7 @@ class StageCost:
     split: SplitCost | None = None
 
     def us(self, action: Action, *, splits: bool) -> float:
-        """Time of an action; `splits` tells whether the schedule splits backwards."""
+        """Return the time of an action; `splits` tells whether the schedule runs each backward in halves."""
         if action.kind == "forward":
             return self.forward_us[action.micro_batch]
         if not splits or self.split is None:
@@ -107,9 +107,9 @@ class PipelineRun:
         schedule: name of the schedule.
         actions: actions of all ranks; those of one rank are in order.
         step_us: time until the last rank is done.
-        busy_us: [ranks] time in which each rank runs forwards and backwards.
-        peak_bytes: [ranks] most bytes that each rank holds, including parameters and state.
-        in_flight: [ranks] most micro-batches whose forward has run and whose backward has not, over the rank's stages.
+        busy_us: time in which each rank runs a forward or backward, [ranks].
+        peak_bytes: most bytes that each rank holds, including parameters and state, [ranks].
+        in_flight: most micro-batches that each rank has between forward and backward, over its stages, [ranks].
     """
 
     schedule: str
@@ -128,8 +128,8 @@ class PipelineRun:
 def simulate_pipeline(schedule: str, ranks: int, costs: Sequence[StageCost]) -> PipelineRun:
     """Simulate a step under a schedule.
 
-    Each rank starts its next action as soon as the input has arrived. Sending occupies only the link, one message after
-    the other in each direction.
+    Each rank starts its next action as soon as the input has arrived. Sending occupies only the link, which carries one
+    message at a time in each direction.
 
     Args:
         schedule: a schedule that `schedules_for` returns for these numbers.
@@ -186,7 +186,7 @@ def rank_memory(schedule: str, rank: int, ranks: int, costs: Sequence[StageCost]
 
 
 def _needs(action: Action, stages: int) -> Action | None:
-    """Return the action of another stage whose result `action` needs; None if it needs none."""
+    """Return the other stage's action whose result `action` needs; None if `action` needs no other stage."""
     if action.kind == "weights":
         return None
     if action.kind == "forward":
@@ -201,7 +201,7 @@ def _arrival(
     costs: Sequence[StageCost],
     links: dict[tuple[int, int], float],
 ) -> float:
-    """Return the time at which an action's result arrives at the stage that needs it, and note the link's use."""
+    """Return the time at which an action's result arrives where it is needed; keep the link busy until then."""
     other = action.stage + {"forward": 1, "backward": -1, "weights": len(costs)}[action.kind]
     if not 0 <= other < len(costs) or places[other] == places[action.stage]:
         return ended
@@ -211,7 +211,7 @@ def _arrival(
 
 
 def _beside(cost: StageCost, number: int, places: Sequence[int]) -> StageCost:
-    """Return a stage's cost; its results serve as the receive buffers of neighbour stages that are on the same rank."""
+    """Return a stage's cost, without buffers for messages between neighbour stages on the same rank."""
     has_next = number + 1 < len(places) and places[number + 1] == places[number]
     has_previous = number > 0 and places[number - 1] == places[number]
     activation = cost.left_activation_bytes if has_next else 0

@@ -28,7 +28,7 @@ class LineColumns:
     """Every line of code that any graph of the frame had after any pass; see `zgraph.graph.text.Line`.
 
     Attributes:
-        name, call: texts of the node's name and of its call.
+        name, call: text of the node's name, and text of the node's call.
         value, parameters: positions in the strings.
     """
 
@@ -77,7 +77,7 @@ class CollectiveColumns:
     """Collectives of a final graph, numbered in program order.
 
     Attributes:
-        node, wait: positions of the start, and of its first wait; -1: the wait is in another graph, or not lowered.
+        node, wait: positions of the start and of its first wait. `wait` -1: in another graph, or not lowered.
         kind, group, dtype, codec, reason: positions in the strings; the codec is "" if numbers are sent uncompressed.
         group_size: number of ranks in the group.
         payload_bytes, sent_bytes, received_bytes: bytes of this rank.
@@ -107,8 +107,8 @@ class GraphData:
 
     Attributes:
         direction: "forward", "backward", "inference" or "step".
-        nodes: its nodes.
-        collectives: its collectives.
+        nodes: nodes of the graph.
+        collectives: collectives of the graph.
         predicted_us, exposed_us: predicted times of one call; None: no target.
         critical: positions of the nodes on the critical path.
         peak_bytes: peak of this graph only, as shown by `zgraph.explain`; None: could not be predicted.
@@ -130,12 +130,12 @@ class StorageColumns:
     """Storages of a step, in the order of their creation.
 
     Attributes:
-        node: position in the step of the node that creates the storage.
+        node: position of the node that creates the storage, in the step.
         bytes: allocated bytes.
         first, last: first and last position at which the storage is alive.
         kind: position in the memory classes.
         space: position in the memory spaces.
-        held: 1 if the storage is held outside of the step before and afterwards, so that it does not count; else 0.
+        held: 1 if the storage is held outside of the step, before and after it, and so is not counted; else 0.
     """
 
     node: list[int] = field(default_factory=list[int])
@@ -158,7 +158,7 @@ class MemoryData:
         workspace_bytes: workspace of each call, in addition to storages.
         held_bytes: size of the inputs, which are held outside of the step.
         budget_bytes: budget that the step was planned for; None: no limit.
-        peak_bytes, peak_position: most bytes held by the step, and the position at which it holds them.
+        peak_bytes, peak_position: most bytes that the step holds, and the position at which it does.
         at_peak: positions of the largest storages alive at the peak, largest first.
         unknown: nodes whose size depends on data; they count as 0.
     """
@@ -201,8 +201,8 @@ class PassData:
         direction: direction of the graph; "joint" before the partition.
         notes: notes of the pass.
         before, after: totals before and after the pass; None if passes were not recorded.
-        hunks: changes of the text, each as (position in the text before, number of lines removed, lines inserted as
-            runs of first and count).
+        hunks: changes of the text: (position before the pass, number of removed lines, inserted lines). Inserted lines
+            are runs (first, count).
     """
 
     name: str
@@ -252,7 +252,7 @@ class FrameData:
         frame: Dynamo's number of the frame and of its recompile, such as "0/1".
         reason: the guard that failed, if the frame was compiled before.
         lowering: "inductor" or "fx".
-        from_step: first optimizer step that runs these graphs; earlier steps run graphs made without some passes.
+        from_step: first optimizer step that runs these graphs; in earlier steps some passes have not run.
         hardware: name, backend and memory of the machine that times are predicted for; None: no target.
         lanes: names of the lanes, numbered in the columns.
         captured: by direction, the lines of the graph before any pass, as runs of first and count.

@@ -1,4 +1,4 @@
-"""Texts of graphs after each pass: every line is stored once, and of each pass only the changes are stored."""
+"""Texts of graphs after each pass: each line is stored once, and each pass as the changes that it made."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Hunk = tuple[int, int, Runs]
 
 
 class LinePool:
-    """Lines of code by number. Two lines of one graph never share a number; equal lines of two graphs do."""
+    """Lines of code by number. Two lines of one graph never share a number; equal lines of two graphs share one."""
 
     def __init__(self, strings: Strings) -> None:
         self.strings = strings
@@ -44,7 +44,7 @@ class LinePool:
 
 
 def runs_of(numbers: Sequence[int]) -> Runs:
-    """Return numbers as runs (first, count) of consecutive ones: [4, 5, 6, 2] becomes [(4, 3), (2, 1)]."""
+    """Return numbers as runs (first, count) of consecutive numbers: [4, 5, 6, 2] becomes [(4, 3), (2, 1)]."""
     runs: Runs = []
     for number in numbers:
         if runs and number == sum(runs[-1]):
@@ -55,11 +55,11 @@ def runs_of(numbers: Sequence[int]) -> Runs:
 
 
 def hunks_between(before: Sequence[int], after: Sequence[int]) -> list[Hunk]:
-    """Return removals and insertions that turn `before` into `after`, and keep the most lines.
+    """Return the removals and insertions that turn `before` into `after` and keep as many lines as possible.
 
     Neither argument may repeat a number.
 
-    The kept lines are a longest increasing subsequence of positions, found in n log n, because most passes move nodes.
+    Most passes move nodes, so the kept lines are found as a longest increasing subsequence, in n log n.
     """
     hunks: list[Hunk] = []
     old = new = 0

@@ -89,7 +89,7 @@ class StorageClasses:
         return PARAMETERS if used or any(nodes.is_low_rank(user) for user in node.users) else ACTIVATIONS
 
     def _class_of_copy(self, node: fx.Node) -> str:
-        """Return the class of a copy that carries parameters, by what it copies: gathered, gradients or a buffer."""
+        """Return the class of a copy that carries parameters (gathered, gradients or buffer), by what is copied."""
         classes = [self.found.get(source) for source in node.all_input_nodes]
         if any(nodes.is_start(user) for user in node.users):
             return BUFFERS
@@ -108,7 +108,7 @@ def _looks_at_argument(node: fx.Node) -> bool:
 
 
 def _start_behind(node: fx.Node) -> fx.Node | None:
-    """Return the start of the collective whose result a node views; None if it views anything else."""
+    """Return the start of the collective whose result `node` views; None if `node` views anything else."""
     while _looks_at_argument(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node if nodes.is_start(node) else None
@@ -163,7 +163,7 @@ def memory_data(
     classes: Mapping[Direction, StorageClasses],
     budget_bytes: int | None,
 ) -> MemoryData:
-    """The memory curve of a step as columns.
+    """Return the memory curve of a step as columns.
 
     Args:
         curve: memory curve over the graphs in their order.

@@ -224,7 +224,7 @@ def _memory(
 
 
 def _curve(plan: FramePlan, graphs: Mapping[Direction, fx.Graph]) -> MemoryCurve:
-    """The memory curve of a step, as budgets count it."""
+    """Return the memory curve of a step, as budgets count memory."""
     if "forward" not in graphs:  # inference, a whole step
         (whole,) = graphs.values()
         return memory_curve(whole, agreed=True)
@@ -243,7 +243,7 @@ def _us(us: float) -> float:
 
 
 def number_of(count: Any) -> int:
-    """Return a size as a number: of a symbolic size, the hint."""
+    """Return a size as a number; for a symbolic size, its hint."""
     return size_hint(count)
 
 

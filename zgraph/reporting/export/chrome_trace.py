@@ -123,7 +123,7 @@ class _Predicted:
 
 
 def _measured(found: Sequence[Mapping[str, Any]], process: int) -> Iterator[Event]:
-    """Yield a slice for the call of each graph, and inside it one for each blocked wait: medians over all calls."""
+    """Yield a slice per graph, and inside it a slice per blocked wait; times are medians over all calls."""
     yield _named("thread_name", process, COMPUTE, 1)
     order = ("step", "forward", "inference", "backward")
     offset = 0.0

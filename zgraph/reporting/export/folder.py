@@ -50,7 +50,7 @@ def report(model: nn.Module, directory: str | Path) -> Path:
     For each frame that this rank has compiled, `rank<r>/frame_<id>/` has the page `index.html`, `report.json`,
     `times.json` with the results of `zgraph.measure`, and a trace for ui.perfetto.dev. The report has the changes of
     each pass if the model was compiled with `options={"dump": ...}` or a report that keeps passes.
-    A folder that is full or cannot be written costs a warning.
+    A folder that is full or cannot be written causes only a warning.
 
     Args:
         model: module returned by `zgraph.shard` or `torch.compile`.
@@ -87,7 +87,7 @@ def write_report(
 
 
 def write_pipeline(folder: Path, plan: Mapping[str, Any]) -> None:
-    """Add a pipeline's plan to a rank's folder, and a page that shows the plan and then all frames of the stages.
+    """Add a pipeline's plan to a rank's folder, with a page that shows the plan and then the frames of all stages.
 
     A folder that cannot be written causes only a warning.
 

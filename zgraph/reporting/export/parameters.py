@@ -38,7 +38,7 @@ class KnownParameter:
 
 
 def known_parameters(captured: fx.Graph, names: Iterable[str]) -> dict[str, KnownParameter]:
-    """The parameters that a frame reads, in the given order.
+    """Return the facts about each parameter that a frame reads, in the given order.
 
     Args:
         captured: the graph before any pass, whose markers have the parameters' names.
@@ -73,7 +73,7 @@ def _rests(at_rest: fx.Node) -> str:
 
 
 def feedback_bytes(graphs: Iterable[fx.Graph]) -> dict[str, int]:
-    """Return the bytes of error feedback that this rank keeps between steps for each parameter, after the first."""
+    """Return, by parameter, the bytes of error feedback that this rank keeps between steps, from the first step on."""
     found: dict[str, int] = {}
     for graph in graphs:
         for node in nodes.call_functions(graph, lambda node: nodes.is_quantize(node) or nodes.is_low_rank_left(node)):
@@ -83,7 +83,7 @@ def feedback_bytes(graphs: Iterable[fx.Graph]) -> dict[str, int]:
 
 
 def _kept_by(node: fx.Node) -> list[Mapping[str, tuple[tuple[int, ...], torch.dtype]]]:
-    """Return shapes and dtypes of the tensors that the compression method keeps for each parameter of a reduction."""
+    """Return, for each parameter of a reduction, shape and dtype of the tensors that the compression method keeps."""
     if nodes.is_low_rank_left(node):
         layout = LowRankArgs.of(node).layout
         return [

@@ -16,7 +16,7 @@ TIMED = ("cost_us", "start_us", "end_us", "exposed_us")
 
 
 def load(path: Path) -> Document:
-    """Return the document of a report: of one frame's folder, or of all frames and ranks in a directory.
+    """Return a report's document. `path` is one frame's folder, or a directory with several frames and ranks.
 
     Frames, and the plan of a pipeline if there is one, are those of the lowest rank. Every entry of `ranks` has the
     `times` of its rank if they exist; the `times` of the document are those of the lowest rank.
@@ -84,7 +84,7 @@ def _merge(documents: Sequence[Document]) -> Document:
 
 
 def line_text(frame: Document, line: int) -> str:
-    """Return a line of code with a number, as dumps print it."""
+    """Return line number `line` of a frame's code, as dumps print it."""
     lines, strings = frame["lines"], frame["strings"]
     name, value, call = lines["name"][line], strings[lines["value"][line]], lines["call"][line]
     parameters = strings[lines["parameters"][line]]
@@ -103,7 +103,7 @@ def unrolled(runs: Sequence[Sequence[int]]) -> list[int]:
 
 
 def texts_of(frame: Document, direction: str) -> Iterator[tuple[Document | None, list[int]]]:
-    """Yield (None, lines of a graph as captured), then (pass, lines after it) for each pass on the graph."""
+    """Yield (None, lines of the captured graph), then (pass, lines after the pass) for each pass on the graph."""
     lines = unrolled(frame["captured"].get(direction, []))
     yield None, lines
     for entry in frame["passes"]:
@@ -115,7 +115,7 @@ def texts_of(frame: Document, direction: str) -> Iterator[tuple[Document | None,
 
 
 def bytes_by_class(document: Document, frame: Document) -> dict[str, list[int]]:
-    """Return the memory curve of a frame's step by class: bytes at each position, which add up to the whole curve.
+    """Return the bytes of each memory class at each position of a frame's step; together they are the memory curve.
 
     The workspace that calls use in addition to storages is the class "workspace".
     """

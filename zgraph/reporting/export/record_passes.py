@@ -1,4 +1,4 @@
-"""Records what each pass did to each graph: the lines it changed; nodes, bytes, peak and times before and after it."""
+"""Records what each pass did to each graph: changed lines; nodes, bytes, peak and times before and after the pass."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class PassRecorder:
 
 
 def unrecorded(runs: Iterable[PassRun], notes: Iterable[tuple[str, Direction, str]]) -> list[PassData]:
-    """Return what is known about the passes of a plan if no `PassRecorder` recorded them."""
+    """Return the data of a plan's passes if no `PassRecorder` recorded them: names, directions and notes."""
     said = list(notes)
     return [
         PassData(
@@ -93,7 +93,7 @@ def options_text(graph_pass: GraphPass) -> str:
 
 
 def totals_of(graph: fx.Graph, ctx: PassContext) -> Totals:
-    """Bytes, peak and predicted time of a graph between passes; unknown values are None."""
+    """Return bytes, peak and predicted time of a graph between passes; unknown values are None."""
     found = Totals(nodes=len(graph.nodes), sent_bytes=0)
     try:
         found.sent_bytes = size_hint(sum(transfer.sent_bytes for transfer in transfers(graph)))

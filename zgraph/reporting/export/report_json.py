@@ -1,4 +1,4 @@
-"""`report.json`: a versioned document of plain columns, the same bytes in every run; see docs/report-json.md.
+"""`report.json`: a versioned document of plain columns, with equal bytes in every run; see docs/report-json.md.
 
 Measured times are in `times.json` in the same folder, so that two reports of one program are equal files.
 """
@@ -57,7 +57,7 @@ def document_of(
 
 
 def at_rest(document: Document) -> dict[str, int]:
-    """Bytes that the rank keeps between steps for all parameters of the document's frames, by memory class."""
+    """Return the bytes, by memory class, that the rank keeps between steps for all parameters in the document."""
     found: dict[str, dict[str, int]] = {PARAMETERS: {}, FEEDBACK: {}}
     for frame in document["frames"]:
         table = frame["parameters"]
@@ -111,7 +111,7 @@ def plain(value: Any, leave_out: Sequence[str] = ()) -> Any:
 
 
 def _rows(frame: FrameData) -> list[Document]:
-    """Return the predictions for each graph by which ranks are compared, without the graphs."""
+    """Return one row of predictions per graph, by which ranks are compared; the graphs themselves are left out."""
     return [
         {
             "frame": frame.frame,

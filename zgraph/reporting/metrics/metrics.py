@@ -42,9 +42,9 @@ class Metrics:
             metrics.step(tokens=x.numel(), grad_norm=norm)
         metrics.close()
 
-    Metrics never communicate or wait for a device: values are those of this rank, and on an accelerator a step is
-    written once it has ended there, usually when the next step ends. Bytes and waits are those of compiled graphs. On
-    CUDA the allocator's peak statistics are reset at each step.
+    Metrics never communicate or wait for a device: values are those of this rank. On an accelerator, a step is
+    written once the device has ended it, usually when the next step ends. Bytes and waits are those of compiled graphs.
+    On CUDA the allocator's peak statistics are reset at each step.
 
     Create the object after `zgraph.shard`, just before the first step: the first step's time starts at this moment.
 
@@ -55,7 +55,7 @@ class Metrics:
         error_norm_every: steps between two norms of the error-feedback state; each norm reads all of it. 0: never.
 
     Attributes:
-        last: values of the newest step that has them; None if there is none yet.
+        last: values of the newest step whose values are known; None before the first.
     """
 
     last: StepValues | None
@@ -95,7 +95,7 @@ class Metrics:
     def step(self, *, tokens: int | None = None, grad_norm: Number | None = None, **own: Number) -> None:
         """End a step, and write all steps whose values are known by now.
 
-        Tensors are read once their device has computed them; no step waits for that.
+        Tensors are read once their device has computed them; no step waits for its device.
 
         Args:
             tokens: number of tokens of the step, of this rank or of all ranks.
@@ -239,7 +239,7 @@ class _Step:
     Attributes:
         values: values that are known already.
         host: numbers that the host has, by name.
-        names, coming: names of the numbers that come from the device, and the host tensor to which they are copied.
+        names, coming: names of the numbers that the device computes, and the host tensor to which these are copied.
     """
 
     values: StepValues
@@ -295,7 +295,7 @@ def _feedbacks_of(parameters: Iterable[ShardedParam]) -> Iterator[Feedback]:
 
 
 def _graph_peak(calls: Sequence[CalledGraph], reports: Iterable[Report]) -> tuple[int | None, float | None]:
-    """Return the highest peak of the called graphs, and the largest share of its budget that any of them takes."""
+    """Return the highest peak of the called graphs, and the largest share of a budget that a graph takes."""
     measured = {key: found.peak_bytes for report in reports for key, found in report.measured.items()}
     peaks: list[int | None] = []
     shares: list[float] = []
@@ -310,7 +310,7 @@ def _graph_peak(calls: Sequence[CalledGraph], reports: Iterable[Report]) -> tupl
 
 
 def _local(name: str, value: object) -> Number:
-    """Check that a value is a number or a one-element tensor, and return it; of a replicated DTensor, the local one."""
+    """Return a number or one-element tensor after a check; of a replicated DTensor, return the local tensor."""
     if isinstance(value, DTensor):
         if not all(placement.is_replicate() for placement in value.placements):
             raise ValueError(
@@ -330,7 +330,7 @@ def _local(name: str, value: object) -> Number:
 def _split(
     given: Mapping[str, Number], device: torch.device | None
 ) -> tuple[dict[str, float], list[str], Tensor | None]:
-    """Return the host's numbers by name, the names of the device's, and the host tensor to which those are copied."""
+    """Return the host's numbers by name, the names of the device's numbers, and the host tensor they are copied to."""
     there = {
         name: value.reshape(()).to(device, torch.float32)
         for name, value in given.items()

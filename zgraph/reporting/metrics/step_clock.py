@@ -37,7 +37,7 @@ class CalledGraph:
         kept_gathers: gathers that may not send, because their window keeps the parameter.
         peak_bytes: predicted peak, without memory held outside of the graph; None: unknown.
         frame_peak_bytes: predicted peak of a step of the frame, as budgets count it; None: the frame has no budget.
-        budget_bytes: most that a step of the frame may hold; None: no limit.
+        budget_bytes: most bytes that a step of the frame may hold; None: no limit.
     """
 
     frame: str

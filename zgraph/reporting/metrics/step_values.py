@@ -22,8 +22,8 @@ class StepValues:
         peak_bytes: most bytes held by PyTorch's allocator on a CUDA device; None elsewhere, and under `zgraph.measure`.
         graph_peak_bytes: highest peak of a compiled graph that ran, without memory of the model and the optimizer. The
             peak is measured if `zgraph.measure` has measured the graph, else predicted.
-        budget_share: peak divided by the pipeline's `budget_bytes`; above 1 the peak exceeds the budget. If the peak is
-            predicted, it is the one that the compile compared with the budget. None: no budget.
+        budget_share: peak divided by the pipeline's `budget_bytes`; above 1 the peak exceeds the budget. A predicted
+            peak is the one that the compile compared with the budget. None: no budget.
         grad_norm: value passed to `Metrics.step`.
         error_norm: norm of this rank's error-feedback state, in every `error_norm_every`-th step; None in other steps,
             and if nothing is compressed with error feedback.

@@ -1,4 +1,4 @@
-"""Inserts a report into the page: one file, without network access, whose data is text and never markup."""
+"""Inserts a report into the page. The page is one file and needs no network; data is text in it, never markup."""
 
 from __future__ import annotations
 

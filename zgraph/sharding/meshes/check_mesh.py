@@ -11,7 +11,7 @@ from zgraph.tiers.devices import kind_of_group
 
 
 def check_mesh(mesh: DeviceMesh | None, module: nn.Module) -> DeviceMesh:
-    """Return the mesh to shard over; if None is given, one axis of all ranks.
+    """Return the mesh to shard over: `mesh`, or one axis of all ranks if `mesh` is None.
 
     Raises:
         ValueError: this rank cannot shard over the mesh.

@@ -1,4 +1,4 @@
-"""A check that the ranks of a tensor-parallel group are given the same batch, which they compute together."""
+"""A check that all ranks of a tensor-parallel group get the same batch, because they compute it together."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from zgraph.torch_compat.groups import is_fake_world
 
 
 class SameBatch:
-    """Compares checksums of the first batch over a tensor-parallel axis; all its ranks must run that forward together.
+    """Compares checksums of the first batch over a tensor-parallel axis. All its ranks must run the first forward.
 
     Args:
-        mesh: [T] ranks of the axis.
+        mesh: ranks of the axis, [T].
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:

@@ -1,7 +1,8 @@
-"""A check that parameters which tensor parallelism does not split get the same gradient on all ranks of its axis.
+"""A check that a parameter which a tensor-parallel axis does not split has equal gradients on all ranks of the axis.
 
-They do if all ranks compute with the same activations. A layer that reads a part of the sequence, or dropout with
-different random states, gives each rank its own gradient, which is never summed: replicas would drift apart silently.
+Gradients are equal if all ranks compute with the same activations. A layer that reads a part of the sequence, or
+dropout with different random states, gives each rank its own gradient. These are never summed, and replicas would
+drift apart silently.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ _NOISE = 1e-4  # fraction of the largest norm: smaller gradients may be pure rou
 
 
 class SameGradients:
-    """Compares gradients over a tensor-parallel axis before the first optimizer step, which all its ranks must make.
+    """Compares gradients over a tensor-parallel axis before the first optimizer step; all ranks of the axis must step.
 
     Args:
-        mesh: [T] ranks of the axis.
+        mesh: ranks of the axis, [T].
         places: names, modules and attributes of the parameters.
     """
 
@@ -41,7 +42,7 @@ class SameGradients:
 
     @classmethod
     def watching(cls, mesh: DeviceMesh, places: Sequence[tuple[str, nn.Module, str]]) -> SameGradients:
-        """Create a check that runs when an optimizer first steps any of these parameters."""
+        """Create a check that runs when an optimizer first steps any of the parameters in `places`."""
         made = cls(mesh, places)
         watched = weakref.ref(made)
 
@@ -54,7 +55,7 @@ class SameGradients:
         return made
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Compare the watched parameters' gradients, if the optimizer steps any of these parameters.
+        """Compare gradients of the watched parameters, if `optimizer` steps any of them.
 
         Raises:
             ZgraphError: some gradients differ; raised on all ranks of the group.
@@ -95,7 +96,7 @@ class SameGradients:
 
 
 def _described(grad: Tensor | None, number: int) -> Tensor:
-    """Return [2] fp64: the norm of a gradient, and its projection on random numbers equal on all ranks."""
+    """Return a gradient's norm, and its projection on random numbers that all ranks share, as fp64 [2]."""
     if grad is None:
         return torch.zeros(2, dtype=torch.float64)
     values = grad.detach().reshape(-1).cpu().double()

@@ -23,7 +23,7 @@ _NAMES = MappingProxyType({"a100": r"\bA100-SXM\d*-80GB\b", "h100": r"\bH100 80G
 
 
 def preset_of(device_name: str) -> str | None:
-    """Return the preset for a GPU's name; None for PCIe cards and others, whose names do not tell their links."""
+    """Return the preset for a GPU's name; None if the name does not tell the GPU's links, as for PCIe cards."""
     return next((preset for preset, pattern in _NAMES.items() if re.search(pattern, device_name)), None)
 
 
@@ -43,7 +43,7 @@ def agreed_machine(mesh: DeviceMesh) -> Hardware | None:
 
 
 def gathered(own: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
-    """Gather a row [n] of each of a mesh's N ranks: [N, n], in the mesh's order; the last axis is gathered first."""
+    """Gather `own` from each rank into one row per rank, in the mesh's order. `groups`: the group of each axis."""
     found = own.unsqueeze(0)
     for group in reversed(groups):
         every = found.new_empty((dist.get_world_size(group) * found.shape[0], found.shape[1]))
@@ -53,7 +53,7 @@ def gathered(own: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
 
 
 def machine_of(ranks: Sequence[Sequence[int]]) -> Hardware | None:
-    """Return the hardware of ranks that report (number of preset, host); None if presets or ranks per host differ."""
+    """Return the hardware of all ranks; None if presets or ranks per host differ. `ranks`: (preset, host) of each."""
     presets = {preset for preset, _ in ranks}
     if len(presets) > 1 or -1 in presets:
         return None

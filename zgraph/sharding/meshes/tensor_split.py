@@ -1,8 +1,8 @@
-"""Tensor parallelism: a rank's part of a parameter on the tensor-parallel axis, which zgraph's axes divide further.
+"""Tensor parallelism: each rank has a part of a parameter, and zgraph divides this part further over its own axes.
 
 `parallelize_module` makes DTensors on a `tp` axis. zgraph shards the part of each rank over its own axes, as FSDP2
-does, so that between forwards the parameter is a DTensor on all these axes. In forward the part is gathered, and is the
-same DTensor on `tp` again: compute, and its collectives, remain DTensor's.
+does, so that between forwards the parameter is a DTensor on all these axes. In forward the part is gathered and becomes
+the same DTensor on `tp` again: DTensor itself computes and communicates on `tp`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class TensorSplit:
 
     Attributes:
         shape: shape of the whole parameter.
-        mesh: [T] ranks of the axis.
+        mesh: ranks of the axis, [T].
         placement: `Shard` or `Replicate`; None for a plain parameter, equal on all ranks.
     """
 
@@ -66,7 +66,7 @@ class TensorSplit:
 
     @property
     def dim(self) -> int | None:
-        """Dim that the axis splits; None if all its ranks hold the same tensor."""
+        """Dim that the axis splits; None if all ranks of the axis hold the same tensor."""
         return self.placement.dim if isinstance(self.placement, Shard) and self.size > 1 else None
 
     @property
@@ -75,13 +75,13 @@ class TensorSplit:
         return tuple(rows // self.size if dim == self.dim else rows for dim, rows in enumerate(self.shape))
 
     def as_read(self, part: Tensor) -> Tensor:
-        """Turn this rank's gathered part into the tensor read in forward: a DTensor on the axis, if it was one."""
+        """Return the tensor that forward reads for a gathered `part`: a DTensor on the axis if it was one before."""
         if self.placement is None:
             return part
         return DTensor.from_local(part, self.mesh, [self.placement], run_check=False)
 
     def lies_on(self, mesh: DeviceMesh) -> bool:
-        """Return whether `mesh` contains the axis, as it does for experts that an earlier call sharded."""
+        """Return whether the axis is one of `mesh`'s, as for experts that an earlier call of `zgraph.shard` sharded."""
         return set(self.mesh.mesh_dim_names or ()) <= set(mesh.mesh_dim_names or ())
 
     def check_divisor(self, name: str, reduction: str, mesh: DeviceMesh) -> None:
@@ -93,7 +93,7 @@ class TensorSplit:
             mesh: mesh over which all other parameters are now sharded.
 
         Raises:
-            ValueError: the parameter states no divisor: its mean is over fewer ranks than that of other parameters.
+            ValueError: `reduction` is "mean", which would be over fewer ranks than for other parameters.
         """
         if self.size > 1 and self.lies_on(mesh) and reduction == "mean":
             raise ValueError(
@@ -105,7 +105,7 @@ class TensorSplit:
 
 
 def placements_at_rest(layout: ShardLayout, ndim: int, split: TensorSplit | None) -> tuple[Placement, ...]:
-    """Return placements of a parameter on zgraph's axes, followed by the tensor-parallel axis.
+    """Return a parameter's placements on zgraph's axes, followed by its placement on the tensor-parallel axis.
 
     Args:
         layout: layout of this rank's part.

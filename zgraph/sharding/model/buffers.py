@@ -29,7 +29,7 @@ def check_buffers(module: nn.Module) -> None:
 
 
 def broadcast_buffers(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Copy rank 0's buffers to all ranks, as `shard` does with its parameters."""
+    """Copy rank 0's buffers to all ranks, as `shard` copies rank 0's parameters."""
     for group in mesh.get_all_groups():  # along the first axis, then from there along the second
         for _, buffer in _buffers(module):
             if not buffer.is_meta:
@@ -51,7 +51,7 @@ def _broadcast(buffer: Tensor, group: ProcessGroup, device_type: str) -> None:
 
 
 def distinct_elements(buffer: Tensor) -> Tensor:
-    """Return the view of a buffer in which each element occurs once, even if `expand` has repeated it."""
+    """Return a view of a buffer that has each element once, without the repetitions that `expand` makes."""
     for dim, stride in enumerate(buffer.stride()):
         if stride == 0 and buffer.shape[dim] > 1:
             buffer = buffer.narrow(dim, 0, 1)

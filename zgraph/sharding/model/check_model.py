@@ -1,4 +1,4 @@
-"""Find and name what `shard` cannot support in a model: values it cannot send, memory or lists that tie parameters."""
+"""Refuse what `shard` cannot support in a model: values that cannot be sent, memory or lists that tie parameters."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class Codes:
 
     @classmethod
     def of(cls, options: Offload | None, name: str, parameter: Tensor, layout: ShardLayout) -> Codes | None:
-        """Return codes for a parameter; None if it is stored as is: small, a vector, or named in full_precision.
+        """Return a parameter's codes; None if it is stored as is: small, a vector, or named in `full_precision`.
 
         Raises:
             ZgraphError: the kernels, which belong to a higher layer, are not loaded.
@@ -71,7 +71,7 @@ class Codes:
         return replace(self.weight, shape=(self.world * shard_bytes(self.method, self.numel),))
 
     def encode(self, shard: Tensor) -> Tensor:
-        """Return [bytes] uint8: the codes of this rank's rows."""
+        """Return the codes of this rank's rows, as uint8 [bytes]."""
         return torch.ops.zgraph.quantize_shards.default([shard], self.method, [self.numel], self.weight.rank)
 
     def encoded(self, sharded: DTensor) -> DTensor:

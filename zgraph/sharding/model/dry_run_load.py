@@ -28,7 +28,7 @@ def load_all_or_nothing(
 
 
 def dry_run_of(module: nn.Module, state_dict: Mapping[str, Any], assign: bool) -> OrderedDict[str, Any]:
-    """Copy a state dict, but take each value that fits from the module itself: loading the copy changes nothing."""
+    """Copy a state dict such that loading the copy changes nothing: the module's own value replaces each that fits."""
     own = module.state_dict()
     dry_run = OrderedDict(
         (

@@ -13,7 +13,7 @@ from zgraph.sharding.model.codes import Codes
 
 @dataclass(frozen=True, kw_only=True)
 class ParamSpec:
-    """Options of one parameter, as its markers need them; equal for equal blocks.
+    """Options of one parameter that its markers need; equal blocks have equal options.
 
     Attributes:
         layout: layout of the parameter, or of this rank's tensor-parallel part, on the mesh.

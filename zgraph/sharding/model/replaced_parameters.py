@@ -37,7 +37,7 @@ class ReplacedParameters:
                 yield name, parameter
 
     def held_by_optimizer(self) -> str | None:
-        """Return the name of a replaced parameter that an optimizer holds; else forget them all and return None."""
+        """Return the name of a replaced parameter that an optimizer holds. If there is none, forget all parameters."""
         found = next((name for name, parameter in self.alive() if _is_held_by_optimizer(parameter)), None)
         if found is None:
             self._references = []

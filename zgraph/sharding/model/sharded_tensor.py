@@ -6,7 +6,7 @@ and refuses in-place operators that need other placements or plain tensors. Here
 
 A number read from a DTensor describes this rank's part only: `p.grad.norm().item()`, `if torch.isnan(p.grad).any()`.
 Here the number describes the whole tensor, on every rank. All ranks must make such writes and reads: if only some ranks
-make one, all get an error.
+do, every rank gets an error.
 
 Random numbers are also drawn for the whole tensor. On CPUs DTensor does not manage generators and draws each shard from
 the rank's generator: equal seeds repeat rows on every rank, and different seeds let replicas drift apart.
@@ -74,9 +74,9 @@ class Sharded(DTensor):
 
     Attributes:
         viewed: origin of the view; None if this tensor is not a view.
-        of_model: model whose ranks must make the same writes to this tensor and reads of its numbers; None: unknown.
-        of_parameter: name of the parameter that this is, or is the gradient of; else of the first it was computed from.
-        origin: number that identifies the parameter, or the inputs and operators of a result; equal on all ranks.
+        of_model: model whose ranks must all write to this tensor, and read numbers from it, alike; None: unknown.
+        of_parameter: name of this parameter, or of the parameter of this gradient; else of the first parameter used.
+        origin: number, equal on all ranks, for the parameter or for the inputs and operators of a result.
         writes: number of writes since the first copy of the tensor's rows was gathered; None before that.
         seen: for a gathered copy, the number of writes whose values the copy includes.
         digest: digest of the numbers that the tensor was computed from: see `zgraph.runtime.exchanges.changes`.
@@ -157,7 +157,7 @@ class Sharded(DTensor):
 
     @staticmethod
     def __tensor_unflatten__(inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any) -> Any:
-        """Make a `Sharded` of its inner tensors, when torch.compile traces a graph or wraps a graph's results."""
+        """Make a `Sharded` from inner tensors, when torch.compile traces a graph or wraps a graph's results."""
         made = DTensor.__tensor_unflatten__(inner_tensors, flatten_spec, outer_size, outer_stride)
         as_sharded(made)
         return made
@@ -217,7 +217,7 @@ def put_in_model(parameter: Sharded, model: Model, name: str) -> None:
 
 
 def sharded_like(local: Tensor, like: DTensor) -> DTensor:
-    """Make a DTensor with this local part and the layout of `like`; it belongs to the same model and parameter."""
+    """Make a DTensor from a `local` part, with the layout, the model and the parameter of `like`."""
     made = dtensor_like(local, like)
     if type(made) is Sharded:
         as_sharded(made, like)
@@ -225,7 +225,7 @@ def sharded_like(local: Tensor, like: DTensor) -> DTensor:
 
 
 def note_change(tensors: Iterable[Tensor], name: str, numbers: Sequence[float]) -> None:
-    """Record that tensors' local parts were changed by `numbers`, as operators on the whole tensors are recorded."""
+    """Record a change of tensors' local parts by `numbers`, as if an operator had changed the whole tensors."""
     for tensor in tensors:
         model = _model_of(tensor) if isinstance(tensor, Sharded) else None
         if model is not None and model.changes.are_noted:
@@ -314,7 +314,7 @@ def _run(
 
 
 def _refuse_plain_gradients(func: OpOverload, args: Sequence[Any]) -> None:
-    """Refuse a loss of plain and sharded tensors: its backward passes sharded gradients to the plain ones.
+    """Refuse to combine a sharded tensor with a plain one that needs a gradient: that gradient would be sharded.
 
     Raises:
         ZgraphError: a plain tensor among the arguments requires a gradient.
@@ -328,7 +328,7 @@ def _refuse_plain_gradients(func: OpOverload, args: Sequence[Any]) -> None:
 
 
 def _on_dtensors(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], sharded: Sequence[Sharded]) -> Any:
-    """Call an operator with plain DTensors, whose C++ dispatch requires exactly that class."""
+    """Call an operator with `sharded` tensors as plain DTensors, since C++ dispatch accepts no subclass of DTensor."""
     model = _model_of(sharded[0])
     meeting: Any = nullcontext()
     if model is not None and model.changes.are_noted:
@@ -411,7 +411,7 @@ def _note_write(written: Iterable[Any]) -> None:
 def _write(
     func: OpOverload, traits: _Traits, args: Sequence[Any], kwargs: Mapping[str, Any], sharded: Sequence[Sharded]
 ) -> Any:
-    """Call an operator whose schema says that it writes to its first argument, to lists, or to `out=`."""
+    """Call an operator that writes, by its schema, to its first argument, to lists, or to `out=`."""
     if traits.assigns:  # only traced by Dynamo, whose graph is refused later
         func, traits = aten.copy_.default, _traits_of(aten.copy_.default)
     outputs = written_tensors(func, args, kwargs)
@@ -461,14 +461,14 @@ def _write(
 
 @torch.no_grad()
 def _write_to_plain(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], like: Sharded) -> Any:
-    """Call an operator that writes to plain tensors, such as `teacher.lerp_(p, 0.1)`, with sharded ones made whole."""
+    """Call an operator that writes to plain tensors, as in `teacher.lerp_(p, 0.1)`; gather its sharded arguments."""
     _meet(like, f"writing to a plain tensor ({func})")
     given, named = _all_gathered(args, kwargs)
     return func(*given, **named)
 
 
 def _lie_alike(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether an operator over lists may run on shards: elementwise, equal layouts, no plain tensors."""
+    """Return whether an operator over lists may run on shards: elementwise, on equal layouts, without plain tensors."""
     lists = [[one for one in arg if isinstance(one, DTensor)] for arg in args if type(arg) in (list, tuple)]
     lists = [one for one in lists if one]
     return (
@@ -492,7 +492,7 @@ def _with_local_parts(args: Sequence[Any]) -> list[Any]:
 
 @torch.no_grad()
 def _write_to_whole(target: Sharded, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sharded:
-    """Run a write to `target` on the whole tensor that it is or views, as on one rank; each rank then keeps its part.
+    """Run `func`, which writes to `target`, on the whole tensor behind `target`; each rank then keeps its part.
 
     Raises:
         AgreementError: ranks pass different plain tensors.
@@ -526,7 +526,7 @@ def _shown(whole: Tensor, steps: Sequence[Callable[[Tensor], Any]]) -> Tensor:
 
 
 def _check_equal(tensors: Sequence[Tensor], mesh: DeviceMesh, func: OpOverload) -> None:
-    """Check that the plain tensors, which `func` reads, have the same values on all ranks of a mesh."""
+    """Check that plain `tensors`, which `func` reads, are equal on all ranks of a mesh."""
     what = f"{func} reads or writes a sharded tensor by the values of a plain tensor"
     if any(is_fake(tensor) and tensor.ndim for tensor in tensors):
         raise ZgraphError(
@@ -555,7 +555,7 @@ def _is_partial(tensor: DTensor) -> bool:
 
 
 def _may_be_empty(tensor: DTensor) -> bool:
-    """Return whether any rank may have an empty shard; the same answer on all ranks."""
+    """Return whether any rank may have an empty shard; all ranks get the same answer."""
     split: dict[int, int] = {}
     for axis, placement in enumerate(tensor.placements):
         if (dim := getattr(placement, "dim", None)) is not None:
@@ -564,7 +564,7 @@ def _may_be_empty(tensor: DTensor) -> bool:
 
 
 def _of_whole(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], like: Sharded) -> Any:
-    """Call an operator that DTensor refuses on whole tensors; the result is the same on all ranks."""
+    """Gather the arguments of an operator that DTensor refuses, and call it; the result is the same on all ranks."""
     _meet(like, f"reading all parts ({func})")
     _check_equal([*_plain_among((*args, *kwargs.values()))], like.device_mesh, func)
     with torch.no_grad():
@@ -594,7 +594,7 @@ def _drawn(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], sha
 
 
 def _of_first(whole: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return the tensor of the mesh's first rank, on all ranks."""
+    """Return the first rank's `whole` on all ranks of a mesh."""
     for axis in range(mesh.ndim):
         if mesh.size(axis) > 1:
             mine = whole if mesh.get_local_rank(axis) == 0 else torch.zeros_like(whole)
@@ -604,7 +604,7 @@ def _of_first(whole: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def _laid_out(whole: Tensor, like: DTensor) -> Sharded:
-    """Lay out `whole`, which all ranks hold, like `like`; replicate it if shapes differ or `like` is partial."""
+    """Distribute `whole`, which all ranks hold, as `like` is. If shapes differ or `like` is partial, replicate it."""
     everywhere = [Replicate()] * like.device_mesh.ndim
     laid_out = DTensor.from_local(whole, like.device_mesh, everywhere, run_check=False)
     if whole.shape == like.shape and not _is_partial(like):
@@ -641,7 +641,7 @@ def _meet_in(model: Model, tensor: DTensor, call: str) -> None:
 
 
 class _Meeting(DispatchMode):
-    """Make all ranks meet before a DTensor operator's first collective, which only one rank might run."""
+    """Makes all ranks meet before a DTensor operator's first collective, in case only some ranks call the operator."""
 
     def __init__(self, model: Model, tensor: DTensor, func: OpOverload) -> None:
         super().__init__()
@@ -661,7 +661,7 @@ class _Meeting(DispatchMode):
 def _all_gathered(
     args: Sequence[Any], kwargs: Mapping[str, Any], known: Mapping[int, Tensor] = MappingProxyType({})
 ) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """Return the arguments with whole tensors in place of DTensors; `known` has some by the DTensors' ids."""
+    """Return the arguments with DTensors gathered, except those whose ids have a whole tensor in `known`."""
     leaves, tree = tree_flatten((args, dict(kwargs)))
     whole = [
         known[id(leaf)] if id(leaf) in known else _gathered(leaf) if isinstance(leaf, DTensor) else leaf

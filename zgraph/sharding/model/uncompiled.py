@@ -20,7 +20,7 @@ class Uncompiled:
     """Modules of a compiled model that gather outside its graphs.
 
     Attributes:
-        modules: names of the modules; a block is named once, in place of the modules inside it.
+        modules: names of the modules; a block's name stands for all modules inside the block.
         has_warned: whether the user has been warned.
         is_skipped: whether the running forward belongs to a compiled model and was skipped by Dynamo.
     """
@@ -54,7 +54,8 @@ class Uncompiled:
 
         Args:
             parameter: name of the unit's first parameter.
-            is_named: whether the user named the unit because its reads depend on the data; alone it causes no warning.
+            is_named: whether the user named the unit because its reads depend on the data; named units alone cause no
+                warning.
         """
         if parameter in self._gathered:
             self.warn()
@@ -63,14 +64,14 @@ class Uncompiled:
         self.modules[_block_of(parameter)] = None
 
     def leave(self, parameter: str, reason: str) -> None:
-        """Note that the unit with this parameter will gather outside graphs, for a reason that zgraph knows."""
+        """Note that the unit with `parameter` will gather outside graphs, and the `reason`."""
         self._surprises = True
         self._known = reason
         self.modules[_block_of(parameter)] = None
 
     @no_frames_inside
     def watch_backward(self, result: Any) -> None:
-        """Arrange to warn when a backward reaches this result of a unit that gathers outside graphs."""
+        """Warn when a backward reaches `result`, which a unit that gathers outside graphs has returned."""
         outputs = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
         if outputs and not self._is_watching and not self.has_warned:
             self._is_watching = True
@@ -115,7 +116,7 @@ class Uncompiled:
 
 
 def _block_of(parameter: str) -> str:
-    """Return the name of the block (item of a module list) around a parameter; if none, of the parameter's module."""
+    """Return the block (item of a module list) around a parameter, by name; without a block, the parameter's module."""
     parts = parameter.split(".")[:-1]
     place = next((place for place, part in enumerate(parts) if part.isdecimal()), len(parts))
     return ".".join(parts[: place + 1]) or "the model itself"

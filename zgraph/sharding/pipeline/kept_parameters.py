@@ -20,7 +20,7 @@ def gathered_bytes(param: ShardedParam) -> int:
 
 
 def first_fit(sizes: Sequence[int], room_bytes: float) -> list[int]:
-    """Return the positions of the parameters to keep: in order, each that still fits.
+    """Return the positions of the parameters to keep: each one, in the order of `sizes`, that still fits.
 
     More room keeps at least as many bytes, though not always the same parameters.
 
@@ -37,7 +37,7 @@ def first_fit(sizes: Sequence[int], room_bytes: float) -> list[int]:
 
 
 def keep_gathered(params: Iterable[ShardedParam], most_bytes: float) -> None:
-    """Choose, before compilation, the parameters that stay gathered during a step; ranks that share them choose alike.
+    """Choose, before compilation, the parameters that stay gathered in a step; ranks with equal `params` choose alike.
 
     Args:
         params: parameters of one stage, in the module's order.

@@ -44,15 +44,16 @@ class PipelineStage(NoMessageToItself, TorchStage):
         closes: which micro-batch runs its backward last: the "last" one, or the "first" in `ScheduleLoopedBFS`. With
             "first", ZeRO stages 1 and 2 gather twice per step.
         keep_bytes: at ZeRO stage 3: bytes of gathered parameters that may be kept from a step's first forward to its
-            last backward. In the module's order, those that fit are gathered once per step, as at stage 2; the rest by
-            each micro-batch. `zgraph.plan` says how many a budget allows: `plan.pipeline.stages[index].keep_bytes`.
+            last backward. Parameters that fit, in the module's order, are gathered once per step, as at stage 2; each
+            micro-batch gathers the rest. `plan.pipeline.stages[index].keep_bytes` of `zgraph.plan` is the number of
+            bytes that a budget allows.
         options: further arguments of torch's `PipelineStage`, such as `group`.
 
     Raises:
         ValueError: a `dw_builder` is given, `closes` is unknown, or `keep_bytes` is not a number of bytes or there is
             no parameter at ZeRO stage 3.
-        ZgraphError: from `schedule.step`, if another micro-batch was the last; from `optimizer.step()`, if the
-            schedule's step has failed.
+        ZgraphError: from `schedule.step`, if the last backward is not that of the micro-batch named by `closes`;
+            from `optimizer.step()`, if the schedule's step has failed.
     """
 
     def __init__(
@@ -133,7 +134,7 @@ class PipelineStage(NoMessageToItself, TorchStage):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        """Run the backward of a micro-batch, or only that of its inputs if requested and possible."""
+        """Run the backward of a micro-batch; only its part for the inputs, if that is requested and possible."""
         outputs, inputs = kept_of_forward(self, bwd_chunk_id) if self.has_backward else ((), ())
         if full_backward or self.is_first or not _any_compiled(outputs):
             with self._backward_of(bwd_chunk_id) if full_backward else contextlib.nullcontext():
@@ -160,7 +161,7 @@ class PipelineStage(NoMessageToItself, TorchStage):
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> tuple[tuple[Tensor | None, ...], Any]:
-        """Run a part of a backward, as `backward_type` says; compiled modules defer the rest to `WeightBackwards`."""
+        """Run the part `backward_type` of a backward; compiled modules leave the rest to `WeightBackwards`."""
         if backward_type == "input" and self._left is not None:
             outputs, grads, inputs = (bwd_kwargs[key] for key in ("stage_output", "output_grads", "input_values"))
             return input_gradients(outputs, grads, inputs), self._left
@@ -176,7 +177,7 @@ class PipelineStage(NoMessageToItself, TorchStage):
             param.state.defer = None
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """Run the backward of a micro-batch's weights, unless it ran together with that of its inputs."""
+        """Run a micro-batch's backward for weights, unless it ran together with the backward for inputs."""
         if bwd_chunk_id in self._whole:
             return
         for scope in self._scopes:
@@ -189,7 +190,7 @@ class PipelineStage(NoMessageToItself, TorchStage):
                 scope.accumulation.adds_returned = False
 
     def _position(self, chunk: int) -> str | None:
-        """Return a micro-batch's position in its window; None: it is the step's only one, or no backward follows."""
+        """Return a micro-batch's position in its window; None: the step has no other one, or no backward follows."""
         if not self.has_backward or self.chunks is None or self.chunks < 2:
             return None
         return CLOSING if chunk == (0 if self._closes_first else self.chunks - 1) else OPEN
@@ -199,7 +200,7 @@ class PipelineStage(NoMessageToItself, TorchStage):
 
     @contextlib.contextmanager
     def _backward_of(self, chunk: int) -> Generator[None]:
-        """Context of a backward that reaches the weights, at the micro-batch's position; the last closes the window."""
+        """Context for a micro-batch's backward that reaches the weights; the step's last backward closes the window."""
         if not self.has_backward:
             yield
             return
@@ -257,7 +258,7 @@ def _check_keep_bytes(params: Iterable[ShardedParam], keep_bytes: object) -> Non
 
 
 def _are_plain_shards(module: nn.Module, params: Iterable[ShardedParam]) -> bool:
-    """Return whether zgraph has sharded all parameters and nothing else splits them: graphs then read plain tensors."""
+    """Return whether zgraph shards all parameters and nothing else splits them, so that graphs read plain tensors."""
     sharded = {id(param.sharded) for param in params if param.spec.split is None}
     return all(id(parameter) in sharded for parameter in module.parameters())
 

@@ -1,4 +1,4 @@
-"""Backwards in two parts: gradients of a stage's inputs first, those of its weights later, when there is time.
+"""Runs a backward in two parts: first the gradients of a stage's inputs, later those of its weights.
 
 A compiled backward is one node of autograd's graph. In a stage, this node computes only the gradients of inputs, and
 hands over a function that computes the others later. Their values are then passed to the parameters through autograd.
@@ -84,10 +84,11 @@ class WeightBackwards:
 def input_gradients(
     outputs: Iterable[Any], output_grads: Sequence[Tensor | None] | None, inputs: Sequence[Any]
 ) -> tuple[Tensor | None, ...]:
-    """Compute gradients of a stage's inputs, and add them to their `.grad`; None for inputs that need none.
+    """Return the gradients of a stage's inputs, and add each to its input's `.grad`; None for inputs that need none.
 
     Args:
-        outputs: outputs of the stage, or their edges in autograd's graph, or the loss; tensors are detached.
+        outputs: outputs of the stage, or their edges in autograd's graph, or the loss; tensors are detached
+            afterwards.
         output_grads: gradient of each output; None: ones.
         inputs: inputs of the stage.
     """

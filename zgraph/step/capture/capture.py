@@ -192,7 +192,7 @@ def _tag_kept(graph: fx.Graph, lifted: Lifted) -> None:
 
 
 def _tag_new_state(graph: fx.Graph, captured: Captured, lifted: Lifted) -> None:
-    """Mark nodes that allocate new optimizer state, which exists from then on, with the memory space that stores it."""
+    """Mark each node that allocates new optimizer state with the memory space that stores the state from then on."""
     found = placements(graph)
     resting = lifted.resting
     rests_in = resting.options.optimizer_tier if resting is not None else None
@@ -271,7 +271,7 @@ class _Tracer:
         return gm
 
     def _fakes_of(self, inputs: Sequence[Tensor], spaces: Sequence[Tier]) -> list[Any]:
-        """Return fake inputs. Inputs on a GPU's host are faked on the GPU, since only copies to the GPU read them."""
+        """Return fake inputs. Inputs in host memory are faked on the GPU, since only copies to the GPU read them."""
         resting = self.lifted.resting
         if resting is None or not resting.computes_elsewhere:
             return [fake_of(self.mode, tensor) for tensor in inputs]
@@ -316,7 +316,7 @@ class _Tracer:
 
     @contextlib.contextmanager
     def _scaling(self, scaler: torch.amp.GradScaler, stand_ins: StandIns) -> Generator[None]:
-        """Let a scaler decide inside the graph whether optimizers step, and tell models later."""
+        """Let `scaler` decide inside the graph whether optimizers step; it tells models after the graph has run."""
         pending: list[Any] = []
         if isinstance(scaler, GradScaler):
             scaler.defer = lambda found: self.told.extend((scaler, *entry) for entry in found)

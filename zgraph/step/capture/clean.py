@@ -59,8 +59,8 @@ def _has_effect(node: fx.Node) -> bool:
 def number_parts(graph: fx.Graph) -> None:
     """Number the parts (forwards and backwards) of a step such that no parameter changes within a part.
 
-    A new forward begins where a written parameter is read again: passes share the gathers of one forward, and repeat
-    them in the backward that follows.
+    A new forward begins where a written parameter is read again. Compiler passes let a forward gather each parameter
+    once, and gather again in the backward that follows.
 
     Raises:
         ZgraphError: a backward needs a parameter that has changed since its forward; the message names the shard.

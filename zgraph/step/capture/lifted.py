@@ -206,13 +206,13 @@ class Lifted:
         return (part[0].nbytes if rows else part.new_empty((1, *part.shape[1:])).nbytes) * known.spec.layout.chunk_rows
 
     def places(self) -> list[int | None]:
-        """Return for each result of `tensors()` the position of its parameter; None if not a shard or its state."""
+        """Return the position of the parameter of each tensor in `tensors()`; None for handles and buffers."""
         others = [None] * (len(self.handles) + len(self.buffers))
         state = [position for position, _, value in self.state_entries() if isinstance(value, Tensor)]
         return [*range(len(self.parameters)), *others, *state]
 
     def drawn(self) -> dict[int, Drawn] | None:
-        """Return how the moments of each parameter are rounded, by position; None: they are not."""
+        """Return how moments are rounded, by the parameter's position; None: moments are not rounded."""
         if self.resting is None or self.resting.options.moments_dtype is None:
             return None
         found: dict[int, Drawn] = {}
@@ -280,7 +280,7 @@ class StateLayout:
         keys, kinds: name and type of each entry.
         are_dtensors, are_plain, are_numbers: whether each entry is a DTensor, another tensor, or not a tensor.
         numbers: values of the entries that are not tensors.
-        order: for each of the graph's inputs, its index in the DTensors' local parts followed by the other tensors.
+        order: for each of the graph's inputs, its index among the DTensors' local parts and then the other tensors.
         conditions: (number of the optimizer, position of the parameter, key, number or None) of each entry, in the
             order of the graph.
     """
@@ -298,7 +298,7 @@ class StateLayout:
 
     @classmethod
     def of(cls, lifted: LiftedOptimizer, number: int) -> StateLayout:
-        """Describe the state of an optimizer, whose number in the step is `number`, entry by entry."""
+        """Describe an optimizer's state entry by entry; `number` is the optimizer's number in the step."""
         state: State = lifted.optimizer.state
         keys, values = list(chain.from_iterable(state.values())), _values(state)
         are_dtensors = [isinstance(value, DTensor) for value in values]

@@ -68,7 +68,7 @@ def _groups(optimizers: Sequence[optim.Optimizer]) -> Iterator[dict[str, Any]]:
 
 
 def with_inputs(group: dict[str, Any], inputs: Iterator[Any]) -> dict[str, Any]:
-    """Return a copy of an optimizer's group; values of the iterator replace the options that are the graph's inputs."""
+    """Return a copy of an optimizer's group; options that are inputs of the graph are taken from `inputs`."""
     found: dict[str, Any] = {}
     for key, value in group.items():
         if type(value) is tuple:

@@ -27,7 +27,7 @@ class Left:
     Attributes:
         lifted: the model and its optimizers.
         leaves: leaves of the function's return value, by place.
-        flags: for optimizers that may skip the step, by number: not 0 if the optimizer has skipped it.
+        flags: flag of each optimizer that may skip the step, by number; not 0 if the optimizer has skipped the step.
         told: flags that GradScalers tell models, by scaler and optimizer.
     """
 
@@ -40,7 +40,7 @@ class Left:
         return self.lifted.parameters[position].tensor
 
     def set_state(self, number: int, position: int, key: str, value: Any) -> None:
-        """Set a new entry of an optimizer's state, unless that optimizer has skipped the step."""
+        """Set a new entry in the state of optimizer `number`, unless this optimizer has skipped the step."""
         # Reading a flag waits for the device: only the first step, which creates state, needs it.
         if not self.flags.get(number):
             self.lifted.optimizers[number].optimizer.state[self.parameter(position)][key] = value
@@ -56,7 +56,7 @@ class Output(Protocol):
 
 @dataclass(frozen=True)
 class Returned:
-    """A leaf of the function's return value; `like` is the DTensor whose local part the output is, if it is one."""
+    """A leaf of the function's return value. If the output is a DTensor's local part, `like` is this DTensor."""
 
     place: int
     like: DTensor | None
@@ -67,7 +67,7 @@ class Returned:
 
 @dataclass(frozen=True)
 class NewState:
-    """A tensor that the optimizer with a number has added to its state for the parameter at a position."""
+    """A tensor that optimizer `number` has added to its state for the parameter at `position`."""
 
     number: int
     position: int
@@ -80,7 +80,7 @@ class NewState:
 
 @dataclass(frozen=True)
 class Gradient:
-    """The gradient that the parameter at a position has at the end of the step."""
+    """The gradient that the parameter at `position` has at the end of the step."""
 
     position: int
 
@@ -104,7 +104,7 @@ class Bound:
 
 @dataclass(frozen=True)
 class ToldFlag:
-    """A flag of an optimizer's step that its GradScaler passes on to models: not 0 if the gradients had an inf."""
+    """A flag that `scaler` passes on to models after `optimizer` steps: not 0 if the gradients had an inf."""
 
     scaler: GradScaler
     optimizer: optim.Optimizer
@@ -115,7 +115,7 @@ class ToldFlag:
 
 @dataclass(frozen=True)
 class SkipFlag:
-    """Whether the optimizer with this number has skipped the step."""
+    """Whether optimizer `number` has skipped the step."""
 
     number: int
 

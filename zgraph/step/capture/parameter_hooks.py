@@ -37,7 +37,7 @@ class CarriedHooks:
     Args:
         parameters: parameters of the model.
         stand_ins: stand-in of each parameter.
-        redirected: context in which hooks run, like the step's lines; `backward` itself runs outside it.
+        redirected: context in which hooks and the step's lines run; `backward` itself runs outside this context.
     """
 
     parameters: Sequence[Held]

@@ -135,7 +135,7 @@ class StandIns:
         return {id(tensor): stand_in for tensor, stand_in in [*pairs, *self.outside]}
 
     def note_reading(self, tensor: Tensor) -> None:
-        """Note a read of the gradient of a tensor, which may be one of the parameters."""
+        """Note that the gradient of `tensor` is read, if `tensor` is a parameter."""
         position = self._positions.get(id(tensor))
         if position is not None and not self._clears:
             self.read.add(position)

@@ -34,7 +34,7 @@ class TracedOptimizer:
         groups: the optimizer's groups, with traced parameters and options.
         state: traced state, by tensors of `stepped_on`; it includes entries that the step adds.
         stepped: whether the optimizer has stepped.
-        skip: [] bool, whether the step is skipped; None if the step is never skipped.
+        skip: whether the step is skipped, as a 0-d bool tensor; None if it is never skipped.
         drawn: how moments are rounded, by position of the parameter; None: they are not rounded.
     """
 
@@ -136,7 +136,7 @@ class TracedOptimizer:
         return found
 
     def layout_of(self, position: int, key: str, value: Tensor) -> DTensor | None:
-        """Return the DTensor whose layout a new state entry has; None: the entry is whole on each rank."""
+        """Return a DTensor with the layout of a new state entry; None: the entry is whole on each rank."""
         if not self.is_element_wise:
             return value if isinstance(value, DTensor) else None
         parameter = self.parameters[position]

@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 
 def resolve_windows(graph: fx.Graph) -> None:
-    """Sum a window's gradients in the graph, instead of in state between calls; set every marker's position to ALONE.
+    """Sum each window's gradients inside the graph, without state between calls; set all markers' positions to ALONE.
 
     The sum has the order and the dtypes of `zgraph.runtime.window_state`. Each parameter has its own window.
 
@@ -59,7 +59,7 @@ def _stand_alone(marker: fx.Node) -> None:
 
 
 def _drop_placeholders(graph: fx.Graph, waiting: dict[fx.Node, None]) -> None:
-    """Remove the placeholders that `.grad` holds while the window is open, and autograd's addition of the mean to them.
+    """Remove the placeholders in `.grad` of open windows, and autograd's additions of the mean to placeholders.
 
     Raises:
         ZgraphError: anything else reads a placeholder.

@@ -1,4 +1,4 @@
-"""Detect writes of a captured forward to parameters, which forward reads as gathered copies."""
+"""Detect a captured forward that writes to parameters: it would write to gathered copies."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def _is_mask(index: Any) -> bool:
 
 
 def with_numbers(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call a fused optimizer with the present values of symbolic numbers, and make its node read the symbolic numbers.
+    """Call a fused optimizer with the values of symbolic numbers, then make the call's node read the symbolic numbers.
 
     An argument of type `float` turns a symbolic number into a constant, and each value then needs another graph.
     """

@@ -55,7 +55,7 @@ def check_optimizer(optimizer: optim.Optimizer) -> None:
 
 
 def _is_own(hook: Any) -> bool:
-    """Return whether zgraph itself registered a hook (`step_on_shards`); a captured step does the same without it."""
+    """Return whether a hook is zgraph's own `step_on_shards`, which a captured step does not need."""
     return str(getattr(hook, "__module__", "")).startswith("zgraph.")
 
 
@@ -95,7 +95,7 @@ def is_library(file: str) -> bool:
 
 
 def line_of(error: BaseException) -> str:
-    """Return the innermost line outside torch and zgraph that an error passed through, written like `user_line`."""
+    """Return the innermost line outside torch and zgraph that an error passed through, in the format of `user_line`."""
     found, trace = "", error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code

@@ -41,9 +41,9 @@ class Watch(DispatchMode):
         gathered: memory of parameters inside forwards, which must not be written.
         stand_ins: traced tensors, by ids of the real tensors that they replace; autograd may have saved real ones.
         part: number of the running forward or backward: 0 a forward, 1 its backward, 2 the next forward, ...; nodes
-            are marked with it.
-        reader: optimizer whose own step is running: only it may read numbers from tensors, such as step counts for
-            bias correction. It stays set if the step raises.
+            are marked with this number.
+        reader: optimizer whose own step is running. Only this optimizer may read numbers from tensors, such as step
+            counts for bias correction. The attribute stays set if the step raises.
     """
 
     def __init__(self, mode: Any, asks: bool, modules: Mapping[int, str]) -> None:
@@ -141,7 +141,7 @@ Origin = tuple[str, str, int, str]  # path of the module, file, line, function
 
 
 class Origins:
-    """Finds the origin of operators: module and line of the user's code; in backward, those of the forward operator.
+    """Finds the module and the user's line that each operator comes from; in backward, those of the forward operator.
 
     Args:
         modules: paths of the model's modules by their ids.
@@ -202,7 +202,7 @@ def _draws_nothing(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, A
 
 @dataclass(frozen=True)
 class _Known:
-    """A number in a tensor: what the input at `place` holds before the step, plus `added`; without a place, `added`."""
+    """A number in a tensor: the value of input `place` before the step, plus `added`; without `place`, `added`."""
 
     tensor: Tensor  # kept alive, so that its id is not reused
     place: int | None
@@ -265,7 +265,7 @@ class KnownValues:
         return other * factor if isinstance(other, int | float) and isinstance(factor, int | float) else None
 
     def decide(self, tensor: Any) -> bool | None:
-        """Return the result of a comparison of a known number, and make it a guard; None for any other tensor."""
+        """If `tensor` compares a known number, return the comparison's result and add a guard; else return None."""
         if id(tensor) not in self._compared:
             return None
         _, compare, known, other = self._compared[id(tensor)]

@@ -39,7 +39,7 @@ class Functions:
     _users: dict[type, bool] = field(default_factory=dict[type, bool])
 
     def add(self, value: Any, path: str) -> bool:
-        """Follow a function, or the functions in a method, property or the like; return whether any is new."""
+        """Follow a function, or the functions in a method or property; return whether any of them is new."""
         found = [one for one in _plain(value) if one not in self.seen and self.follows(one)]
         for one in found if len(self.seen) < _MOST_FUNCTIONS else ():
             self.seen[one] = path
@@ -47,7 +47,7 @@ class Functions:
         return bool(found)
 
     def follows(self, function: FunctionType) -> bool:
-        """Return whether a function is the user's, or belongs to a package that the model comes from."""
+        """Return whether a function has run and belongs to the user, or to a package that the model comes from."""
         code = function.__code__
         return self.is_users(code.co_filename, function.__module__) and self.has_run(code)
 
@@ -72,7 +72,7 @@ class Functions:
                 yield f"defaults of {path}", [*(function.__defaults__ or ()), function.__kwdefaults__ or {}], None
 
     def methods(self, kind: type, path: str) -> bool:
-        """Follow those methods of a class that code names or that Python itself calls; return whether any is new."""
+        """Follow the methods of a class that code names or Python itself calls; return whether any of them is new."""
         is_new = False
         for base in kind.__mro__:
             if base is object or not self.is_users_class(base):
@@ -103,7 +103,7 @@ def packages_of(kinds: Iterable[type]) -> frozenset[str]:
 
 @functools.cache
 def names_of(code: CodeType) -> frozenset[str]:
-    """Return the globals and attributes that code names, and its strings, which may be attribute names."""
+    """Return the globals and attributes that `code` names, and the strings in it, which may be attribute names."""
     found = {*code.co_names, *(one for one in code.co_consts if isinstance(one, str) and one.isidentifier())}
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
@@ -128,7 +128,7 @@ def _plain(value: Any) -> list[FunctionType]:
 
 
 def is_library_module(value: ModuleType, functions: Functions) -> bool:
-    """Return whether a Python module is neither the user's nor of a package that the model comes from."""
+    """Return whether a Python module belongs neither to the user nor to a package that the model comes from."""
     file = getattr(value, "__file__", None)
     return file is None or not functions.is_users(file, value.__name__)
 

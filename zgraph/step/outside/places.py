@@ -1,4 +1,4 @@
-"""Places where Python keeps values, attributes and containers: their earlier contents, and whether these changed.
+"""Places where Python keeps values (attributes and containers), with their earlier contents to detect changes.
 
 Contents are compared entry by entry, by identity first, which is cheap.
 """
@@ -106,7 +106,7 @@ class Place:
         return f"{self.path}[{place}]" if isinstance(self.holder, list | tuple | deque) else self.path
 
     def take_made(self) -> list[Binding]:
-        """Restore and return the entries that now hold tensors of the trace, and held a tensor, None or nothing."""
+        """Restore and return the entries in which a tensor of the trace has replaced a tensor, None or nothing."""
         if not isinstance(self.holder, dict) or self._is_too_long:
             return []
         half = len(self.held) // 2
@@ -205,5 +205,5 @@ def _contents(cell: CellType) -> list[Any]:
 
 
 def _are_same(now: Iterator[Any], before: list[Any]) -> bool:
-    """Return whether `now` and `before` have the same objects in the same order, and equally many."""
+    """Return whether `now` and `before` have exactly the same objects in the same order."""
     return all(map(is_, chain(now, (_MISSING,)), chain(before, (_MISSING,))))

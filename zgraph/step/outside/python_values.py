@@ -36,7 +36,7 @@ class PythonValues:
     Args:
         functions: the step, and hooks on parameters.
         models: modules whose forwards the step may call; all their attributes are read.
-        ran: functions that the step called while it was traced; values that only other code names are left out. None:
+        ran: functions that the step called while it was traced. Only values that their code names are included. None:
             the step was not traced.
 
     Attributes:
@@ -72,7 +72,7 @@ class PythonValues:
         self._compared = Compared([place for place in self.places.values() if not place.is_iterator])
 
     def of_what_ran(self) -> PythonValues:
-        """Return a snapshot of only those values that the code called in the trace can have read."""
+        """Return a snapshot of only the values that functions called during the trace may have read."""
         found = PythonValues(*self._given, self.calls) if self.calls.is_known else self
         found.bound = self.bound
         return found
@@ -255,7 +255,7 @@ class PythonValues:
         self._add(Place(path, held, keys, counts=True, reads=names), depth)
 
     def _class_attributes(self, kind: type) -> None:
-        """Add those attributes of a class that code names to the snapshot."""
+        """Add to the snapshot all attributes of a class that are named in code."""
         for base in kind.__mro__:
             if not self._functions.is_users_class(base) or base is object:
                 continue

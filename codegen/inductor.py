@@ -49,7 +49,7 @@ class InductorLowering:
         title: str = "a graph",
         recorded: RecordedSteps | None = None,
     ) -> Compiled:
-        """Lower a graph like `lower_fx`, but with each island compiled; the progress line shows the title."""
+        """Lower a graph like `lower_fx`, but with each island compiled; the progress line shows `title`."""
         gm = lazy_graph_module(gm, gm.graph)
         drop_dependences(gm.graph)
         self.islands += self.place(gm, title)
@@ -114,7 +114,7 @@ def _layout(node: fx.Node) -> object:
 
 
 def hand_over(*values: Any) -> list[Any]:
-    """Put values at their last use into a list, which the callee empties to free the values early."""
+    """Return the `values`, at their last use, as a list; the callee empties the list to free the values early."""
     return list(values)
 
 

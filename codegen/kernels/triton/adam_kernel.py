@@ -24,13 +24,13 @@ SKIPPED = tl.constexpr(11)
 
 @triton.jit
 def number(entry, place: tl.constexpr):
-    """A number of an entry, stored as the bits of a double."""
+    """The number at `place` of `entry`, stored there as the bits of a double."""
     return tl.load(entry + place).to(tl.float64, bitcast=True)
 
 
 @triton.jit
 def value_at(entry, place: tl.constexpr, DTYPE: tl.constexpr):
-    """The number at an address that is stored in an entry."""
+    """The number at an address; the address is stored at `place` of `entry`."""
     return tl.load(tl.load(entry + place).to(tl.pointer_type(getattr(tl, DTYPE))))
 
 
@@ -95,7 +95,7 @@ def factor(factors, place: tl.constexpr):
 
 @triton.jit
 def rounded(x, random):
-    """fp32 -> bf16 as int16, rounded up or down by 16 random bits; NaN stays NaN."""
+    """Round fp32 `x` up or down to bf16, given as int16, by 16 `random` bits; NaN stays NaN."""
     bits = (x.to(tl.uint32, bitcast=True) + random) >> 16
     return tl.where(x != x, 0x7FC0, bits).to(tl.int16)
 

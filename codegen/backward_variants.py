@@ -39,7 +39,7 @@ class WeightGradients:
     tensors: tuple[int | None, ...]
 
     def in_order(self, outputs: Sequence[Any]) -> Gradients:
-        """The outputs that are gradients of tensors, without those of numbers, in order."""
+        """The outputs that are gradients of tensors, in order; gradients of numbers are left out."""
         return [value for place, value in zip(self.tensors, outputs, strict=False) if place is not None]
 
 

@@ -1,4 +1,4 @@
-"""Turns a final graph into a callable whose islands of compute are compiled by Inductor, in the order passes chose.
+"""Turns a final graph into a callable that keeps the order of passes; Inductor compiles the islands of compute.
 
 Inductor reorders and fuses nodes and reuses buffers, so in a graph that it compiles whole, every node's place has to be
 pinned. Here the generated program fixes the order of islands, which are runs of compute, and of all other nodes. Equal

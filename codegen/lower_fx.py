@@ -232,7 +232,7 @@ def _instrumented(gm: fx.GraphModule, probe: Probe, starts: Sequence[str], waits
 
 
 def _program(gm: fx.GraphModule, guarded: Mapping[str, Guarded], called_for: CalledFor) -> Program:
-    """A function that runs the generated code of a graph; errors of a collective name it and its parameters."""
+    """A function that runs the generated code of a graph; a collective's error names the collective and parameters."""
     gm.graph.set_codegen(BoxedCodeGen())
     # The class's forward, not the module's __call__, which would print its own report of a failing line.
     forward = generate_code(gm)

@@ -168,7 +168,7 @@ def plan_lifetimes(
 
 
 def apply(found: StepEstimate, joint: Mapping[str, fx.Node]) -> None:
-    """Tag the nodes of the joint graph so that the partitioner saves exactly what the estimate says."""
+    """Tag the nodes of the joint graph so that the partitioner saves exactly the values that `found` saves."""
     for node in found.saved:
         saved = joint[node.name]
         if saved.op != "call_function" or meta.is_tagged_by_others(saved):

@@ -84,7 +84,7 @@ class CodeBook:
 
     @property
     def unit(self) -> float:
-        """The scale of a group whose largest magnitude is 1, before it is corrected for its codes."""
+        """The scale of a group whose largest magnitude is 1, before the scale is corrected for the group's codes."""
         return fp32(1 / self.top / (HADAMARD if self.rotated else 1))
 
 
@@ -247,9 +247,9 @@ def decode(levels: Tensor, scale: Tensor, signs: Tensor | None) -> Tensor:
 def to_blocks(values: Tensor) -> Tensor:
     """Cut groups into blocks: [..., group] -> [..., blocks, 32], or [..., 1, group] if a group is less than 32.
 
-    A block consists of runs of 8 neighbours; the runs are group / 4 apart. With `blocks` blocks in a group, element
-    8 blocks a + 8 b + c is at place 8 a + c of block b. So a GPU thread, which keeps a block in its registers, reads 8
-    elements at once, neighbouring threads read neighbouring runs, and a byte of codes only has elements of one block.
+    A block consists of runs of 8 neighbours; the runs are group / 4 apart. Element 8 * blocks * a + 8 * b + c of a
+    group is at place 8 * a + c of block b. So a GPU thread, which keeps a block in its registers, reads 8 elements at
+    once; neighbouring threads read neighbouring runs; and a byte of codes only has elements of one block.
     """
     places = min(values.shape[-1], HADAMARD)
     return values.unflatten(-1, (places // RUN, -1, RUN)).transpose(-3, -2).flatten(-2)

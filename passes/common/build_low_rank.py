@@ -47,7 +47,7 @@ def build_low_rank(graph: fx.Graph, markers: Sequence[fx.Node], ctx: PassContext
 
     Factors are gathered and summed, or are reduced by new markers, which are lowered like any others. To give every
     exchange time to overlap, the second (right) factor of a bucket is sent together with the first (left) factor of the
-    next bucket. The means of a bucket are rebuilt after the left factor of the second next bucket has been sent:
+    next bucket. The means of a bucket are rebuilt after the left factor of the next bucket but one has been sent:
 
         left 0 ... right 0, left 1 ... right 1, left 2, means 0 ... right 2, means 1, means 2
 

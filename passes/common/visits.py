@@ -47,8 +47,8 @@ class Visit:
 def plan_split(update: fx.Node, most_bytes: int) -> list[list[int]]:
     """Group the indices of a fused update's lists so that each group has at most `most_bytes` offloaded bytes.
 
-    A group always holds at least one parameter. An update that no reduction has split, as on one rank, otherwise brings
-    all its tensors to the device together. All ranks split alike.
+    A group always holds at least one parameter. Without groups, an update that no reduction has split, as on one rank,
+    brings all its tensors to the device together. All ranks split alike.
     """
     groups: list[list[int]] = []
     held = 0

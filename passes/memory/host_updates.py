@@ -145,7 +145,7 @@ def on_gpu(order: Sequence[fx.Node]) -> bool:
 
 
 def bring_to_host(graph: fx.Graph, found: Sequence[HostUpdate]) -> None:
-    """Let each update read copies on the host, which start as soon as their sources are computed.
+    """Let each update in `found` read copies on the host, which start as soon as their sources are computed.
 
     An update starts after the copies for the next update, so that the device never waits for a copy that has just
     begun. Copies of parameters that are kept on the device start one update earlier.

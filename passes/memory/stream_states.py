@@ -265,7 +265,7 @@ def _visit(graph: fx.Graph, visit: Visit, placed: Placements) -> None:
 
 
 def _copy_of(graph: fx.Graph, alias: fx.Node, visit: Visit, use: fx.Node) -> fx.Node:
-    """The value, in a visit's copy of the input, that corresponds to an alias of the input."""
+    """The value that replaces `alias`, a value of the input, in the visit's copy of the input."""
     if alias not in visit.copies:
         source = visit.aliases[alias]
         behind = _copy_of(graph, source, visit, use)

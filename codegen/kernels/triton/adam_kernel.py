@@ -58,8 +58,8 @@ def adam_factors(
 
     Args:
         table: [1 + parameters, ENTRY] int64. First the options: lr, beta1, beta2, weight_decay and eps as doubles, and
-            the addresses of the loss scale and of found_inf. Then for each parameter the addresses of itself, its
-            gradient, both moments and its step count, its number of elements, the place of the first one, its salt.
+            the addresses of the loss scale and of found_inf. Then for each parameter: the addresses of the parameter,
+            gradient, both moments and step count; the number of elements; the place of the first element; the salt.
         factors: [parameters, FACTORS] int32, to write to.
         LR: "number", or the dtype of the tensor whose address the table contains instead.
         SCALED, SKIPS: whether there is a loss scale, and a found_inf.

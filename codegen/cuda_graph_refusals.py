@@ -1,4 +1,4 @@
-"""Checks whether a step can be recorded as a CUDA graph: a replay would skip some operators, or run them wrongly."""
+"""Checks that a step can be recorded as a CUDA graph: a replay must neither skip an operator nor run it wrongly."""
 
 from __future__ import annotations
 

@@ -23,11 +23,11 @@ from zgraph.scheduling.timeline import Sharing
 
 @dataclass(frozen=True, kw_only=True)
 class ChooseLifetimes(GraphPass):
-    """Save as many values for backward as the budget allows; recompute those that cost the least time.
+    """Save values for backward within the budget; recompute the values whose recomputation costs the least time.
 
     With a budget in the target, one plan decides which stage 3 parameters are gathered again in backward, and which
     activations are recomputed there, of those that torch's partitioner saves. Without a budget, gathers are repeated
-    and activations are left to the partitioner; gathers of replicated parameters are always repeated. Such a gather is
+    and activations are left to the partitioner; replicated parameters always gather again. A repeated gather is
     tagged for recomputation together with all views and casts of its result, lest the partitioner save unsharded
     weights. A replicated parameter is tagged too: its gather is free, and saving it means saving its cast copy.
     A whole training step is not partitioned: nodes that backward repeats are copied to just before their readers there.
@@ -135,7 +135,7 @@ class ChooseLifetimes(GraphPass):
 
 
 def plan_regathers(graph: fx.Graph, user_outputs: int | None) -> list[fx.Node]:
-    """The gathers of ZeRO stages 0 and 3, which backward repeats; not those that forward returns to the user."""
+    """The gathers that backward repeats: all of ZeRO stages 0 and 3 that forward does not return to the user."""
     returned = nodes.returned_by(graph)[:user_outputs]
     return [
         node

@@ -288,7 +288,7 @@ def _halve(values: Tensor) -> Tensor:
 
 
 def draw_signs(groups: int, group: int, draw: RngKey, rank: int, device: torch.device | None = None) -> Tensor:
-    """Random signs, 1 or -1, determined by step, rank and place in the chunk: [groups, group] on `device` or the CPU.
+    """Random signs, 1 or -1, given by step, rank and place in the chunk: [groups, group], on `device` (default: CPU).
 
     The sign at place p of a block is bit 31 - p of a hash of the block's number in the chunk.
     """

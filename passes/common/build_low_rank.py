@@ -139,7 +139,7 @@ class _Bucket:
             marker.replace_all_uses_with(self._shaped(mean, args, marker))
 
     def _shaped(self, mean: fx.Node, args: ReduceArgs, marker: fx.Node) -> fx.Node:
-        """The `mean` in the marker's shape, without the padding rows that this rank does not have."""
+        """The `mean` in the marker's shape, cut to the rows that this rank has."""
         layout, rows = args.layout, args.layout.local_rows
         if len(layout.shape) > 2:
             unflattened = [layout.chunk_rows, *layout.shape[1:]]

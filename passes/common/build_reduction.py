@@ -256,7 +256,7 @@ def _hops_of(marker: fx.Node) -> dict[str, Reduction]:
 
 
 def _travelling(grad: fx.Node, asked: torch.dtype | None) -> tuple[fx.Node, torch.dtype]:
-    """The node to send for a gradient, and the dtype to send; if `grad` was only widened, the source of that cast."""
+    """The node to send for `grad`, or the source of the cast if `grad` was only widened; and the dtype to send."""
     dtype = meta.tensor_value(grad).dtype
     if traits.cast_dtype(grad) == torch.float32 and wire_dtype_of(dtype, asked) == dtype:
         source = grad.all_input_nodes[0]

@@ -150,7 +150,7 @@ def _merge_quantized_gathers(graph: fx.Graph, starts: Sequence[fx.Node]) -> list
 
 
 def _group_gathers(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[fx.Node]:
-    """Merge gathers into one start and one wait, which has a result for each member; shards share one cast."""
+    """Merge gathers into one start and one wait with a result for each member; all shards to cast share one cast."""
     waits = [cast(fx.Node, nodes.wait_of(start)) for start in starts]
     sent = [start.all_input_nodes[0] for start in starts]
     sent, replaced = _cast_all(graph, starts, sent)

@@ -64,7 +64,7 @@ class StreamStates(GraphPass):
             `update_bytes`, two of them prefetched.
         update_bytes: maximum bytes of offloaded tensors that one call of a fused update reads; larger calls are split
             by parameters.
-        stores_in_flight: number of later uses that write that may start before a copy back is awaited; the same for an
+        stores_in_flight: a copy back is awaited when this number of later uses that write have started; likewise an
             update that runs beside (concurrently with) compute.
         updates: where offloaded state is updated. State on disk is always streamed to the device.
             "at_rest": on the host, for state kept there. Fused updates run in a thread beside compute, bucket by
@@ -278,7 +278,7 @@ def _copy_of(graph: fx.Graph, alias: fx.Node, visit: Visit, use: fx.Node) -> fx.
 
 
 def _move_out(graph: fx.Graph, value: fx.Node, last: fx.Node, placed: Placements) -> fx.Node:
-    """Copy new state to its memory after `last`, and let the graph return the copy; return the start of the copy."""
+    """Copy new state, after `last`, to where it is kept; the graph returns the copy. Return the copy's start."""
     output = nodes.output_of(graph)
     firsts = [placed.storages[number].first for number in placed.lies_in[value]]
     tier = meta.rests_in(firsts[0])
@@ -391,7 +391,7 @@ def _batches(order: Sequence[fx.Node], visits: Sequence[Visit]) -> Iterator[list
 def _write_behind(
     graph: fx.Graph, outgoing: Iterable[tuple[fx.Node, fx.Node]], visits: Sequence[Visit], in_flight: int
 ) -> None:
-    """Wait for each copy back when `in_flight` later ones have started, but before the value is read again."""
+    """Wait for each copy back before the `in_flight`-th later batch of copies starts or the value is read again."""
     read_again: dict[fx.Node, fx.Node] = {}  # from the start of each store to the first read after it
     last_store: dict[fx.Node, fx.Node] = {}
     for visit in visits:

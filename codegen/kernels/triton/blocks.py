@@ -169,7 +169,7 @@ def group_largest(x, HALVINGS: tl.constexpr, PLACES: tl.constexpr):
 
 @triton.jit
 def exact_dot(x, y, STRIPE_HALVINGS: tl.constexpr, PLACES: tl.constexpr):
-    """Sums of products x * y, in any order, as they are exact: two [STRIPES * THREADS] -> [THREADS]."""
+    """The sums of the products x * y, exact and so in any order: two tensors [STRIPES * THREADS] -> [THREADS]."""
     total = add_products(tl.zeros([x.shape[0] >> STRIPE_HALVINGS], tl.float32), x, y, STRIPE_HALVINGS)
     if PLACES > 1:
         of_group = tl.sum(tl.reshape(total, [total.shape[0] // PLACES, PLACES]), axis=1, keep_dims=True)

@@ -105,7 +105,7 @@ def update_on_gpu(
 
 
 def _number(tensor: Tensor, device: torch.device) -> Tensor:
-    """A scalar tensor as fp32 on a device; copied to the device in stream order if necessary."""
+    """The scalar `tensor` as fp32 on `device`; a copy to the device runs in stream order."""
     return tensor.to(device, torch.float32, non_blocking=True)
 
 

@@ -30,8 +30,8 @@ class WeightGradients:
     Attributes:
         handle: index of a parameter's handle (the tensor that leads to its state) among the inputs of backward.
         late: indices of the outputs that are gradients of weights.
-        tensors: for each output, the index of the tensor it is the gradient of among the inputs of the compiled
-            function; None: that input is a number.
+        tensors: for each output, which is the gradient of an input of the compiled function, the index of that input;
+            None: the input is a number.
     """
 
     handle: int
@@ -39,12 +39,12 @@ class WeightGradients:
     tensors: tuple[int | None, ...]
 
     def in_order(self, outputs: Sequence[Any]) -> Gradients:
-        """The outputs that are gradients of tensors, without those of numbers, in order."""
+        """The outputs that are gradients of tensors, in order; gradients of numbers are left out."""
         return [value for place, value in zip(self.tensors, outputs, strict=False) if place is not None]
 
 
 def saying_that_it_splits(forward: Program, handle: int) -> Program:
-    """A forward each of whose calls records that its backward can leave gradients of weights for later.
+    """Wrap `forward`: each call records that the following backward can leave gradients of weights for later.
 
     Args:
         forward: the lowered forward.
@@ -63,7 +63,7 @@ def saying_that_it_splits(forward: Program, handle: int) -> Program:
 def in_halves(
     whole: Program, weights: WeightGradients, halves: Halves, lower: Callable[[fx.GraphModule], Program]
 ) -> Program:
-    """A backward that runs whole or, if the schedule defers gradients of weights, computes only the other gradients.
+    """Return a backward that computes all gradients or, if the schedule defers those of weights, only the others.
 
     Args:
         whole: the lowered backward.
@@ -108,7 +108,7 @@ def _placed(count: int, places: Sequence[int], values: Sequence[Any]) -> list[An
 def switch_by_step(
     programs: Sequence[tuple[int, Program]], gm: fx.GraphModule, weights: WeightGradients | None = None
 ) -> Program:
-    """A program that runs, in each optimizer step, the latest of several programs whose first step has been reached.
+    """Return a program that runs one of several programs: the last one whose first optimizer step has been reached.
 
     Args:
         programs: programs with equal inputs and outputs, each with its first optimizer step, in order; the first is 0.

@@ -4,7 +4,7 @@
     call 4          the program is recorded, which computes nothing, and the recording is replayed
     call 5, ...     arguments are copied to where the recording reads them, and the recording is replayed
 
-Tensors that stay from call to call, such as shards and the optimizer's state, are read and written in place. If the
+Tensors that persist between calls, such as shards and the optimizer's state, are read and written in place. If the
 address of such a tensor or the value of a number changes, warm-up starts again. A step that turns out not to be
 recordable runs without a recording from then on, after a warning.
 """
@@ -56,7 +56,7 @@ class Recorder(Protocol):
     has_failed: bool
 
     def check(self, gm: fx.GraphModule, resident: int) -> None:
-        """Raise a ZgraphError if a replay does not do all that the graph does; `resident` as in `RecordedSteps`."""
+        """Raise a ZgraphError if a replay would skip work of the graph; for `resident`, see `RecordedSteps`."""
         ...
 
     def warm_up(self, program: Program, inputs: list[Any]) -> Any:

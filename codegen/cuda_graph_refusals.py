@@ -1,4 +1,4 @@
-"""Checks whether a step can be recorded as a CUDA graph, whose replay skips work of the host or gets it wrong."""
+"""Checks that a step can be recorded as a CUDA graph: a replay must neither skip an operator nor run it wrongly."""
 
 from __future__ import annotations
 

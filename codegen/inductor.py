@@ -1,4 +1,4 @@
-"""Turns a final graph into a callable whose islands of compute are compiled by Inductor, in the order passes chose.
+"""Turns a final graph into a callable that keeps the order of passes; Inductor compiles the islands of compute.
 
 Inductor reorders and fuses nodes and reuses buffers, so in a graph that it compiles whole, every node's place has to be
 pinned. Here the generated program fixes the order of islands, which are runs of compute, and of all other nodes. Equal
@@ -49,7 +49,7 @@ class InductorLowering:
         title: str = "a graph",
         recorded: RecordedSteps | None = None,
     ) -> Compiled:
-        """Lower a graph like `lower_fx`, but with each island compiled; the progress line shows the title."""
+        """Lower a graph like `lower_fx`, but with each island compiled; the progress line shows `title`."""
         gm = lazy_graph_module(gm, gm.graph)
         drop_dependences(gm.graph)
         self.islands += self.place(gm, title)
@@ -114,7 +114,7 @@ def _layout(node: fx.Node) -> object:
 
 
 def hand_over(*values: Any) -> list[Any]:
-    """Put values at their last use into a list, which the callee empties to free the values early."""
+    """Return the `values`, at their last use, as a list; the callee empties the list to free the values early."""
     return list(values)
 
 

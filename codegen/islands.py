@@ -120,5 +120,5 @@ def cut_out(members: Sequence[fx.Node]) -> Island:
 
 
 def _value_inside(value: Any) -> Any:
-    """The value of an island's input; Inductor treats a symbolic number computed outside as an unknown number."""
+    """The value of an island's input; a symbolic float, computed outside, becomes an unknown number for Inductor."""
     return unknown_number(value) if isinstance(value, torch.SymFloat) else value

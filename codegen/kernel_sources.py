@@ -52,7 +52,7 @@ class Quantize:
         return _described("//", name, self.layout) + "".join(cpu_source.emit_quantize(method, dtype) for dtype in kinds)
 
     def triton(self, name: str) -> str:
-        """The Triton source for gradients that begin at multiples of 16 bytes, as allocators place them."""
+        """The Triton source, for gradients that begin at multiples of 16 bytes: allocators place them there."""
         method = cast(BlockMethod, self.layout.method)
         sizes: dict[torch.dtype, list[int]] = {}
         for tensor, length in zip(self.read, self.layout.numels, strict=True):

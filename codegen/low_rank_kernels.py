@@ -110,7 +110,7 @@ def low_rank_means(
 
 
 def _multiply_rows(directions: Tensor, factor: Tensor, first: int, out: Tensor) -> None:
-    """Write `count` rows of directions.t() @ factor, starting at row `first`, rounded as in the whole product.
+    """Write rows of directions.t() @ factor to `out`, starting at row `first`, rounded as in the whole product.
 
     Args:
         directions: [rank, rows].
@@ -128,7 +128,7 @@ def _multiply_rows(directions: Tensor, factor: Tensor, first: int, out: Tensor) 
 
 
 def first_right(name: str, like: Tensor) -> Tensor:
-    """The first right factor of a parameter, [rank, columns], the same on all ranks."""
+    """The first right factor of the parameter `name`, equal on all ranks, with the shape and dtype of `like`."""
     seed = zlib.crc32(f"{name} {list(like.shape)}".encode())
     return torch.randn(like.shape, generator=torch.Generator().manual_seed(seed), dtype=like.dtype)
 

@@ -41,8 +41,8 @@ def lower_fx(
 
     Args:
         gm: the final forward, backward or inference graph.
-        runner_of: returns the runner that runs a call with these inputs through an instrumented program, or None to
-            run the call directly. None: all calls run directly.
+        runner_of: called with the inputs of each call; returns a runner that runs the call through an instrumented
+            program, or None to run the call directly. None: all calls run directly.
         ranks_per_host: number of ranks on each host; decides how collectives are dispatched.
         recorded: how calls without a runner are recorded and replayed; None: they are not recorded.
 
@@ -85,7 +85,7 @@ def lower_fx(
 
 
 def drop_dependences(graph: fx.Graph) -> None:
-    """Remove `depend` nodes; their readers read the value itself, or a copy of it if sharing memory is visible."""
+    """Remove `depend` nodes; their readers read the value itself, or a copy if sharing memory would be visible."""
     found = list(nodes.call_functions(graph, lambda node: node.target is torch.ops.zgraph.depend.default))
     if not found:
         return
@@ -102,9 +102,9 @@ def drop_dependences(graph: fx.Graph) -> None:
 
 
 def _must_copy(node: fx.Node, written: set[fx.Node], returned: dict[fx.Node, None]) -> bool:
-    """Whether it is visible if a `depend` node shares its value's memory: by a write, strides, or a returned alias.
+    """Whether a `depend` node must copy its value, because sharing memory with the value would be visible.
 
-    A graph must not return an alias of its input if the trace promised a new tensor.
+    A write or other strides show it, or a returned alias of an input, where the trace promised a new tensor.
     """
     value = node.all_input_nodes[0]
     base = value
@@ -124,7 +124,7 @@ def _views(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _call_cast_kernels(graph: fx.Graph) -> None:
-    """Run casts as `aten._to_copy`, with bitwise equal results: the prim's kernel is in Python and ten times slower."""
+    """Run casts as `aten._to_copy`: the prim's kernel is in Python, ten times slower, with bitwise equal results."""
     for node in nodes.call_functions(graph, lambda node: node.target is prims.convert_element_type.default):
         source, dtype = cast("tuple[fx.Node, torch.dtype]", node.args)
         if meta.tensor_value(source).stride() == meta.tensor_value(node).stride():  # otherwise strides may differ
@@ -147,7 +147,7 @@ def _divide_in_place(graph: fx.Graph) -> None:
 
 
 def _copy_beside_compute(graph: fx.Graph) -> None:
-    """Run copies between memory spaces on their lanes; a start then returns an object that only its wait understands.
+    """Run copies between memory spaces on their lanes; each start then returns an object for its wait only.
 
     Before the program returns, it waits for copies from and to state kept on the host of a GPU or on disk, because the
     host may use this state afterwards.
@@ -232,7 +232,7 @@ def _instrumented(gm: fx.GraphModule, probe: Probe, starts: Sequence[str], waits
 
 
 def _program(gm: fx.GraphModule, guarded: Mapping[str, Guarded], called_for: CalledFor) -> Program:
-    """A function that runs the generated code of a graph; errors of a collective name it and its parameters."""
+    """A function that runs the generated code of a graph; a collective's error names the collective and parameters."""
     gm.graph.set_codegen(BoxedCodeGen())
     # The class's forward, not the module's __call__, which would print its own report of a failing line.
     forward = generate_code(gm)
@@ -287,7 +287,7 @@ def _guarded_lines(gm: fx.GraphModule) -> dict[str, Guarded]:
 
 
 def _failed_line(error: BaseException, forward: Callable[..., Any]) -> str:
-    """The name that the failing line of the generated code was about to assign; "" if the error is not in that code."""
+    """The name that the failing line of generated code assigns; "" if the error is not in generated code."""
     code = forward.__code__
     trace = error.__traceback__
     while trace is not None:

@@ -78,7 +78,7 @@ def _cancel_views(graph: fx.Graph) -> None:
 
 
 def _drop_kept_dims(graph: fx.Graph) -> None:
-    """Sum without keeping the dimension if only views read the sum."""
+    """Drop `keepdim` from sums that only views read."""
     for node in nodes.call_functions(graph, lambda node: node.target is aten.sum.dim_IntList):
         value = _value(node)
         if len(node.args) != 3 or not node.args[2] or not _is_contiguous(node) or value is None:
@@ -124,14 +124,14 @@ def _join_copies_in(graph: fx.Graph) -> None:
 
 
 def _source(view: fx.Node) -> fx.Node:
-    """The base of a chain of views of contiguous tensors; the node itself if it is not such a view."""
+    """The base of a chain of views of contiguous tensors that ends with `view`; `view` itself without a chain."""
     while view.target is aten.view.default and _is_contiguous(view.all_input_nodes[0]):
         view = view.all_input_nodes[0]
     return view
 
 
 def _divided(part: fx.Node, rows: int) -> fx.Node:
-    """The base of a part's views if the first dim of the base is divisible by `rows`, else the part itself."""
+    """The base of the views that make `part`, if the base's first dim is divisible by `rows`; else `part` itself."""
     source = _source(part)
     shape = _shape(source)
     return source if shape and shape[0] and shape[0] % rows == 0 else part
@@ -149,7 +149,7 @@ class Part(NamedTuple):
 
 
 def _reshape_once(graph: fx.Graph) -> None:
-    """Replace a copy, and the view that needs this copy, with one reshape in the place of the copy."""
+    """Replace a copy, and the view that needs this copy, with one reshape where the copy was."""
     for clone in nodes.call_functions(graph, lambda node: node.target is aten.clone.default):
         if len(clone.users) != 1 or clone.kwargs != {"memory_format": torch.contiguous_format}:
             continue
@@ -190,7 +190,7 @@ def _is_returned(node: fx.Node) -> bool:
 
 
 def _is_written(base: fx.Node) -> bool:
-    """Whether a node writes to a filled buffer, so that the order of reads and writes matters."""
+    """Whether a node writes to the buffer of `base`, so that the order of reads and writes matters."""
     while traits.is_view(base):
         base = base.all_input_nodes[0]
     views = [base]
@@ -346,7 +346,7 @@ def _is_on_cpu(node: fx.Node) -> bool:
 
 
 def _can_view(node: fx.Node, shape: Sequence[int]) -> bool:
-    """Whether a tensor can be viewed with a shape: each of its runs of densely packed dimensions is cut separately.
+    """Whether a tensor can be viewed with `shape`, which must cut each run of densely packed dims separately.
 
     Same rule as ATen's `computeStride`, which cannot be called because it runs in the fake mode of the compile.
     """

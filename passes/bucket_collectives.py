@@ -40,16 +40,16 @@ class BucketCollectives(GraphPass):
     each gradient is a view. Bucketing may change which rank sums an element; if `LowerReductions` sums in rank order,
     the result is the same. Buckets with sharded gradients, with parts over replicas (hybrid sharding) or with
     compressed gradients keep the chunks of their members separate.
-    Leaves alone: collectives larger than a bucket, collectives that depend on each other, and gathers whose result is
-    kept by a window (`no_sync`): they run once for several forwards, directly into the kept storage.
+    Leaves alone: collectives larger than a bucket; collectives that depend on each other; and gathers in a window
+    (`no_sync`) that keeps their results, because these gathers run once for several forwards, into the kept storage.
 
     Attributes:
         bucket_bytes: maximum bytes per collective, counted on unsharded parameters and gradients; replicated gradients
-            count without padding. None: the size that suits the link of the target's hardware (`link_bytes`); by the
-            costs, a collective stays out of a bucket if waiting for it exposes more time than the latency it saves.
-            These costs assume that each kind of collective has the link to itself. "auto": on NCCL as for None, with
-            the target's hardware or else the preset for these GPUs, or 64 MiB if neither is known; on other backends
-            2 MiB, large enough to make Ethernet latency a small part.
+            count without padding. None: the size that suits the link of the target's hardware (`link_bytes`). A
+            collective then stays out of a bucket if waiting for it costs more time than the saved latency; this
+            assumes that each kind of collective has the link to itself. "auto" on NCCL: as for None, with the target's
+            hardware or else the preset for these GPUs; 64 MiB if neither is known. "auto" on other backends: 2 MiB,
+            large enough to make Ethernet latency a small part.
         gathers: how parameters share a gather.
             "flat": through one flat buffer, from which each parameter is copied, or decoded if it is sent as codes.
             "coalesced": each parameter directly into its own storage; NCCL launches these gathers as one, other
@@ -122,7 +122,7 @@ class BucketCollectives(GraphPass):
         return merged > 0
 
     def _chosen(self, graph: fx.Graph, ctx: PassContext) -> tuple[BucketCollectives, PassContext]:
-        """The pass with a bucket size that suits the backend, and a context with the costs that this pass needs."""
+        """Return this pass with a bucket size for the backend, and the context with the costs that the pass needs."""
         start = next(nodes.call_functions(graph, nodes.is_collective), None)
         sent = [] if start is None else nodes.sent_by(start)
         device = meta.tensor_value(sent[0]).device if sent else torch.device("cpu")
@@ -193,7 +193,7 @@ def plan_buckets(
 
     Args:
         graph, predicate: the collectives to consider.
-        limits: returns the rules for filling buckets, given all collectives that can share one.
+        limits: called with all collectives that can share buckets; returns the rules for filling these buckets.
         one_by_one: return each gather of a parameter as a bucket of its own.
     """
     order = nodes.order_of(graph)
@@ -238,7 +238,7 @@ def _fill(starts: Sequence[fx.Node], filling: Filling, order: Mapping[fx.Node, i
 
 
 def carried_bytes(start: fx.Node) -> int:
-    """Bytes of a collective's unsharded tensor; for a replicated gradient, in its wider dtype on the wire."""
+    """Bytes of a collective's unsharded tensor; a replicated gradient counts in the wider dtype of its collectives."""
     found = None if nodes.is_gather(start) else ReplicatedReduction.of(start)
     return nodes.unsharded_bytes(start) if found is None else found.carried_bytes
 
@@ -249,7 +249,7 @@ def gathers_parameter(start: fx.Node) -> bool:
 
 
 def compute_ahead(graph: fx.Graph, cost_of: Callable[[fx.Node], NodeCost]) -> dict[fx.Node, float]:
-    """Microseconds of compute before each node, not counting copies for collectives, which may differ between ranks."""
+    """Microseconds of compute before each node, without the copies for collectives: ranks may differ in these."""
     ahead: dict[fx.Node, float] = {}
     spent = 0.0
     for node in graph.nodes:
@@ -300,7 +300,7 @@ def _cheaper_mode(bucket: Bucket, ctx: PassContext) -> Mode:
 
 
 def _fitting_mode(bucket: Bucket, ctx: PassContext, room_bytes: int) -> Mode:
-    """The cheaper mode if it needs at most `room_bytes`, else "coalesced" if that does, else "sequential"."""
+    """The cheaper mode if it fits in `room_bytes`, else "coalesced" if that mode fits, else "sequential"."""
     sizes = [*map(nodes.unsharded_bytes, bucket.starts)]
     needed: dict[Mode, int] = {"flat": sum(sizes), "coalesced": sum(sizes) - min(sizes), "sequential": 0}
     options: tuple[Mode, ...] = (_cheaper_mode(bucket, ctx), "coalesced")
@@ -311,7 +311,7 @@ def _fitting_mode(bucket: Bucket, ctx: PassContext, room_bytes: int) -> Mode:
 
 
 def _alive_bytes(graph: fx.Graph, *, inputs_die: bool) -> list[int]:
-    """Bytes alive while each node runs, counted alike on all ranks, if every gather runs where its result is read."""
+    """Bytes alive while each node runs, as if every gather ran where its result is read; equal on all ranks."""
     order = list(graph.nodes)
     return list(curve_of(order, storages_of(order, inputs_die=inputs_die, agreed=True)).bytes_during)
 
@@ -371,7 +371,7 @@ def _anchor(members: Sequence[fx.Node], order: Mapping[fx.Node, int]) -> fx.Node
 
 
 def _readers(wait: fx.Node) -> list[fx.Node]:
-    """Nodes that compute with a wait's result, directly or through sums over ranks, copies and further collectives."""
+    """Nodes that compute with a wait's result; sums over ranks, copies and collectives only pass the result on."""
     pending, found = dict.fromkeys(wait.users), dict[fx.Node, None]()
     while pending:
         user = pending.popitem()[0]

@@ -23,11 +23,11 @@ from zgraph.scheduling.timeline import Sharing
 
 @dataclass(frozen=True, kw_only=True)
 class ChooseLifetimes(GraphPass):
-    """Save as many values for backward as fit the budget, and recompute the others, which cost the least time.
+    """Save values for backward within the budget; recompute the values whose recomputation costs the least time.
 
-    With a budget in the target, one plan decides which parameters of stage 3 backward gathers again, and which of the
-    activations that torch's partitioner saves are recomputed by backward instead. Without a budget, and always
-    for replicated parameters, gathers are repeated and activations are left to the partitioner. A repeated gather is
+    With a budget in the target, one plan decides which stage 3 parameters are gathered again in backward, and which
+    activations are recomputed there, of those that torch's partitioner saves. Without a budget, gathers are repeated
+    and activations are left to the partitioner; replicated parameters always gather again. A repeated gather is
     tagged for recomputation together with all views and casts of its result, lest the partitioner save unsharded
     weights. A replicated parameter is tagged too: its gather is free, and saving it means saving its cast copy.
     A whole training step is not partitioned: nodes that backward repeats are copied to just before their readers there.
@@ -135,7 +135,7 @@ class ChooseLifetimes(GraphPass):
 
 
 def plan_regathers(graph: fx.Graph, user_outputs: int | None) -> list[fx.Node]:
-    """The gathers that backward repeats: of ZeRO stages 0 and 3, unless forward returns their results to the user."""
+    """The gathers that backward repeats: all of ZeRO stages 0 and 3 that forward does not return to the user."""
     returned = nodes.returned_by(graph)[:user_outputs]
     return [
         node
@@ -156,7 +156,10 @@ def plan_lifetimes(
     target_bytes: int,
     copies: HostLinks | None = None,
 ) -> tuple[StepEstimate, StepEstimate]:
-    """Estimates of the fastest step within the target (else the one with least memory), and of saving every value."""
+    """Return the estimates of the best step and of the step that saves every value.
+
+    The best step is the fastest within `target_bytes`; if no step is, the one with the least memory.
+    """
     model = PartitionedModel(
         joint, forward, backward, user_outputs=user_outputs, cost_of=cost_of, sharing=sharing, copies=copies
     )
@@ -165,7 +168,7 @@ def plan_lifetimes(
 
 
 def apply(found: StepEstimate, joint: Mapping[str, fx.Node]) -> None:
-    """Tag the nodes of the joint graph so that the partitioner saves exactly what the estimate says."""
+    """Tag the nodes of the joint graph so that the partitioner saves exactly the values that `found` saves."""
     for node in found.saved:
         saved = joint[node.name]
         if saved.op != "call_function" or meta.is_tagged_by_others(saved):

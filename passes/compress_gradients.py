@@ -135,6 +135,6 @@ class CompressGradients(GraphPass):
 
 
 def _sent_bytes(args: ReduceArgs, grad: torch.Tensor) -> int:
-    """Bytes sent for an uncompressed gradient: each element goes to the rank that sums it; if replicated, also back."""
+    """Bytes sent for an uncompressed gradient: its elements for the sums, and as many for the means if replicated."""
     wire = wire_dtype_of(grad.dtype, args.wire_dtype)
     return grad.numel() * (wire.itemsize if args.layout.is_sharded else 2 * wire.itemsize)

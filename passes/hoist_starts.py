@@ -24,8 +24,8 @@ class HoistStarts(GraphPass):
     gathers pinned to their use to save memory.
 
     Attributes:
-        prefetch: number of gathers that may be in flight besides the awaited one; likewise for copies from the host.
-        in_flight_bytes: maximum bytes of unsharded parameters in flight; likewise for copies from the host. One gather
+        prefetch: number of gathers that may be in flight besides the awaited one; the same for copies from the host.
+        in_flight_bytes: maximum bytes of unsharded parameters in flight; the same for copies from the host. One gather
             and one copy are always prefetched, whatever their size.
     """
 

@@ -86,7 +86,7 @@ def planned(
 
 
 def with_streams(passes: PassList | None) -> PassList:
-    """The list with the passes that stream offloaded tensors, by costs if its other passes schedule by costs.
+    """Return a list with additional passes that stream offloaded tensors, by costs if its other passes use costs.
 
     Args:
         passes: the list to extend; returned as it is if it streams already. None: `default`.

@@ -35,8 +35,7 @@ class QuantizeGathers(GraphPass):
     parameters that are not sent at all because they are replicated or on a single rank.
 
     Attributes:
-        method: one of zgraph's methods without error feedback, because errors of one step cannot be corrected in the
-            next.
+        method: one of zgraph's methods without error feedback: the next step cannot correct errors in parameters.
         min_numel, min_dims: minimum size and number of dims of a quantized parameter.
         skip: names of parameters that are not quantized, as shell patterns, see `CompressGradients`.
 
@@ -114,7 +113,7 @@ def _replace(graph: fx.Graph, marker: fx.Node, method: BlockMethod) -> None:
 
 
 def _gathered(graph: fx.Graph, marker: fx.Node, shard: fx.Node, method: BlockMethod, dtype: torch.dtype) -> fx.Node:
-    """Quantize, gather and decode the shards of all ranks: [N * numel], one rank after another."""
+    """Quantize, gather and decode the shards; return those of all ranks, one after another, as [N * numel]."""
     args, label = UnshardArgs.of(marker), meta.label(marker)
     layout = args.layout
     world, chunk, text = layout.world, layout.param_chunk, to_text(method)

@@ -94,7 +94,7 @@ def sink(graph: fx.Graph, ahead: Hazards) -> None:
 
 
 def _copies_of_gradients(graph: fx.Graph) -> set[fx.Node]:
-    """Casts and copies of values computed in this graph: moving them later only keeps these values alive longer."""
+    """Casts and copies of values that this graph computes; moving such a copy later only keeps its source alive."""
     found: set[fx.Node] = set()
     for node in nodes.call_functions(graph, nodes.is_communication):
         if not nodes.is_start(node) and not nodes.is_wait(node):

@@ -32,7 +32,7 @@ POWER_BITS = 32  # bits of an exponent
 
 @dataclass(frozen=True, kw_only=True)
 class AdamOptions:
-    """Options of an update, as for `aten::_fused_adamw_`, plus `decoupled`, which distinguishes AdamW from Adam."""
+    """Options of an update: those of `aten::_fused_adamw_`, and `decoupled`, which distinguishes AdamW from Adam."""
 
     lr: float
     beta1: float
@@ -127,7 +127,7 @@ def root(values: Tensor) -> Tensor:
 
 
 def draw(shape: Sequence[int], key: int, first: int) -> Tensor:
-    """32 random bits for each element as int64, determined by its place in the unsharded parameter modulo 2^32."""
+    """32 random bits as int64 for each element; they depend on its place in the unsharded parameter, modulo 2^32."""
     places = torch.arange(first, first + math.prod(shape), dtype=torch.int64) & _MASK
     return hash_32(places ^ key).view(tuple(shape))
 

@@ -79,12 +79,12 @@ class CodeBook:
         return 2 * (self.top + 1) // (self.high - self.low + 1)
 
     def slope(self, clip: float) -> float:
-        """Factor that maps u to codes; with rotation, to a share of the interval between both clips."""
+        """Factor that maps u to codes. With rotation, it maps u to a share of the interval between both clips."""
         return fp32(0.5 / (self.top + 1) / clip if self.rotated else self.high / self.top / clip)
 
     @property
     def unit(self) -> float:
-        """The scale of a group whose largest magnitude is 1, before it is corrected for its codes."""
+        """The scale of a group whose largest magnitude is 1, before the scale is corrected for the group's codes."""
         return fp32(1 / self.top / (HADAMARD if self.rotated else 1))
 
 
@@ -151,7 +151,7 @@ def is_unbiased(method: BlockMethod) -> bool:
 
 
 def best_levels(integers: Tensor, book: CodeBook) -> Tensor:
-    """c + b [..., group] for integers u, at the clipping level for which c + b aligns best with u."""
+    """Levels c + b of integers u, both [..., group], at the clipping level at which they align best with u."""
     best, *others = (levels_of(integers, clip, book) for clip in book.clips)
     if not others:
         return best
@@ -165,7 +165,7 @@ def best_levels(integers: Tensor, book: CodeBook) -> Tensor:
 
 
 def levels_of(integers: Tensor, clip: float, book: CodeBook) -> Tensor:
-    """c + b for integers u [...], at one clipping level."""
+    """Levels c + b of integers u, both [...], at one clipping level."""
     if not book.rotated:
         return round_product(integers, book.slope(clip)).clamp(book.low, book.high)
     if clip != 1:
@@ -180,7 +180,7 @@ def clip_share(integers: Tensor, slope: float) -> Tensor:
 
 
 def read_error(state: dict[str, Tensor]) -> Tensor | None:
-    """The error-feedback state [chunks, groups, group] in fp32; None if the method has none."""
+    """The error-feedback state in fp32, [chunks, groups, group]; None if the method keeps no error."""
     if "error" not in state:
         return None
     return decode_error(state["error"], state["error_scale"]) if "error_scale" in state else state["error"]
@@ -189,9 +189,9 @@ def read_error(state: dict[str, Tensor]) -> Tensor | None:
 def keep_error(
     state: dict[str, Tensor], compensated: Tensor, sent: Tensor, residual_decay: float, finite: Tensor
 ) -> None:
-    """Store decay * old + (1 - decay) * (compensated - sent); groups that are not `finite` keep their error.
+    """Store residual_decay * old + (1 - residual_decay) * (`compensated` - `sent`) as the new error in `state`.
 
-    `finite` is [chunks, groups, 1].
+    Groups that are not `finite`, which is [chunks, groups, 1], keep their old error.
     """
     if "error_scale" not in state:
         new = fp32(residual_decay) * state["error"] + fp32(1 - residual_decay) * (compensated - sent)
@@ -236,7 +236,7 @@ def dequantize_sum(
 
 
 def decode(levels: Tensor, scale: Tensor, signs: Tensor | None) -> Tensor:
-    """Decoded values of levels [..., groups, group] with scales [..., groups]."""
+    """Decoded values for `levels` and `scale`; shapes [..., groups, group] and [..., groups]."""
     wide = scale.unsqueeze(-1).to(torch.float32)
     return levels * wide if signs is None else hadamard(levels) * (wide * signs)
 
@@ -245,11 +245,11 @@ def decode(levels: Tensor, scale: Tensor, signs: Tensor | None) -> Tensor:
 
 
 def to_blocks(values: Tensor) -> Tensor:
-    """[..., group] as [..., blocks, 32], or as [..., 1, group] if group is less than 32.
+    """Cut groups into blocks: [..., group] -> [..., blocks, 32], or [..., 1, group] if a group is less than 32.
 
-    A block consists of runs of 8 neighbours; the runs are group / 4 apart. With `blocks` blocks in a group, element
-    8 blocks a + 8 b + c is at place 8 a + c of block b. So a GPU thread, which keeps a block in its registers, reads 8
-    elements at once, neighbouring threads read neighbouring runs, and a byte of codes only has elements of one block.
+    A block consists of runs of 8 neighbours; the runs are group / 4 apart. Element 8 * blocks * a + 8 * b + c of a
+    group is at place 8 * a + c of block b. So a GPU thread, which keeps a block in its registers, reads 8 elements at
+    once; neighbouring threads read neighbouring runs; and a byte of codes only has elements of one block.
     """
     places = min(values.shape[-1], HADAMARD)
     return values.unflatten(-1, (places // RUN, -1, RUN)).transpose(-3, -2).flatten(-2)
@@ -261,7 +261,7 @@ def from_blocks(values: Tensor) -> Tensor:
 
 
 def hadamard(values: Tensor) -> Tensor:
-    """The Hadamard transform, not normalised, of each block of the groups [..., group]: butterflies, widest first."""
+    """The Hadamard transform, not normalised, of each block in groups [..., group]; widest butterflies first."""
     values = to_blocks(values)
     distance = HADAMARD // 2
     while distance:
@@ -273,7 +273,7 @@ def hadamard(values: Tensor) -> Tensor:
 
 
 def fold(values: Tensor) -> Tensor:
-    """The sum over the last dim, which is a group, with keepdim: first within blocks, then over blocks.
+    """The sum of each group (the last dim, with keepdim): first within blocks, then over blocks.
 
     Both sums repeatedly add the second half of the numbers to the first half.
     """
@@ -288,7 +288,7 @@ def _halve(values: Tensor) -> Tensor:
 
 
 def draw_signs(groups: int, group: int, draw: RngKey, rank: int, device: torch.device | None = None) -> Tensor:
-    """Random signs 1 and -1 [groups, group] on a device (default: CPU), given by step, rank and place in the chunk.
+    """Random signs, 1 or -1, given by step, rank and place in the chunk: [groups, group], on `device` (default: CPU).
 
     The sign at place p of a block is bit 31 - p of a hash of the block's number in the chunk.
     """
@@ -305,7 +305,7 @@ def sign_key(draw: RngKey, rank: int) -> int:
 
 
 def hash_32(words: Words) -> Words:
-    """A hash of 32-bit words, as int64 or int: Wellons' "lowbias32", whose bits are nearly independent."""
+    """Hash 32-bit words, given as int64 or int, with Wellons' "lowbias32": the bits are nearly independent."""
     words = words ^ (words >> 16)
     words = (words * 0x7FEB352D) & _MASK
     words = words ^ (words >> 15)
@@ -314,7 +314,7 @@ def hash_32(words: Words) -> Words:
 
 
 def pack(codes: Tensor, method: BlockMethod) -> Tensor:
-    """int8 codes [..., group] as bytes [..., group * bits / 8].
+    """Pack int8 codes into bytes: [..., group] -> [..., group * bits / 8].
 
     A group is cut into 8 / bits stretches of equal length. A byte holds the codes at the same place in each stretch,
     with the code of the first stretch in its lowest bits.
@@ -330,7 +330,7 @@ def pack(codes: Tensor, method: BlockMethod) -> Tensor:
 
 
 def unpack(packed: Tensor, method: BlockMethod) -> Tensor:
-    """int8 codes [..., group] of bytes [..., group * bits / 8]."""
+    """Unpack bytes into int8 codes: [..., group * bits / 8] -> [..., group]."""
     if method.bits == 8:
         return packed.view(torch.int8)
     half, mask = method.levels // 2, method.levels - 1

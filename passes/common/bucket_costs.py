@@ -12,9 +12,9 @@ def link_bytes(
 ) -> int:
     """The bucket size that suits a link.
 
-    This is the smallest size at which latency is only the given share of the transfer, or a smaller size if such a
-    bucket cannot be hidden. With n buckets, nothing hides n latencies and 1 / n of the transfer (or of the compute, if
-    that is shorter); the sum of both is least at n = sqrt(min(transfer, compute) / latency).
+    This is the smallest size at which latency is only the given share of the transfer. The size is smaller if compute
+    cannot hide such a bucket. With n buckets, n latencies and 1 / n of the transfer (or of the compute, if shorter)
+    are exposed; the sum of both is least at n = sqrt(min(transfer, compute) / latency).
 
     Args:
         total_bytes: bytes that all collectives carry together.
@@ -48,8 +48,8 @@ class GatherQueue:
     """Gathers of a graph in program order, on a link that starts with the graph and never pauses.
 
     Decides for each gather whether it joins the previous bucket. A gather that joins delays the first reader of the
-    bucket; a gather that stays out arrives one latency later. The gather joins unless the graph then ends later, if all
-    later gathers are counted without latency:
+    bucket; a gather that stays out arrives one latency later. The gather joins unless joining makes the graph end
+    later. Gathers after it count without latency:
 
         joined   link [lat a b      ]      compute ...........[a][b]
         apart    link [lat a][lat b ]      compute .......[a]....[b]
@@ -96,9 +96,9 @@ class GatherQueue:
 class ReductionQueue:
     """Reductions of a graph in program order; each starts when its input is ready.
 
-    Decides for each reduction whether it joins the previous bucket, which then cannot start before the new member is
-    ready. The reduction joins unless the last reduction of the graph then ends later, if all later reductions are
-    counted without latency.
+    Decides for each reduction whether it joins the previous bucket. A bucket cannot start before its last member is
+    ready. The reduction joins unless joining makes the graph's last reduction end later. Reductions after it count
+    without latency.
     """
 
     def __init__(self, members: Sequence[Member], latency_us: float, compute_us: float) -> None:

@@ -131,7 +131,7 @@ class CompressedReduction(ReductionBuilder):
         return TwoHop(inter_host=one_hop)
 
     def _known_ranks_per_host(self) -> int | None:
-        """Number of consecutive ranks of the group on each host of the target's, or else this machine's, hardware.
+        """Number of consecutive ranks of the group on each host, by the target's hardware or else this machine's.
 
         None if the hardware is unknown, each host has one rank, one host has all ranks, or hosts have unequal numbers.
         """
@@ -203,7 +203,7 @@ class CompressedReduction(ReductionBuilder):
     # --- nodes ------------------------------------------------------------------------------------------------------
 
     def _exchange(self, pieces: fx.Node, hop: Hop, divisor: int, dtype: torch.dtype) -> fx.Node:
-        """Exchange and sum [world * stretches * numel] of every rank -> this rank's [stretches * numel], divided."""
+        """Return this rank's part of the summed pieces, divided: [world * stretches * numel] -> [stretches * numel]."""
         payload, draw = self._quantized(pieces, hop)
         splits = [meta.tensor_value(payload).shape[0] // hop.world] * hop.world
         start = self.node(all_to_all_op(), payload, splits, splits, hop.group_name, name=f"all_to_all_{self.label}")
@@ -217,7 +217,7 @@ class CompressedReduction(ReductionBuilder):
         return self.node(operator.getitem, sums, 0)
 
     def _gather(self, piece: fx.Node, hop: Hop) -> fx.Node:
-        """Gather [numel] of every rank as codes -> [world * numel], decoded."""
+        """Gather the `piece` [numel] of every rank as codes, and decode them to [world * numel]."""
         payload, draw = self._quantized(piece, hop)
         start = self.node(all_gather_op(), payload, hop.world, hop.group_name, name=f"all_gather_grad_{self.label}")
         meta.set_chunks(start, chunk_unit(hop.method, hop.chunk, hop.stretches))
@@ -229,7 +229,7 @@ class CompressedReduction(ReductionBuilder):
         return self.node(operator.getitem, every, 0)
 
     def _quantized(self, pieces: fx.Node, hop: Hop) -> tuple[fx.Node, fx.Node]:
-        """Quantize pieces: return the payload [receivers * bytes] and the key of the random numbers used."""
+        """Quantize `pieces`; return the payload [receivers * bytes], and the key of its random numbers."""
         errors = self._errors(hop, meta.tensor_value(pieces).device)
         quantized = self.node(
             torch.ops.zgraph.quantize_grads.default,
@@ -241,7 +241,7 @@ class CompressedReduction(ReductionBuilder):
         return self.node(operator.getitem, quantized, 0), self.node(operator.getitem, quantized, 1)
 
     def _errors(self, hop: Hop, device: torch.device) -> list[fx.Node]:
-        """Fetch error feedback kept on the host while the previous gradient is reduced; none if the device keeps it."""
+        """Copy error feedback from the host while the previous gradient is reduced; [] if the device keeps it."""
         if not hop.keeps_on_host:
             return []
         with nullcontext() if self.previous is None else self.graph.inserting_before(self.previous):

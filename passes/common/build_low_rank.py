@@ -47,7 +47,7 @@ def build_low_rank(graph: fx.Graph, markers: Sequence[fx.Node], ctx: PassContext
 
     Factors are gathered and summed, or are reduced by new markers, which are lowered like any others. To give every
     exchange time to overlap, the second (right) factor of a bucket is sent together with the first (left) factor of the
-    next bucket. The means of a bucket are rebuilt after the left factor of the second next bucket has been sent:
+    next bucket. The means of a bucket are rebuilt after the left factor of the next bucket but one has been sent:
 
         left 0 ... right 0, left 1 ... right 1, left 2, means 0 ... right 2, means 1, means 2
 
@@ -139,7 +139,7 @@ class _Bucket:
             marker.replace_all_uses_with(self._shaped(mean, args, marker))
 
     def _shaped(self, mean: fx.Node, args: ReduceArgs, marker: fx.Node) -> fx.Node:
-        """A mean [kept rows, columns] in the marker's shape, cut to the rows that this rank has."""
+        """The `mean` in the marker's shape, cut to the rows that this rank has."""
         layout, rows = args.layout, args.layout.local_rows
         if len(layout.shape) > 2:
             unflattened = [layout.chunk_rows, *layout.shape[1:]]
@@ -149,7 +149,7 @@ class _Bucket:
         return meta.create(self.graph, aten.slice.Tensor, (mean, 0, 0, rows), like=marker)
 
     def _grad(self, args: ReduceArgs, marker: fx.Node) -> fx.Node:
-        """The whole gradient before a widening cast; at the end of a window, the sum of all accumulated gradients."""
+        """The whole gradient, without a widening cast; at the end of a window, plus the accumulated gradients."""
         if args.layout.gradients_wait(args.window):
             waited = (args.grad, args.handle, args.dtype, args.layout.zero_stage)
             return meta.create(self.graph, torch.ops.zgraph.add_accumulated.default, waited, like=marker)
@@ -173,7 +173,7 @@ class _Bucket:
         return self._communicate(torch.ops.zgraph.reduce_grad.default, *reduction.flat())
 
     def _summed_by_all(self, factor: fx.Node, group_name: str, world: int) -> fx.Node:
-        """Gather a factor of all ranks and sum: with more than two ranks this sends more bytes, but in one exchange."""
+        """Sum a factor over all ranks by gathering it: one exchange, which sends more bytes from three ranks on."""
         numel = meta.tensor_value(factor).shape[0]
         start = self._communicate(all_gather_op(), factor, world, group_name, name=f"all_gather_factor_{self.label}")
         meta.set_chunks(start, [Chunk(numel, 1, ("",))])
@@ -190,7 +190,7 @@ class _Bucket:
         return made
 
     def _of_part(self, node: fx.Node) -> fx.Node:
-        """Assign the node to the backward of the markers, if in a whole step."""
+        """In a whole step, assign the node to the same backward as the markers; return the node."""
         part = meta.part(self.markers[0])
         if part is not None:
             meta.set_part(node, part)

@@ -91,13 +91,13 @@ class ReductionBuilder:
         return total if rows == layout.chunk_rows else self.node(aten.slice.Tensor, total, 0, 0, rows)
 
     def own(self, grad: fx.Node) -> fx.Node:
-        """The gradient as a contiguous tensor without other readers: autograd keeps it as .grad and adds to it."""
+        """The gradient, copied unless it is contiguous and has no other reader: autograd keeps it and adds to it."""
         if has_own_storage(grad, self.marker) and meta.tensor_value(grad).is_contiguous():
             return grad
         return self.node(aten.clone.default, grad, memory_format=torch.contiguous_format)
 
     def on_the_wire(self, grad: fx.Node) -> fx.Node:
-        """The gradient in the dtype in which it is sent, skipping a widening cast that does not change the sum."""
+        """The gradient in the dtype that is sent; a widening cast that does not change the sum is skipped."""
         source, dtype = _travelling(grad, self.args.wire_dtype)
         return self.cast(source, dtype)
 
@@ -113,7 +113,7 @@ class ReductionBuilder:
         return self.node(aten.constant_pad_nd.default, pieces, [0, 0] * (len(shape) - 1) + [0, missing])
 
     def sum(self, pieces: fx.Node, chunk: Chunk, divisor: int, dtype: torch.dtype) -> fx.Node:
-        """Sum [N * chunk, ...] of every rank -> this rank's [chunk, ...] of the sum, divided."""
+        """Return this rank's chunk of the sum of all ranks' `pieces`, divided: [N * chunk, ...] -> [chunk, ...]."""
         group_name = chunk.group_names[-1]
         world = self.ctx.group_size(group_name)
         if world == 1:
@@ -140,7 +140,7 @@ class ReductionBuilder:
         return self.node(aten.view.default, self.mean(flat, chunk, mean_dtype, dtype), list(found.shape))
 
     def mean(self, flat: fx.Node, chunk: Chunk, mean_dtype: torch.dtype, dtype: torch.dtype) -> fx.Node:
-        """Average [numel] of every rank -> the complete mean [numel] in `dtype` on each rank."""
+        """Average the `flat` gradients of all ranks; each rank gets the complete mean [numel] in `dtype`."""
         group_name = chunk.group_names[-1]
         numel = meta.tensor_value(flat).shape[0]
         if self.algorithms.get(group_name) != "all_reduce":
@@ -157,7 +157,7 @@ class ReductionBuilder:
         return self.node(torch.ops.zgraph.sum_ranks.default, total, 1, divisor, dtype)
 
     def gathered(self, piece: fx.Node, chunk: Chunk, numel: int, dtype: torch.dtype) -> fx.Node:
-        """Gather [n] of every rank -> the first [numel] elements of the concatenation, cast on arrival."""
+        """Gather the `piece` of every rank, cast, and return the first `numel` elements of the concatenation."""
         group_name = chunk.group_names[-1]
         world = self.ctx.group_size(group_name)
         if world > 1:
@@ -256,7 +256,7 @@ def _hops_of(marker: fx.Node) -> dict[str, Reduction]:
 
 
 def _travelling(grad: fx.Node, asked: torch.dtype | None) -> tuple[fx.Node, torch.dtype]:
-    """The node to send for a gradient (the source of the cast if it was only widened), and the dtype to send it in."""
+    """The node to send for `grad`, or the source of the cast if `grad` was only widened; and the dtype to send."""
     dtype = meta.tensor_value(grad).dtype
     if traits.cast_dtype(grad) == torch.float32 and wire_dtype_of(dtype, asked) == dtype:
         source = grad.all_input_nodes[0]

@@ -49,7 +49,7 @@ class ListCall:
 
     @classmethod
     def of(cls, node: fx.Node) -> ListCall | None:
-        """The node's call as an element; None if there is no operator over lists with the same result."""
+        """The call of a node as an element; None if no operator over lists gives the same result."""
         target, count = node.target, _TENSORS.get(node.target)
         if count is None or not isinstance(target, OpOverload):
             return None

@@ -24,7 +24,7 @@ Mode = Literal["flat", "coalesced", "sequential"]
 
 @dataclass(frozen=True)
 class Bucket:
-    """Starts to be merged, and the node to put the merged start before."""
+    """Collectives to merge, given by their start nodes, and the node before which the merged start is put."""
 
     starts: tuple[fx.Node, ...]
     anchor: fx.Node
@@ -98,7 +98,7 @@ def _bring_before(node: fx.Node, anchor: fx.Node, order: dict[fx.Node, int]) -> 
 
 
 def _merge_gathers(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[fx.Node]:
-    """Concatenate flat chunks and gather once to [N, total], of which each member copies its columns."""
+    """Concatenate flat chunks and gather them once; each member copies its columns of the result [N, total]."""
     waits = [cast(fx.Node, nodes.wait_of(start)) for start in starts]
     world = cast(int, starts[0].args[1])
     sent = [start.all_input_nodes[0] for start in starts]
@@ -150,7 +150,7 @@ def _merge_quantized_gathers(graph: fx.Graph, starts: Sequence[fx.Node]) -> list
 
 
 def _group_gathers(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[fx.Node]:
-    """Merge into one start, and one wait with a result for each member; shards that are cast first share one cast."""
+    """Merge gathers into one start and one wait with a result for each member; all shards to cast share one cast."""
     waits = [cast(fx.Node, nodes.wait_of(start)) for start in starts]
     sent = [start.all_input_nodes[0] for start in starts]
     sent, replaced = _cast_all(graph, starts, sent)
@@ -165,7 +165,7 @@ def _group_gathers(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 def _cast_all(graph: fx.Graph, starts: Sequence[fx.Node], sent: list[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
-    """The tensors to send, with the casts of all shards merged into one node; and the nodes it replaces."""
+    """Merge the casts of all shards into one node; return the tensors to send, and the nodes of the old casts."""
     chains = {place: chain for place, node in enumerate(sent) if (chain := _source_cast(node))}
     if len(chains) < 2:
         return sent, []
@@ -182,7 +182,7 @@ def _cast_all(graph: fx.Graph, starts: Sequence[fx.Node], sent: list[fx.Node]) -
 
 
 def _source_cast(sent: fx.Node) -> list[fx.Node]:
-    """The nodes that make a sent tensor, the last one first: padding, copy, cast; empty if there is no cast."""
+    """The padding, copy and cast that make the tensor `sent`, last node first; [] if there is no cast."""
     chain = [sent]
     while len(chain[-1].users) == 1:
         node = chain[-1]
@@ -231,7 +231,7 @@ def _merge_replicated(graph: fx.Graph, members: Sequence[ReplicatedReduction]) -
 
 
 def _merge_reductions(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[fx.Node]:
-    """Concatenate the [N, n] chunks along n, exchange and sum once; each member's mean is a view of the result."""
+    """Concatenate the chunks, each [N, n], along n; exchange and sum once; each mean is a view of the result."""
     waits = [cast(fx.Node, nodes.wait_of(start)) for start in starts]
     exchange = nodes.is_all_to_all(starts[0])
     sums = [cast(fx.Node, result_of(start)) for start in starts]
@@ -279,7 +279,7 @@ def _merge_all_reduces(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[fx.No
 
 
 def _zeros(graph: fx.Graph, count: int, like: Tensor) -> fx.Node:
-    """Zeros with the dtype and device of a tensor, made by an operator that Inductor does not decompose."""
+    """`count` zeros with the dtype and device of `like`, made by an operator that Inductor does not decompose."""
     options: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
     zeros = graph.create_node("call_function", aten.full.default, ([count], 0), options)
     meta.set_value(zeros, like.new_zeros([count]))  # evaluating it without inputs would make a real tensor

@@ -40,9 +40,9 @@ def choose_algorithm(
 
     gloo's own reductions are never used: they send twice as much as an all_to_all, and sum in another order. On NCCL,
     an all_to_all sends gradients in their narrow dtype, while a reduce_scatter has to widen them first. However, in an
-    all_to_all every rank sends to other hosts, while the ring of a reduce_scatter leaves each host once. If ranks
-    gather the means, one all_reduce saves a launch, but every rank divides all means; it is considered only within a
-    host. At equal costs, prefers reduce_scatter, then all_to_all, then all_reduce.
+    all_to_all every rank sends to other hosts; in a reduce_scatter, a ring, only one rank of each host does. If ranks
+    gather the means, one all_reduce saves a launch, but every rank divides all means. An all_reduce is considered only
+    within a host. At equal costs, prefers reduce_scatter, then all_to_all, then all_reduce.
 
     Args:
         reduction: what to reduce.

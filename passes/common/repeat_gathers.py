@@ -1,4 +1,4 @@
-"""Repeats the gathers of stages 0 and 3 in each backward of a whole training step that reads them."""
+"""Repeats gathers of stages 0 and 3 in a whole training step: each backward gathers the parameters that it reads."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def _repeat(
     part: int,
     originals: dict[fx.Node, fx.Node],
 ) -> None:
-    """Let readers of a gathered parameter in one part (a forward or a backward) read a new gather in that part.
+    """Add a gather of a parameter to one `part` (a forward or a backward), and let the `readers` there read it.
 
     The gather goes before the first reader, and each of its views before the first reader of that view. Views must not
     come earlier: the first readers of gathers determine the order of a unit's gathers.
 
     Args:
-        values: the gathered parameter and its views, in any part. A view made in another part, as by the first backward
-            of a second derivative, may already read a copy.
+        values: the gathered parameter and its views, in any part. A view in another part may already read a copy, as
+            in the first backward of a second derivative.
         originals: maps each copied node to its original; the copies made here are added.
     """
     copies: dict[fx.Node, fx.Node] = {}

@@ -31,10 +31,10 @@ class ReplicatedReduction:
 
     @classmethod
     def of(cls, start: fx.Node) -> ReplicatedReduction | None:
-        """The reduction that begins with an exchange; None if its result is not gathered over the same ranks.
+        """The reduction that begins with the exchange `start`; None if its result is not gathered over the same ranks.
 
-        Also None for gradients sent as codes, and for reductions of sharded gradients over replicas: which part of such
-        a gradient a rank holds does not follow from the number of elements.
+        Also None for gradients sent as codes, and for sharded gradients reduced over replicas: for these, the number
+        of elements does not determine which part a rank holds.
         """
         chunks, steps = meta.chunks(start), _steps_from(start)
         gather = _gather_of(steps)
@@ -61,11 +61,11 @@ class ReplicatedReduction:
 
     @property
     def policy(self) -> list[Any]:
-        """A key that is equal for reductions that can be merged, provided that their exchanges can be merged."""
+        """A key: reductions can be merged if their keys are equal and their exchanges can be merged."""
         return [(step.target, step.args[1:], step.kwargs) for step in self.steps[1:]]
 
     def flat(self, graph: fx.Graph) -> fx.Node:
-        """[numel], the flat gradient as it is sent, without padding."""
+        """The flat gradient [numel] as it is sent, without padding."""
         sent = self.steps[0].all_input_nodes[0]
         if meta.tensor_value(sent).shape == (self.numel,):
             return sent
@@ -77,7 +77,7 @@ class ReplicatedReduction:
 
 
 def _steps_from(start: fx.Node) -> list[fx.Node]:
-    """The chain of nodes beginning with a start, each read only by the next, up to the cast of the gathered result."""
+    """The chain of nodes from `start` to the cast of the gathered result; each is read only by the next."""
     steps = [start]
     while len(steps[-1].users) == 1:
         (step,) = steps[-1].users

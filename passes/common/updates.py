@@ -95,7 +95,7 @@ def carries_parameter(node: fx.Node) -> bool:
 
 
 def _arrivals_alone(order: Iterable[fx.Node]) -> dict[fx.Node, int]:
-    """Gradients that need no reduction, each with the position at which the last gradient of its bucket is computed."""
+    """For each gradient that needs no reduction, the position where the last gradient of its bucket is computed."""
     found: dict[fx.Node, int] = {}
     bucket: dict[fx.Node, None] = {}
     held = 0
@@ -186,7 +186,7 @@ def _preparing(
 
 
 def _is_of_one_parameter(node: fx.Node) -> bool:
-    """Whether a call returns a non-scalar tensor and packs no tensors in lists, so that it serves one parameter."""
+    """Whether a call serves a single parameter: it returns a non-scalar tensor and has no lists of tensors."""
     packs = any(isinstance(argument, list | tuple) and _nodes_in(argument) for argument in node.args)
     return _has_elements(node) and not packs
 

@@ -47,8 +47,8 @@ class Visit:
 def plan_split(update: fx.Node, most_bytes: int) -> list[list[int]]:
     """Group the indices of a fused update's lists so that each group has at most `most_bytes` offloaded bytes.
 
-    A group always holds at least one parameter. An update that no reduction has split, as on one rank, otherwise brings
-    all its tensors to the device together. All ranks split alike.
+    A group always holds at least one parameter. Without groups, an update that no reduction has split, as on one rank,
+    brings all its tensors to the device together. All ranks split alike.
     """
     groups: list[list[int]] = []
     held = 0
@@ -101,7 +101,7 @@ def is_computing(node: fx.Node) -> bool:
 
 
 def _gathers_of_copies(order: Sequence[fx.Node], position: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
-    """For each copy of rows, the position of its gather, which all ranks have, while only some ranks pad their rows."""
+    """For each copy of rows, the position of its gather: all ranks have the gather, but only some pad their rows."""
     found: dict[fx.Node, int] = {}
     for start in order:
         if nodes.is_gather(start) and meta.parameters(start):
@@ -111,7 +111,7 @@ def _gathers_of_copies(order: Sequence[fx.Node], position: Mapping[fx.Node, int]
 
 
 def _updates(order: Sequence[fx.Node], resting: Container[fx.Node]) -> Container[fx.Node]:
-    """The nodes of updates: those that depend on reduced gradients; if there are none, all from the first write on."""
+    """The nodes of updates: all that depend on reduced gradients. Without any, all from the first write on."""
     found = Updates.of(order)
     if found.reading:
         return found

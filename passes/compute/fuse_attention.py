@@ -69,7 +69,7 @@ class FuseAttention(GraphPass):
 
 
 def device_of_products(graph: fx.Graph) -> torch.device | None:
-    """The device of a graph's batched matrix products; None for fewer than two, or without exp: no attention."""
+    """The device of a graph's batched matrix products; None without attention (fewer than two products, or no exp)."""
     products = graph.find_nodes(op="call_function", target=aten.bmm.default, sort=False)
     if len(products) < 2 or not graph.find_nodes(op="call_function", target=aten.exp.default, sort=False):
         return None
@@ -81,14 +81,14 @@ def _values_read(node: fx.Node) -> list[Any]:
 
 
 def _reads(node: fx.Node) -> list[fx.Node]:
-    """Nodes among the arguments, in order, including duplicates."""
+    """The nodes among a node's arguments, in order, including duplicates."""
     found: list[fx.Node] = []
     map_arg((node.args, node.kwargs), found.append)
     return found
 
 
 def _restore_layouts(graph: fx.Graph, before: Mapping[fx.Node, Sequence[Any]]) -> None:
-    """Give new nodes their values, and give old nodes inputs with the layouts they were traced with."""
+    """Set the values of new nodes; let old nodes read copies of them where the layout differs from the traced one."""
     new = [node for node in graph.nodes if node not in before]
     for node in new:
         meta.set_value(node, meta.evaluate(node))
@@ -110,7 +110,7 @@ def _traced_value(node: fx.Node, before: Mapping[fx.Node, Sequence[Any]]) -> Ten
 
 
 def _read_a_copy(node: fx.Node, readers: Sequence[fx.Node], traced: Tensor) -> None:
-    """Let readers read a copy of a node with the traced strides; a reader that copies anyway reads the node itself."""
+    """Let `readers` read a copy of `node` with the traced strides; a reader that copies anyway reads `node` itself."""
     order = sorted(range(traced.dim()), key=lambda dim: size_hint(traced.stride(dim)), reverse=True)
     back = [order.index(dim) for dim in range(traced.dim())]
     with node.graph.inserting_before(node.next):

@@ -34,10 +34,10 @@ class HostUpdate:
 
     Attributes:
         update: the call of the fused update.
-        brought: its inputs that are kept on the GPU, and are copied to the host: gradients, step counts, parameters.
+        brought: inputs kept on the GPU, which are copied to the host: gradients, step counts, parameters.
         returned: the inputs in `brought` that the update writes to.
         on_host: for each input in `brought`, its copy on the host; filled when copies are inserted.
-        counts: all step counts stacked in one tensor, which is copied in their place; None: at most one step count.
+        counts: one tensor of all step counts, copied to the host in their place; None: there is at most one step count.
         prepared: the waits for the copies on the host, and views of these copies, all just before the update.
         deadline: the first node after the update that touches its tensors, or the output; None until copies are
             inserted.
@@ -65,7 +65,7 @@ def split_apart(update: fx.Node) -> list[list[int]]:
 
 
 def unscale_ahead(graph: fx.Graph, update: fx.Node) -> None:
-    """Divide gradients by the loss scale on the device, where the step returns them, instead of in the update.
+    """Divide gradients by the loss scale on the device, before the update: the step returns the device's gradients.
 
     As in the update, a step skipped because of an inf leaves the gradients unchanged.
     """
@@ -145,7 +145,7 @@ def on_gpu(order: Sequence[fx.Node]) -> bool:
 
 
 def bring_to_host(graph: fx.Graph, found: Sequence[HostUpdate]) -> None:
-    """Let each update read copies on the host, which start as soon as their sources are computed.
+    """Let each update in `found` read copies on the host, which start as soon as their sources are computed.
 
     An update starts after the copies for the next update, so that the device never waits for a copy that has just
     begun. Copies of parameters that are kept on the device start one update earlier.
@@ -218,7 +218,7 @@ def _read_on_host(graph: fx.Graph, found: HostUpdate) -> None:
 
 
 def return_to_device(graph: fx.Graph, found: Sequence[HostUpdate], in_flight: int) -> None:
-    """Copy updated parameters back over those on the device, once `in_flight` later updates have started."""
+    """Copy updated parameters from the host over those on the device, once `in_flight` later updates have started."""
     output = nodes.output_of(graph)
     anchors: list[fx.Node] = []
     for number, one in enumerate(found):
@@ -243,7 +243,7 @@ def _list_of(update: fx.Node, name: str) -> Sequence[fx.Node]:
 
 
 def _longest_numel(update: fx.Node) -> dict[fx.Node, int]:
-    """Number of elements of each tensor in a call's lists, on the rank that has most of its parameter."""
+    """Number of elements of each tensor in a call's lists, on the rank with the largest part of the parameter."""
     found: dict[fx.Node, int] = {}
     for members in zip(*lists_of(update), strict=True):
         ours = [one for one in members if isinstance(one, fx.Node)]
@@ -253,7 +253,7 @@ def _longest_numel(update: fx.Node) -> dict[fx.Node, int]:
 
 
 def _last_write(one: HostUpdate) -> fx.Node | None:
-    """The last node that, before an update, writes to one of its parameters on the device; None if no node does."""
+    """The last node before an update that writes to one of the update's parameters on the device, or None."""
     found: fx.Node | None = None
     for node in one.update.graph.nodes if one.returned else ():
         if node is one.update:

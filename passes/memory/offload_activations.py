@@ -147,7 +147,7 @@ def _offload(graph: fx.Graph, node: fx.Node, wait_before: fx.Node) -> fx.Node:
 
 
 def _reload(graph: fx.Graph, kept: fx.Node, device: torch.device, reader: fx.Node, name: str) -> fx.Node:
-    """Copy a value back from the host just before its first reader; return the wait for the copy."""
+    """Copy the value `kept` on the host back, just before its first `reader`; return the wait for the copy."""
     with graph.inserting_before(reader):
         start = meta.create(graph, reload_op(), (kept, device), like=reader, name=f"reload_{name}")
         meta.set_transit(start, HOST, to_device=True)
@@ -183,7 +183,7 @@ def _reload_inputs(backward: fx.Graph, forward: fx.Graph) -> bool:
 
 
 def _offload_in_step(graph: fx.Graph, base: fx.Node, readers: Iterable[fx.Node]) -> None:
-    """Offload a value, and let readers in backward read the copy that comes back, or the same views of this copy."""
+    """Offload a value; let `readers` in backward read the copy that comes back, or views of this copy."""
     first = min(readers)
     kept = _offload(graph, base, first)
     back = _reload(graph, kept, meta.tensor_value(base).device, first, base.name)

@@ -24,10 +24,10 @@ class ScheduleCopies(GraphPass):
 
     `StreamStates` inserts copies by rules, after `ScheduleOverlap`, which has not seen them. This pass schedules the
     final graph again, copies and collectives together, on the simulator, where each link, the disk and the host's
-    worker is a lane. The order stays within the budget; without a budget, within the peak of the rules, because with a
-    slow link the fastest order brings all offloaded tensors to the device together. The present order is a candidate,
-    so in the simulator the step is never slower than by rules, and at equal speed never needs more memory, unless the
-    rules exceed the budget.
+    worker is a lane. The order stays within the budget or, without one, within the peak of the rules: with a slow link,
+    the fastest order brings all offloaded tensors to the device together. The present order is a candidate, so in the
+    simulator the step is never slower than by rules, and at equal speed never needs more memory, unless the rules
+    exceed the budget.
     Leaves alone: the order of compute, and where updates start; graphs without offloaded tensors.
 
     Attributes:

@@ -48,7 +48,7 @@ class StreamStates(GraphPass):
     """Copy offloaded tensors to the device before each use, and copy written values back after it.
 
     Each input of a whole step is marked with the memory where it is kept (`zgraph.Offload`). A gather or an update
-    reads a copy that was started some uses earlier and is freed right after. Copies that were only read are dropped;
+    reads a copy that was started some uses earlier, and then frees this copy. Copies that were only read are dropped;
     copies written by an update are stored over the input. A store is awaited when later stores have started, at the
     latest at the end of the step. If the copy for an update has to start before backward has read the tensor, backward
     and the update share one copy. State created by an optimizer's first step is moved to the memory where it will be
@@ -64,8 +64,8 @@ class StreamStates(GraphPass):
             `update_bytes`, two of them prefetched.
         update_bytes: maximum bytes of offloaded tensors that one call of a fused update reads; larger calls are split
             by parameters.
-        stores_in_flight: a copy back, or an update that runs beside (concurrently with) compute, is awaited when this
-            many later uses that write have started.
+        stores_in_flight: a copy back is awaited when this number of later uses that write have started; likewise an
+            update that runs beside (concurrently with) compute.
         updates: where offloaded state is updated. State on disk is always streamed to the device.
             "at_rest": on the host, for state kept there. Fused updates run in a thread beside compute, bucket by
             bucket. If the device is a GPU, gradients go to the host, and parameters kept on the GPU go there and come
@@ -149,7 +149,7 @@ class StreamStates(GraphPass):
         return able[choice.best.on_host :]
 
     def _stream(self, graph: fx.Graph, ctx: PassContext, streamed: Sequence[fx.Node], is_elsewhere: bool) -> bool:
-        """Copy tensors used on the device; update state kept on the host there, except by the updates in `streamed`."""
+        """Copy tensors used on the device; on the host, run the updates of state kept there, except `streamed` ones."""
         stays = self.updates != "streamed"
         on_device = dict.fromkeys(streamed)
         for node in list(graph.nodes) if stays and is_elsewhere else ():
@@ -206,7 +206,7 @@ def _able(order: Sequence[fx.Node], is_elsewhere: bool) -> list[fx.Node]:
 
 
 def _stays(visit: Visit, on_host: Sequence[HostUpdate], on_device: Container[fx.Node], is_elsewhere: bool) -> bool:
-    """Whether a visit (a copy on the device) is not needed, because the update runs on the host, where the input is."""
+    """Whether the update of a visit runs where its input is kept, so that no copy on the device is needed."""
     tier = meta.space(visit.resting)
     if tier is None or not tier.updates or not visit.is_update or any(use in on_device for use in visit.uses):
         return False
@@ -265,7 +265,7 @@ def _visit(graph: fx.Graph, visit: Visit, placed: Placements) -> None:
 
 
 def _copy_of(graph: fx.Graph, alias: fx.Node, visit: Visit, use: fx.Node) -> fx.Node:
-    """The value, in a visit's copy of the input, that corresponds to an alias of the input."""
+    """The value that replaces `alias`, a value of the input, in the visit's copy of the input."""
     if alias not in visit.copies:
         source = visit.aliases[alias]
         behind = _copy_of(graph, source, visit, use)
@@ -278,7 +278,7 @@ def _copy_of(graph: fx.Graph, alias: fx.Node, visit: Visit, use: fx.Node) -> fx.
 
 
 def _move_out(graph: fx.Graph, value: fx.Node, last: fx.Node, placed: Placements) -> fx.Node:
-    """Copy new state, after its last use, to where it is kept, for the graph to return; return the copy's start."""
+    """Copy new state, after `last`, to where it is kept; the graph returns the copy. Return the copy's start."""
     output = nodes.output_of(graph)
     firsts = [placed.storages[number].first for number in placed.lies_in[value]]
     tier = meta.rests_in(firsts[0])
@@ -334,7 +334,7 @@ def _prefetch(
 def _join_updates(
     order: Sequence[fx.Node], visits: Sequence[Visit], prefetch: int, in_flight_bytes: int
 ) -> list[Visit]:
-    """Let an update write to the copy that backward reads, if a separate copy has to start before that read anyway.
+    """Let an update write to the copy that backward reads, if a separate copy must start before backward's read.
 
     Returns:
         The visits of updates that were merged into earlier visits.
@@ -360,7 +360,7 @@ def _join_updates(
 
 
 def _last_reductions(order: Iterable[fx.Node], uses: Container[fx.Node]) -> dict[fx.Node, fx.Node | None]:
-    """For each node of `uses`, the last start of a reduction before it, or None."""
+    """For each node in `uses`, the start of the last reduction before that node, or None."""
     found: dict[fx.Node, fx.Node | None] = {}
     last: fx.Node | None = None
     for node in order:
@@ -372,7 +372,7 @@ def _last_reductions(order: Iterable[fx.Node], uses: Container[fx.Node]) -> dict
 
 
 def _batches(order: Sequence[fx.Node], visits: Sequence[Visit]) -> Iterator[list[Visit]]:
-    """Group visits between whose first uses nothing computes, such as those of a bucket of gathers or of one update."""
+    """Group visits if nothing computes between their first uses, as in a bucket of gathers or in one update."""
     position = {node: place for place, node in enumerate(order)}
     before = [0, *accumulate(map(is_computing, order))]  # computing nodes before each position
     batch: list[Visit] = []
@@ -391,7 +391,7 @@ def _batches(order: Sequence[fx.Node], visits: Sequence[Visit]) -> Iterator[list
 def _write_behind(
     graph: fx.Graph, outgoing: Iterable[tuple[fx.Node, fx.Node]], visits: Sequence[Visit], in_flight: int
 ) -> None:
-    """Wait for each copy back once copies of later uses have started, but before the value's next read or the end."""
+    """Wait for each copy back before the `in_flight`-th later batch of copies starts or the value is read again."""
     read_again: dict[fx.Node, fx.Node] = {}  # from the start of each store to the first read after it
     last_store: dict[fx.Node, fx.Node] = {}
     for visit in visits:

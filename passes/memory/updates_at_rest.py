@@ -42,7 +42,7 @@ class Outcome:
     compute_us: float
 
     def is_better(self, other: Outcome) -> bool:
-        """Whether this outcome exceeds the budgets by less, or equally and is faster beyond the prediction error."""
+        """Whether this outcome has less excess or, at equal excess, is faster by more than the prediction error."""
         if self.excess_bytes != other.excess_bytes:
             return self.excess_bytes < other.excess_bytes
         return self.step_us < other.step_us * (1 - SAME)
@@ -135,7 +135,7 @@ def may_run_beside(update: fx.Node) -> bool:
 
 
 def update_beside(graph: fx.Graph, updates: Sequence[fx.Node], in_flight: int, unlimited: Container[fx.Node]) -> int:
-    """Let updates run beside compute until a node touches their tensors or later updates start; return how many do.
+    """Let `updates` run beside compute until a node touches their tensors or later updates start; return their number.
 
     Args:
         graph, updates: the graph and the updates in it.

@@ -113,7 +113,7 @@ def plan_calls(order: Sequence[fx.Node], updates: Updates, most_numel: int) -> l
 
 
 def _homes(region: Sequence[fx.Node], updates: Updates) -> dict[fx.Node, float]:
-    """For each node, when the gradient of the parameter that it serves arrives; of several parameters, the first."""
+    """For each node, the arrival of its parameter's gradient; for several parameters, the first arrival."""
     known = updates.homes()
     followers: dict[fx.Node, list[fx.Node]] = {}
     for node in region:
@@ -146,7 +146,7 @@ def _share_numbers(graph: fx.Graph, updates: Updates) -> bool:
 
 
 def _call(node: fx.Node, most_numel: int) -> ListCall | None:
-    """The node's call as an element of a call over lists; None if that is impossible or not worthwhile."""
+    """The call of a node as an element of a call over lists; None if merging is impossible or not worthwhile."""
     value = meta.value(node)
     if not isinstance(value, Tensor) or value.device.type != "cpu" or size_hint(value.numel()) > most_numel:
         return None

@@ -49,7 +49,7 @@ class SplitUpdates(GraphPass):
 
 
 def _split(node: fx.Node, homes: Mapping[fx.Node, int]) -> None:
-    """Replace a call over many tensors with one call for each reduction that the gradients come from."""
+    """Replace a call over many tensors with one call for each reduction that computes gradients for the call."""
     by_home: dict[int | None, list[int]] = {}
     for place, elements in enumerate(zip(*lists_of(node), strict=True)):
         found = [homes[element] for element in elements if element in homes]

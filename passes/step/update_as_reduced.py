@@ -41,7 +41,7 @@ class UpdateAsReduced(GraphPass):
 
 
 def _as_reduced(order: Sequence[fx.Node], updates: Updates) -> list[fx.Node]:
-    """The nodes of a step with each update, and the nodes that only prepare it, as early as its inputs allow."""
+    """The nodes of a step in order: each update, with the nodes that prepare it, is as early as its inputs allow."""
     position = {node: place for place, node in enumerate(order)}
     placed: dict[fx.Node, None] = {}
     missing: dict[fx.Node, int] = {}
@@ -74,7 +74,7 @@ def _as_reduced(order: Sequence[fx.Node], updates: Updates) -> list[fx.Node]:
 
 
 def _beyond_preparation(node: fx.Node, updates: Updates) -> set[fx.Node]:
-    """The nodes that must precede a node and its preparation, excluding the preparation itself."""
+    """The nodes that must precede a node, or its preparation, but do not belong to the preparation."""
     found: set[fx.Node] = set()
     for one in [*_preparation(node, updates), node]:
         found.update(source for source in updates.needs(one) if source not in updates.preparing)

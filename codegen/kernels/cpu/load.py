@@ -11,7 +11,7 @@ from zgraph.torch_compat.inductor import load_cpp
 
 
 def function_of(source: str, name: str, argtypes: tuple[Any, ...]) -> Any:
-    """The named void function in the compiled source; None if the source cannot be compiled."""
+    """The void function `name` of the compiled `source`; None if the source cannot be compiled."""
     try:
         kernel = getattr(load_cpp(source), name)
     except (RuntimeError, OSError) as error:

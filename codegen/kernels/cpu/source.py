@@ -143,5 +143,5 @@ constexpr int HADAMARD = {HADAMARD};"""
 
 
 def _literal(value: float) -> str:
-    """A number as an fp32 literal in C++, from the shortest decimal of the fp32 value as a double, which is exact."""
+    """A number as an fp32 literal in C++: the shortest decimal of the fp32 value as a double, so it is exact."""
     return f"{torch.tensor(value, dtype=torch.float32).item()!r}f"

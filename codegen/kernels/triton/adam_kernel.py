@@ -24,13 +24,13 @@ SKIPPED = tl.constexpr(11)
 
 @triton.jit
 def number(entry, place: tl.constexpr):
-    """A number of an entry, stored as the bits of a double."""
+    """The number at `place` of `entry`, stored there as the bits of a double."""
     return tl.load(entry + place).to(tl.float64, bitcast=True)
 
 
 @triton.jit
 def value_at(entry, place: tl.constexpr, DTYPE: tl.constexpr):
-    """The number at an address that is stored in an entry."""
+    """The number at an address; the address is stored at `place` of `entry`."""
     return tl.load(tl.load(entry + place).to(tl.pointer_type(getattr(tl, DTYPE))))
 
 
@@ -58,8 +58,8 @@ def adam_factors(
 
     Args:
         table: [1 + parameters, ENTRY] int64. First the options: lr, beta1, beta2, weight_decay and eps as doubles, and
-            the addresses of the loss scale and of found_inf. Then for each parameter the addresses of itself, its
-            gradient, both moments and its step count, its number of elements, the place of the first one, its salt.
+            the addresses of the loss scale and of found_inf. Then for each parameter: the addresses of the parameter,
+            gradient, both moments and step count; the number of elements; the place of the first element; the salt.
         factors: [parameters, FACTORS] int32, to write to.
         LR: "number", or the dtype of the tensor whose address the table contains instead.
         SCALED, SKIPS: whether there is a loss scale, and a found_inf.
@@ -95,7 +95,7 @@ def factor(factors, place: tl.constexpr):
 
 @triton.jit
 def rounded(x, random):
-    """fp32 -> bf16 as int16, rounded up or down by 16 random bits; NaN stays NaN."""
+    """Round fp32 `x` up or down to bf16, given as int16, by 16 `random` bits; NaN stays NaN."""
     bits = (x.to(tl.uint32, bitcast=True) + random) >> 16
     return tl.where(x != x, 0x7FC0, bits).to(tl.int16)
 

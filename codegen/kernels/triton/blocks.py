@@ -50,7 +50,7 @@ ROUNDER = tl.constexpr(1.5 * 2**23)
 
 @triton.jit
 def low_bits(x):
-    """The low bits of an integral fp32 in two's complement; the bits above them are arbitrary."""
+    """An integral fp32 `x` as an integer of which only the low bits are valid, in two's complement."""
     return (x + ROUNDER).to(tl.int32, bitcast=True)
 
 
@@ -102,7 +102,7 @@ def narrowed(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def halves(x, MANY: tl.constexpr, SIZE: tl.constexpr):
-    """Split each of MANY stretches in the middle: [MANY * 2 * SIZE] -> two of [MANY * SIZE]."""
+    """Split each of MANY stretches in the middle: [MANY * 2 * SIZE] -> two tensors [MANY * SIZE]."""
     pairs = tl.permute(tl.reshape(x, [MANY, 2, SIZE]), (0, 2, 1))
     return tl.split(tl.reshape(pairs, [MANY * SIZE, 2]))
 
@@ -116,7 +116,7 @@ def unite(first, second, MANY: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit
 def in_stripes(x):
-    """Runs of each thread to stripes: [runs, THREADS, run] -> [runs * run * THREADS]."""
+    """Turn the runs of each thread into stripes: [runs, THREADS, run] -> [runs * run * THREADS]."""
     return tl.reshape(tl.permute(x, (0, 2, 1)), [x.shape[0] * x.shape[1] * x.shape[2]])
 
 
@@ -128,13 +128,13 @@ def in_runs(x, RUNS: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit
 def run_begins(group, place, GROUP: tl.constexpr, RUNS: tl.constexpr, SIZE: tl.constexpr, PLACES: tl.constexpr):
-    """Offsets of the first elements of the runs of each thread's block, [RUNS, THREADS]; a group has GROUP elements."""
+    """Offset of the first element of each run in each thread's block: [RUNS, THREADS]. A group has GROUP elements."""
     return (group * GROUP + place * SIZE)[None, :] + (tl.arange(0, RUNS) * (SIZE * PLACES))[:, None]
 
 
 @triton.jit
 def offsets(group, place, GROUP: tl.constexpr, RUNS: tl.constexpr, SIZE: tl.constexpr, PLACES: tl.constexpr):
-    """Offsets of the elements of each thread's block, [RUNS, THREADS, SIZE]."""
+    """Offsets of the elements of each thread's block: [RUNS, THREADS, SIZE]."""
     return run_begins(group, place, GROUP, RUNS, SIZE, PLACES)[:, :, None] + tl.arange(0, SIZE)[None, None, :]
 
 
@@ -155,7 +155,7 @@ def to_all(x, STRIPES: tl.constexpr):
 
 @triton.jit
 def group_largest(x, HALVINGS: tl.constexpr, PLACES: tl.constexpr):
-    """[STRIPES * THREADS] -> [THREADS], the largest magnitude; NaN counts as larger than any number."""
+    """The largest magnitude; NaN counts as larger than any number: [STRIPES * THREADS] -> [THREADS]."""
     x = tl.abs(x)
     for _ in tl.static_range(HALVINGS):
         first, second = halves(x, 1, x.shape[0] // 2)
@@ -169,7 +169,7 @@ def group_largest(x, HALVINGS: tl.constexpr, PLACES: tl.constexpr):
 
 @triton.jit
 def exact_dot(x, y, STRIPE_HALVINGS: tl.constexpr, PLACES: tl.constexpr):
-    """Two of [STRIPES * THREADS] -> [THREADS], the sums of their products; exact, so in any order."""
+    """The sums of the products x * y, exact and so in any order: two tensors [STRIPES * THREADS] -> [THREADS]."""
     total = add_products(tl.zeros([x.shape[0] >> STRIPE_HALVINGS], tl.float32), x, y, STRIPE_HALVINGS)
     if PLACES > 1:
         of_group = tl.sum(tl.reshape(total, [total.shape[0] // PLACES, PLACES]), axis=1, keep_dims=True)
@@ -179,10 +179,10 @@ def exact_dot(x, y, STRIPE_HALVINGS: tl.constexpr, PLACES: tl.constexpr):
 
 @triton.jit
 def add_products(total, x, y, HALVINGS: tl.constexpr):
-    """Add the products of a thread's stripes to [THREADS], one after another: each is one fused multiply-add.
+    """Add the products x * y of each thread's stripes to `total` [THREADS], one fused multiply-add after another.
 
-    `tl.sum` does so up to Triton 3.7. In Triton 3.8, `tl.sum` adds neighbours first, so that only one of two products
-    can be fused.
+    Up to Triton 3.7, `tl.sum` adds in this order. In Triton 3.8, `tl.sum` adds neighbours first, so that only one of
+    two products can be fused.
     """
     if HALVINGS == 0:
         return tl.fma(x, y, total)
@@ -194,7 +194,7 @@ def add_products(total, x, y, HALVINGS: tl.constexpr):
 
 @triton.jit
 def ordered_sum(x, STRIPE_HALVINGS: tl.constexpr, PLACE_HALVINGS: tl.constexpr):
-    """[STRIPES * THREADS] -> [THREADS], the sums; repeatedly adds the second half to the first."""
+    """Sum by repeatedly adding the second half of the numbers to the first: [STRIPES * THREADS] -> [THREADS]."""
     for _ in tl.static_range(STRIPE_HALVINGS):
         first, second = halves(x, 1, x.shape[0] // 2)
         x = first + second
@@ -223,13 +223,13 @@ def hash_32(words):
 
 @triton.jit
 def sign_key(base, rank):
-    """The key of a rank's signs, from `base`, the part of the key that comes from step and salt."""
+    """The key of a rank's signs; `base` is the part of the key that comes from step and salt."""
     return hash_32(base.to(tl.uint32) + rank.to(tl.uint32) * 0x85EBCA77)
 
 
 @triton.jit
 def draw_signs(block, key, STRIPES: tl.constexpr):
-    """Block numbers in the chunk [THREADS] -> [STRIPES * THREADS] int32, whose highest bits are the signs."""
+    """Draw int32 words whose highest bits are the signs, from block numbers: [THREADS] -> [STRIPES * THREADS]."""
     words = hash_32(block.to(tl.uint32) ^ key)
     bits = words[None, :] << tl.arange(0, STRIPES).to(tl.uint32)[:, None]
     return tl.reshape(bits.to(tl.int32, bitcast=True), [STRIPES * block.shape[0]])

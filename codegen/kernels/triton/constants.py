@@ -61,7 +61,7 @@ class QuantizeConstants(BlockConstants):
         grad: name of the gradients' dtype in torch and Triton.
         error: dtype of the error-feedback state, or "none".
         error_alignment: alignment of a group's error, in bytes.
-        old_factor: weight of an old int8 error relative to that of the new quantization error.
+        old_factor: weight of an old int8 error, divided by the weight of the new quantization error.
         residual_decay, residual_gain: weights of the old error, and of the new quantization error, in the new state.
         error_unit: scale of an int8 error whose largest magnitude is 1.
         contracts: whether products that are added are exact, so that multiply-add may be fused.
@@ -69,7 +69,7 @@ class QuantizeConstants(BlockConstants):
         unbiased: whether the scale is the unbiased one rather than the least-squares one.
         slopes: factor for integers at each clipping level, see `CodeBook.slope`.
         clipped: whether each clipping level is below the largest magnitude.
-        begins: for each clipping level, the number to add to the grid, rounded down and divided by step, to get levels.
+        begins: offset at each clipping level; levels are the grid, rounded down and divided by step, plus the offset.
         top: largest integer u.
         intervals: number of intervals of the grid between both clips.
         step: number of integers that share a level.

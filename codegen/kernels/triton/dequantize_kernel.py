@@ -99,7 +99,7 @@ def dequantize(
 
 @triton.jit
 def read_levels(received, codes_at, group, place, real, CASE: tl.constexpr):
-    """Levels c + b [STRIPES * THREADS]."""
+    """Read codes and return their levels c + b as [STRIPES * THREADS]."""
     ALIGNMENT: tl.constexpr = CASE.code_alignment
     codes = received + codes_at
     if CASE.code_bytes < RUN:
@@ -128,7 +128,7 @@ def read_levels(received, codes_at, group, place, real, CASE: tl.constexpr):
 
 @triton.jit
 def code_bits(packed, PLACE: tl.constexpr, BITS: tl.constexpr):
-    """Twice the code at one place of a byte; higher bits of the word are ignored."""
+    """Twice the code at position PLACE of the lowest byte in each word; the higher bytes are ignored."""
     return (packed << 1 if PLACE == 0 else packed >> (PLACE * BITS - 1)) & ((2 << BITS) - 2)
 
 
@@ -139,7 +139,7 @@ def side_by_side(first, second):
 
 @triton.jit
 def store_values(output, start, result, group, place, left, CASE: tl.constexpr):
-    """Store or add the first `left` elements of a program's result to the output, from its element `start` on."""
+    """Store the first `left` elements of `result` in `output`, or add them there, from element `start` on."""
     OUTPUT: tl.constexpr = CASE.output
     output += start
     at = offsets(group, place, CASE.group, CASE.runs, RUN, CASE.places)

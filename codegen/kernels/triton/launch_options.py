@@ -54,7 +54,7 @@ OPTIONS = tuple(LaunchOptions(warps=warps) for warps in (1, 4))
 
 
 def load(module: str, name: str = "") -> Any:
-    """The kernel `name` (default: `module`) of a module, imported lazily: machines without GPU may lack Triton."""
+    """The kernel `name` (default: `module`) from `module`, imported only now: machines without GPU may lack Triton."""
     return getattr(importlib.import_module(f"zgraph.codegen.kernels.triton.{module}_kernel"), name or module)
 
 
@@ -97,7 +97,7 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
 
 
 def drawn(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[numel] normal numbers to try a kernel on; a separate generator leaves the state of the user's as it is."""
+    """Normal random numbers [numel] to try a kernel on; they do not change the state of the user's generator."""
     generator = torch.Generator(device).manual_seed(0)
     return torch.randn(numel, device=device, generator=generator).to(dtype)
 

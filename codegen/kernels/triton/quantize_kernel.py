@@ -133,7 +133,7 @@ def quantize(
 
 @triton.jit
 def read_gradient(grad, start, group, place, left, CASE: tl.constexpr):
-    """The elements of a program in fp32: the first `left` of the gradient from `start` on, followed by zeros."""
+    """The elements of a program in fp32: `left` elements of `grad` from element `start` on, then zeros."""
     GRAD: tl.constexpr = CASE.grad
     grad += start
     at = offsets(group, place, CASE.group, CASE.runs, RUN, CASE.places)
@@ -148,7 +148,7 @@ def read_gradient(grad, start, group, place, left, CASE: tl.constexpr):
 
 @triton.jit
 def add_error(compensated, error, error_scale, group, place, real, CASE: tl.constexpr):
-    """The gradient plus the old error; and this sum plus old_factor times the old error, to compute the new error."""
+    """Return `compensated` plus the old error; and this sum plus old_factor * old error, for the new error."""
     ALIGNMENT: tl.constexpr = CASE.error_alignment
     words = tl.multiple_of(error.to(tl.pointer_type(tl.int32)), ALIGNMENT)
     words += offsets(group, place, CASE.group // 4, CASE.runs, 2, CASE.places)
@@ -169,7 +169,7 @@ def add_error(compensated, error, error_scale, group, place, real, CASE: tl.cons
 
 @triton.jit
 def best_levels(grid, CASE: tl.constexpr):
-    """Levels c + b for a grid u + ROUNDER, and the two sums whose ratio `over` / `under` determines their scale."""
+    """Return the levels c + b for `grid`, which is u + ROUNDER, and two sums; the ratio of these gives the scale."""
     unit = grid - ROUNDER
     levels = levels_of(unit, grid, 0, CASE)
     along = group_dot(unit, levels, CASE)
@@ -191,7 +191,7 @@ def best_levels(grid, CASE: tl.constexpr):
 
 @triton.jit
 def levels_of(unit, grid, CLIP: tl.constexpr, CASE: tl.constexpr):
-    """Levels c + b of integers u (`unit`) at one clipping level; `grid` is u + ROUNDER."""
+    """Levels c + b at one clipping level, for the integers u; `unit` is u, and `grid` is u + ROUNDER."""
     if CASE.rotate:
         if CASE.clipped[CLIP]:
             share = tl.clamp(tl.fma(unit, CASE.slopes[CLIP], 0.5), 0.0, 1.0)  # of the interval from clip to clip
@@ -242,9 +242,9 @@ def store_codes(payload, code_at, levels, finite, group, place, real, CASE: tl.c
 
 @triton.jit
 def four_bit_words(levels):
-    """Levels [32 * THREADS] halfway between 4-bit codes -> words of four bytes [4 * THREADS].
+    """Pack levels, each halfway between two 4-bit codes, into words of four bytes: [32 * THREADS] -> [4 * THREADS].
 
-    Fused multiply-adds combine four codes into 16 bits; two of these make a word.
+    Fused multiply-adds combine four codes into 16 bits; two such halves make a word.
     """
     low, high = halves(levels, 1, levels.shape[0] // 2)
     bytes_of_two = tl.fma(high, 16.0, low)
@@ -258,7 +258,7 @@ def four_bit_words(levels):
 
 @triton.jit
 def keep_codes(new, error, error_scale, group, place, keep, CASE: tl.constexpr):
-    """Store a share (residual_gain) of a new error as int8 codes and their scales."""
+    """Store the new error, multiplied by residual_gain, as int8 codes and their scales."""
     largest = group_largest(new, CASE.stripe_halvings, CASE.places)
     scale = number_to_bf16(tl.where(largest >= TINY, largest * CASE.error_unit, 0.0))
     wide = from_bf16(scale)

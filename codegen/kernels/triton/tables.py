@@ -15,7 +15,7 @@ ENTRY = 8  # int64 numbers per tensor
 
 
 def entries_of(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """The rows as a table [tensors, ENTRY] int64 on a device, filled up with zeros.
+    """The `rows` as a table on `device`, filled up with zeros: [tensors, ENTRY] int64.
 
     Args:
         rows: addresses and sizes of each tensor.
@@ -28,7 +28,7 @@ def entries_of(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
 
 @functools.lru_cache(maxsize=4096)
 def programs_of(groups: tuple[int, ...], at_once: int, device: torch.device) -> Tensor:
-    """[programs, 2] int32 on a device: the tensor that each program processes, and which groups of its chunk.
+    """A table [programs, 2] int32: for each program, the tensor that it processes, and which groups of the chunk.
 
     Args:
         groups: number of groups in a chunk of each tensor.

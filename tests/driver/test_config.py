@@ -94,3 +94,6 @@ def test_former_names_of_the_list_of_passes_go_on_with_a_warning() -> None:
     assert found.passes == PassList(plain) == CompileOptions.parse({"passes": plain}).passes
     with pytest.warns(zgraph.ZgraphWarning, match="zgraph.Pipeline is now zgraph.PassList"):
         assert zgraph.Pipeline is PassList
+    message = r'options\["pipeline"\] is the former name of options\["passes"\]; write one'
+    with pytest.warns(zgraph.ZgraphWarning), pytest.raises(ValueError, match=message):
+        CompileOptions.parse({"pipeline": plain, "passes": plain})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -456,3 +457,22 @@ def test_an_optimizer_that_looks_at_whole_matrices_is_refused() -> None:
     for optimizer in (torch.optim.LBFGS([weight]), torch.optim.Muon([weight]), Mine([weight], lr=0.1)):
         with pytest.raises(ValueError, match=f"{type(optimizer).__name__} is not known to update each element"):
             zgraph.step_on_shards(optimizer)
+
+
+def collected_in_a_step() -> None:
+    """A model that is gone is collected while another one's optimizer steps, which iterates over torch's hooks."""
+    old = sharded("sharded")
+    old.itself = [old]  # a cycle, as compiled models are
+    del old
+    model = sharded("sharded")
+    optimizer = OPTIMIZERS["adamw"](groups_of(model))
+    handle = optimizer.register_step_pre_hook(lambda *_: gc.collect() and None)
+    for step in range(2):
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    handle.remove()
+
+
+def test_a_model_may_be_collected_in_a_step(ranks: Ranks) -> None:
+    ranks.run(collected_in_a_step)

@@ -139,6 +139,21 @@ def changes_parameters_between_forwards(model: nn.Module, opt: torch.optim.Optim
     (first + model(x).sum()).backward()
 
 
+def _loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    loss = model(x).sum()
+    loss.backward()
+    return loss.detach()
+
+
+RETURNED: dict[str, Callable[[Tensor], Any]] = {
+    "an object": lambda loss: SimpleNamespace(loss=loss, sizes=[1, 2]),
+    "a dict's values": lambda loss: {"loss": loss}.values(),
+    "a set": lambda loss: frozenset({(loss, 1)}),
+    "text": lambda loss: f"loss {loss}",
+    "a generator": lambda loss: (loss for _ in range(2)),
+    "a closure": lambda loss: lambda: loss,
+}
+
 REFUSED: dict[str, tuple[Body, str]] = {
     "item": (reads_a_value, "test_step_refusals.py:"),
     "if": (decides_by_a_value, "in decides_by_a_value reads a tensor's value"),
@@ -156,6 +171,11 @@ REFUSED: dict[str, tuple[Body, str]] = {
     "write": (changes_parameters_between_forwards, "call backward() first, then step"),
     "zeros": (clears_to_zeros, "set_to_none=False"),
 }
+for _name, _of in RETURNED.items():
+    REFUSED[f"returns {_name}"] = (
+        lambda model, opt, x, of=_of: of(_loss_of(model, x)),
+        "that holds tensors, which a graph cannot make",
+    )
 
 
 def refused() -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -21,7 +21,7 @@ from zgraph.sharding.scope import state_of
 from zgraph.tiers.copy_lanes import lanes_of
 from zgraph.tiers.devices import is_gpu
 from zgraph.tiers.thread_lanes import ThreadLanes
-from zgraph.tiers.tier import DEVICE, Disk, Transit, is_offloaded, listed
+from zgraph.tiers.tier import DEVICE, Disk, Store, Transit, is_offloaded, listed
 from zgraph.tiers.tier import HOST as ON_HOST
 
 ALL = zgraph.Offload(params=SharedMemory(), optimizer=SharedMemory())
@@ -147,3 +147,29 @@ def test_a_gpu_waits_for_stores_of_the_user() -> None:
     lanes.store(source, kept)
     lanes.drain()
     assert kept.eq(1.0).all() and store.copies == 1
+
+
+class Narrow(SharedFiles):
+    def empty(self, like: torch.Tensor, name: str) -> torch.Tensor:
+        return super().empty(like.bfloat16(), name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NarrowMemory(SharedMemory):
+    def open(self, lanes: Any, rank: int) -> Store:
+        return Narrow()
+
+
+def rounded() -> str:
+    script = Script(Setting(Script, fused, at_rest=zgraph.Offload(optimizer=NarrowMemory(name="narrow"))))
+    try:
+        script.step(*script.arguments(0))
+    except zgraph.ZgraphError as error:
+        return str(error)
+    return "not refused"
+
+
+@worlds(2)
+def test_a_tier_that_would_round_is_refused(ranks: Ranks) -> None:
+    for text in ranks.run(rounded):
+        assert "Narrow.empty() returned" in text and "of torch.float32" in text

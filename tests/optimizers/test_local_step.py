@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import zgraph
 from tests.support import models
@@ -461,17 +462,19 @@ def test_an_optimizer_that_looks_at_whole_matrices_is_refused() -> None:
 
 def collected_in_a_step() -> None:
     """A model that is gone is collected while another one's optimizer steps, which iterates over torch's hooks."""
+    gc.disable()
     old = sharded("sharded")
     old.itself = [old]  # a cycle, as compiled models are
     del old
-    model = sharded("sharded")
-    optimizer = OPTIMIZERS["adamw"](groups_of(model))
-    handle = optimizer.register_step_pre_hook(lambda *_: gc.collect() and None)
-    for step in range(2):
-        backward(model, step)
+    handle = register_optimizer_step_post_hook(lambda *_: gc.collect() and None)
+    try:
+        model = sharded("sharded")
+        optimizer = OPTIMIZERS["adamw"](groups_of(model))
+        backward(model, 1)
         optimizer.step()
-        optimizer.zero_grad()
-    handle.remove()
+    finally:
+        handle.remove()
+        gc.enable()
 
 
 def test_a_model_may_be_collected_in_a_step(ranks: Ranks) -> None:

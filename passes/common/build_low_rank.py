@@ -190,7 +190,7 @@ class _Bucket:
         return made
 
     def _of_part(self, node: fx.Node) -> fx.Node:
-        """In a whole step, assign the node to the same backward as the markers; return the node."""
+        """Assign a node to the backward of the bucket's markers, if the graph is a whole step; return the node."""
         part = meta.part(self.markers[0])
         if part is not None:
             meta.set_part(node, part)

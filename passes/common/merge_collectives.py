@@ -74,7 +74,7 @@ def put_at_use(start: fx.Node) -> None:
 
 
 def result_of(start: fx.Node) -> fx.Node | None:
-    """The result of a collective: its wait, or the node that sums or divides; None for an unsummed all_to_all."""
+    """The node with a collective's final value: its wait, or the sum of that; None for an unsummed all_to_all."""
     wait = nodes.wait_of(start)
     if wait is None or not nodes.is_reduction(start):
         return wait

@@ -61,7 +61,7 @@ class ReplicatedReduction:
 
     @property
     def policy(self) -> list[Any]:
-        """A key: reductions can be merged if their keys are equal and their exchanges can be merged."""
+        """Key of a reduction: two can be merged if their keys are equal and their exchanges can be merged."""
         return [(step.target, step.args[1:], step.kwargs) for step in self.steps[1:]]
 
     def flat(self, graph: fx.Graph) -> fx.Node:

@@ -53,7 +53,7 @@ class Scope:
         is_staged: whether a pipeline stage runs these modules; the stage may request a backward in two halves.
         splitting_forwards: number of compiled forwards so far whose backward can run in two halves.
         repeats: whether a backward is running through the result of an uncompiled forward. Compiled parts that
-            activation checkpointing repeats cannot ask autograd for this; they are compiled a second time for it.
+            activation checkpointing recomputes cannot query autograd for this, so they have a second graph for it.
         models: one entry per call of `zgraph.shard`: the parameters that all ranks of the call's groups step together.
         report: `zgraph.Report` of the graphs compiled for these modules, only stored here; None: there are none.
         machine: hardware of all ranks, as far as GPU names tell; None: unknown.

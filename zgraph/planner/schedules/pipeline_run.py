@@ -19,8 +19,8 @@ class SplitCost:
         closing_kept_bytes: the part of `StageCost.closing_kept_bytes` that stays until the second half of the last
             backward.
         inputs_peak_bytes: most bytes of a micro-batch while its first half runs, including its saved values.
-        first_peak_bytes, weights_peak_bytes, closing_peak_bytes: peaks of the second half, defined like those of the
-            whole backward in `StageCost`, including `left_bytes`.
+        first_peak_bytes, weights_peak_bytes, closing_peak_bytes: peaks while the second half runs, including
+            `left_bytes`; each is defined like the field of `StageCost` with the same name.
     """
 
     inputs_us: tuple[float, ...]

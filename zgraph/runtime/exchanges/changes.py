@@ -36,11 +36,11 @@ _MASK = 2**61 - 1
 
 @dataclass(eq=False)
 class Changes:
-    """The record of one model's changes between two steps.
+    """Record of the changes to one model's parameters and gradients between two steps.
 
     Attributes:
         are_noted: whether changes are recorded; False during an optimizer's step, whose options are compared instead.
-        last: text for errors: the last operator that used a number, and the last operator after it.
+        last: text for errors: the last operator that took a number of this rank, and the latest operator since.
         steps: number of steps that have ended.
         pending: sum of the numbers that each exchange compares until the step ends, such as digests of parameters.
     """

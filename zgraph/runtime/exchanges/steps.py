@@ -190,7 +190,7 @@ def _compared(
 
 
 def members_of(optimizer: torch.optim.Optimizer) -> tuple[int, str]:
-    """Summarise an optimizer as a hash and an error text: parameters by group, size of the state, and step count."""
+    """Return a hash, and a text for errors, of an optimizer's parameters by group, state size and step count."""
     members = [tuple(map(origin_of_parameter, group["params"])) for group in optimizer.param_groups]
     states = [one for one in optimizer.state.values() if isinstance(one, Mapping)]
     step = _number(states[0].get("step", 0)) if states else 0

@@ -143,7 +143,7 @@ def put_all(outputs: Sequence[Output], values: Sequence[Any], lifted: Lifted) ->
 
 
 def values_of(kind: type, outputs: Sequence[Output], values: Iterable[Any]) -> list[tuple[Any, Any]]:
-    """Return the outputs of one kind, each paired with its element of `values`: a value of a call, or a node."""
+    """Return (output, element of `values`) for the outputs of one kind; `values` are those of a call, or nodes."""
     return [(output, value) for output, value in zip(outputs, values, strict=True) if isinstance(output, kind)]
 
 

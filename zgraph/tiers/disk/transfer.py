@@ -46,7 +46,7 @@ class Part:
 
     @property
     def offset(self) -> int:
-        """Position of the first byte in the file."""
+        """Byte offset in the file at which this transfer starts."""
         return self.slot.offset + self.start
 
     @property

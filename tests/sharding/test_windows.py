@@ -423,7 +423,7 @@ def test_hybrid_sharding_gathers_inside_only(ranks: Ranks, zero_stage: int, insi
 
 
 def _hooks_of_a_model() -> tuple[int, int]:
-    """How many hooks watch all optimizers for a model with a window: while it lives, and once the next one is sharded."""
+    """How many hooks of a model with a window watch all optimizers: while it lives, and after the next model."""
     from torch.optim.optimizer import _global_optimizer_pre_hooks as watching
 
     others = {*watching}

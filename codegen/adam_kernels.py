@@ -17,7 +17,7 @@ from zgraph.dialect import adam as adam
 # Triton launches:
 BLOCK = 1024  # elements per program
 WARPS = 4
-RUN = 8  # elements that a thread reads at once if tensors are aligned
+RUN = 8  # elements in one load of a thread, if tensors are aligned
 FACTORS = 16  # 4-byte numbers per parameter
 
 

@@ -27,7 +27,7 @@ def main() -> int:
 
 
 def order() -> list[str]:
-    """Names of the rooms in the order of test_rooms.py, the lowest first; a room stands for those inside it."""
+    """Names of the outer rooms in the order of test_rooms.py, the lowest first."""
     tree = ast.parse((ROOT / "tests" / "house" / "test_rooms.py").read_text())
     (value,) = [
         node.value

@@ -239,3 +239,30 @@ def test_a_step_that_cannot_be_planned_is_refused() -> None:
         planned(2, optimizer_fn=adamw, step_fn=lambda model, optimizer: lambda x: model(x).sum().backward())
     with pytest.raises(zgraph.ZgraphError, match=r"in RAdam\.step\(\), decides in Python by a value"):
         planned(2, optimizer_fn=lambda model: torch.optim.RAdam(model.parameters()))
+
+
+class Embedded(nn.Module):
+    """Its peak is the workspace of the embedding's backward on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(64, 4)
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.last(self.embedding(tokens)).sum()
+
+
+def test_a_budget_counts_the_workspaces_of_the_planned_gpu() -> None:
+    """A CPU, which stands for the GPU while it plans, would need less."""
+    h100 = zgraph.Hardware.preset("h100")
+
+    def within(budget_bytes: int) -> Plan:
+        passes = zgraph.PassList(presets.planned(), target=zgraph.Target(hardware=h100, budget_bytes=budget_bytes))
+        tokens = (torch.zeros(64, 1024, dtype=torch.long),)
+        return zgraph.plan(Embedded, world_size=4, batch=lambda: tokens, hardware=h100, passes=passes)
+
+    least = within(2**30).step_bytes
+    assert within(least).step_bytes == least
+    with pytest.raises(Exception, match=f"does not fit into budget_bytes={least - 1}.*{least} bytes"):
+        within(least - 1)

@@ -16,6 +16,7 @@ import zgraph
 from tests.support.combinations import shared_folder
 from tests.support.ranks import Ranks, worlds
 from tests.support.resting import DISK, HOST, MIXED, under
+from tests.support.shared_memory import SharedMemory
 from tests.support.step_gate import Lion
 from tests.support.step_scripts import LR, Script, Setting, compare, kinds
 from tests.support.tiers import slow
@@ -279,3 +280,30 @@ def test_a_compiled_step_on_what_rests_elsewhere_is_close(ranks: Ranks, setting:
     at_rest = under(tmp_path, setting.at_rest)
     for reasons in ranks.run(compare, replace(setting, at_rest=at_rest, close=True, steps=5, started=True)):
         assert kinds(reasons) == [""]
+
+
+# --- a tier of the user ----------------------------------------------------------------------------------------------
+
+
+SHARED = zgraph.Offload(params=SharedMemory(), optimizer=SharedMemory())
+
+
+class HalvedWindows(Windowed):
+    def sharded(self) -> dict[str, Any]:
+        return {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+
+
+@worlds(2)
+@pytest.mark.parametrize(
+    "setting",
+    [
+        Setting(HalvedWindows, adamw_fused, stage=2, at_rest=SHARED),
+        *slow(*(Setting(Windowed, adamw_fused, stage=stage, at_rest=SHARED) for stage in (0, 1, 3))),
+        *slow(Setting(Autocast, adamw_fused, at_rest=SHARED), Setting(Stored, adamw_fused, at_rest=SHARED)),
+        *slow(Setting(Two, adamw_fused, at_rest=SHARED, target=TARGET)),
+        *slow(Setting(HalvedWindows, sgd, at_rest=SHARED, close=True, bound=3e-2)),
+    ],
+)
+def test_a_tier_of_the_user_meets_other_features(ranks: Ranks, setting: Setting) -> None:
+    """Windows, bf16, autocast, a checkpoint, two optimizers by costs, and Inductor."""
+    ranks.run(compare, setting)

@@ -173,3 +173,13 @@ def rounded() -> str:
 def test_a_tier_that_would_round_is_refused(ranks: Ranks) -> None:
     for text in ranks.run(rounded):
         assert "Narrow.empty() returned" in text and "of torch.float32" in text
+
+
+def test_another_tier_of_the_same_name_is_refused() -> None:
+    lanes = ThreadLanes()
+    store = lanes.stores.open(SharedMemory(), lanes, 0)
+    assert lanes.stores.open(SharedMemory(), lanes, 0) is store
+    with pytest.raises(ValueError, match="have the same name; give each a name of its own"):
+        lanes.stores.open(NarrowMemory(), lanes, 0)
+    del store
+    assert isinstance(lanes.stores.open(NarrowMemory(), lanes, 0), Narrow)

@@ -19,21 +19,32 @@ class Stores:
 
     Attributes:
         by_key: stores by `Tier.key`, the string by which operators name a tier.
+        tiers: the tier that opened the store of each key.
     """
 
     by_key: WeakValueDictionary[str, Store] = field(default_factory=WeakValueDictionary[str, Store])
+    tiers: dict[str, Tier] = field(default_factory=dict[str, Tier])
 
     def of(self, tensor: Tensor) -> Store | None:
         """The store whose memory a tensor is in; None for a tensor in host memory."""
         return next((store for store in [*self.by_key.values()] if store.holds(tensor)), None)
 
     def open(self, tier: Tier, lanes: Any, rank: int) -> Store:
-        """The memory of a tier on this rank; models with equal tiers share it."""
+        """The memory of a tier on this rank; models with equal tiers share it.
+
+        Raises:
+            ValueError: another tier, whose memory is in use, has the same name.
+        """
         found = self.by_key.get(tier.key)
+        if found is not None and self.tiers.get(tier.key, tier) != tier:
+            raise ValueError(
+                f"zgraph.Tier: {tier!r} and {self.tiers[tier.key]!r}, which a model uses, have the same name; give "
+                "each a name of its own, or pass equal tiers."
+            )
         if found is None:
             found = tier.open(lanes, rank)
             if tier != HOST:
-                self.by_key[tier.key] = found
+                self.by_key[tier.key], self.tiers[tier.key] = found, tier
         return found
 
     def folder(self, path: str, rank: int = 0) -> Store:

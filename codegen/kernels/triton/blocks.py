@@ -50,7 +50,7 @@ ROUNDER = tl.constexpr(1.5 * 2**23)
 
 @triton.jit
 def low_bits(x):
-    """An integral fp32 `x` as an integer of which only the low bits are valid, in two's complement."""
+    """The integral fp32 value `x` as a two's complement integer; only its low bits are valid."""
     return (x + ROUNDER).to(tl.int32, bitcast=True)
 
 

@@ -32,7 +32,7 @@ def require_aligned(who: str, tensors: Iterable[Tensor]) -> None:
         if address_of(tensor) % 16:
             raise ValueError(
                 f"zgraph.codegen.{who}: a {dtype_name(tensor.dtype)} tensor of shape {tuple(tensor.shape)} begins "
-                f"{address_of(tensor) % 16} bytes after a multiple of 16, and the kernel reads 16 bytes at once; pass "
+                f"{address_of(tensor) % 16} bytes after a multiple of 16, and the kernel reads 16 bytes per load; pass "
                 "a tensor at the start of its storage, such as tensor.clone()."
             )
 

@@ -30,7 +30,7 @@ class BlockConstants:
         stripe_halvings, place_halvings: base-2 logarithms of stripes and places.
         runs: number of runs of RUN neighbouring elements in a block.
         code_bytes: bytes of a group's codes.
-        code_run, code_runs: bytes of codes that a thread moves at once, and number of such moves for a block.
+        code_run, code_runs: bytes of codes in one load or store of a thread, and their number for a block.
         code_alignment: alignment of a group's codes, in bytes.
         after: b, added to a code when it is read.
         aligned: whether gradients, or outputs, and each of their chunks begin at a multiple of 16 bytes and end with a

@@ -165,7 +165,7 @@ def holds_traced(value: object, depth: int = 4) -> bool:
     inside: list[Any] = [*vars(value).values()] if hasattr(value, "__dict__") else []
     if isinstance(value, Mapping):
         inside += [one for entry in islice(cast("Mapping[Any, Any]", value).items(), MOST_ENTRIES) for one in entry]
-    elif isinstance(value, Collection):
+    elif isinstance(value, Collection) and not hasattr(value, "__array__"):  # arrays of numpy hold no tensors
         inside += islice(cast("Collection[Any]", value), MOST_ENTRIES)
     elif isinstance(value, FunctionType):
         inside += [cell.cell_contents for cell in value.__closure__ or ()]

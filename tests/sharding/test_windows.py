@@ -439,3 +439,25 @@ def _hooks_of_a_model() -> tuple[int, int]:
 
 def test_optimizers_are_watched_as_long_as_the_model_lives(ranks: Ranks) -> None:
     assert ranks.run(_hooks_of_a_model) == [(1, 0), (1, 0)]
+
+
+def hooked_window(zero_stage: int) -> str | bool:
+    """Whether halving by a hook gives half of the mean of two micro-batches; or the error."""
+    model = zgraph.shard(nn.Linear(3, 2, bias=False), zero_stage=zero_stage)
+    model.weight.register_hook(lambda grad: grad * 0.5)
+    own = dist.get_rank() + 1.0
+    with zgraph.no_sync(model):
+        model(torch.full((1, 3), own)).sum().backward()
+    try:
+        model(torch.full((1, 3), 2 * own)).sum().backward()
+    except zgraph.ZgraphError as error:
+        return str(error)
+    return bool(model.weight.grad.full_tensor().eq(0.5 * (1 + 2) * 1.5).all())
+
+
+@worlds(2)
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_a_hook_runs_once_on_each_gradient_of_a_window(ranks: Ranks, zero_stage: int) -> None:
+    """At stage 0 waiting gradients are in `.grad` after the hook ran, so it is refused."""
+    for found in ranks.run(hooked_window, zero_stage):
+        assert "weight has a hook from register_hook" in str(found) if zero_stage == 0 else found is True

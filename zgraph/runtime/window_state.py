@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from zgraph.errors import ZgraphError
 from zgraph.runtime.error_feedback import Feedbacks
 from zgraph.runtime.handle import name_of
-from zgraph.torch_compat.autograd import current_node, leaves_below, running_backward, use_of
+from zgraph.torch_compat.autograd import current_node, hooks_of, leaves_below, running_backward, use_of
 from zgraph.torch_compat.dtensor import local_of
 from zgraph.torch_compat.modules import local_parameters
 
@@ -234,6 +234,7 @@ class ParameterState:
         if not self.waiting:
             return grad.to(dtype, copy=True, memory_format=torch.contiguous_format)
         if zero_stage == 0:
+            self._check_hooks()
             total = _local(cast(Tensor, self.parameter.grad)).to(grad.device)  # it may be kept on the host
         else:
             assert self.accumulated is not None
@@ -242,6 +243,19 @@ class ParameterState:
         total += grad
         self.forget()
         return total
+
+    def _check_hooks(self) -> None:
+        """Refuse hooks on a gradient that waits in `.grad`: they have run on it, and would run on it again.
+
+        Raises:
+            ZgraphError: the parameter has such a hook.
+        """
+        (hooks,), _ = hooks_of([self.parameter])
+        if hooks:
+            raise ZgraphError(
+                f"zgraph.no_sync: {self.name} has a hook from register_hook, which at stage 0 would run again on the "
+                "gradients of forwards under no_sync; use zero_stage=1, or change .grad before optimizer.step()."
+            )
 
     def _is_unused(self) -> bool:
         """Whether a compiled backward computes the parameter's gradient although the caller has not requested it.

@@ -51,7 +51,7 @@ def test_budget_keeps_every_parameter_that_fits() -> None:
     tight = within(least, "1F1B")
     assert kept_by(tight)[1] == weight and max(beside_rest(tight)) <= least
     with pytest.raises(
-        ValueError, match=rf"zgraph\.plan: the step of the pipeline does not fit into .*={least - 1}: "
+        ValueError, match=rf"zgraph\.plan_pipeline: the step of the pipeline does not fit into .*={least - 1}: "
     ) as e:
         within(least - 1, "1F1B")
     assert f"a rank holds at least {least} bytes in addition to parameters and the optimizer's state" in str(e.value)

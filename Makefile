@@ -54,7 +54,7 @@ BESIDE_TYPES = $(if $(TORCH),$(1),@echo '$(1)'; $(MAKE) --no-print-directory typ
 PAGE := zgraph/reporting/page
 
 .DELETE_ON_ERROR:
-.PHONY: help train test test-all test-long types page test-cuda-trace .test-cuda-trace lint docs bench clean
+.PHONY: help train test test-all test-long durations types page test-cuda-trace .test-cuda-trace lint docs bench clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -79,6 +79,10 @@ test-cuda-trace:
 
 .test-cuda-trace: $(VENV)/.installed-dev
 	$(RUN) pytest tests/cuda -m "not long" $(ARGS)
+
+# make durations  measures every test that test-all runs, and with that chooses what test runs; an hour on two idle cores
+durations: $(VENV)/.installed-dev
+	$(PYTEST) -m "not long" --record-durations $(ARGS)
 
 # make lint    ruff alone
 lint: $(VENV)/.installed-dev

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import breakages
+from tests.support import breakages, budget
 from tests.support.checkpoints import save_both_ways
 from tests.support.hash_seeds import HashSeeds
 from tests.support.ranks import Ranks, RanksPool
@@ -28,14 +28,16 @@ def _part(text: str) -> tuple[int, int]:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--torch", help="the release that test_versions.py expects, instead of that in constraints.txt")
     parser.addoption("--slow-part", type=_part, default="1/1", help="K/N: of the slow tests, run the K-th of N parts")
+    parser.addoption("--record-durations", action="store_true", help="write tests/durations.json")
     parser.addoption("--kills", type=int, default=10, help="how often test_kills.py kills its run")
     parser.addoption("--graphs", type=int, default=20, help="how many schedules test_plan_schedule.py compares")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Say what is slow or long, and leave out the slow tests that another part has."""
+    """Say which tests are slow or long, and leave out the slow tests of another part."""
     _leave_worlds(items)
+    budget.mark_slow(items)
     part, parts = config.option.slow_part
     # By a checksum of the name: neighbours in a table differ in one parameter, and which part has which should not.
     others = [
@@ -50,34 +52,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _leave_worlds(items: list[pytest.Item]) -> None:
-    """Leave worlds of one and of four ranks to `make test-all`, and split tables that run on several numbers of ranks.
+    """Leave half of a table that runs on one to four ranks to `make test-long`.
 
-    Where each row of a table runs on two ranks and on three, `make test` runs every other row on three, and those
-    between on two, so that each number of ranks meets each value of each other parameter. `make test-all` has the rest;
-    or, where there are one and four ranks as well, these in the same turns, and `make test-long` the rest.
+    `make test-all` runs every other row on one rank and on two, and those between on three and on four, so that each
+    number of ranks meets each value of each other parameter.
     """
     rows: dict[tuple[Any, ...], dict[int, pytest.Item]] = {}
     levels: dict[tuple[Any, ...], dict[str, int]] = {}
     for item in items:
         if not isinstance(item, pytest.Function) or not hasattr(item, "callspec") or "pool" not in item.fixturenames:
             continue  # without ranks, or with a mere number of that name
-        world = item.callspec.params.get("ranks", 2)
-        if world not in (2, 3):
-            item.add_marker(pytest.mark.slow)
         places: list[int] = []
         for name, value in item.callspec.params.items():
             if name != "ranks":
                 known = levels.setdefault((item.parent, item.originalname, name), {})
                 places.append(known.setdefault(repr(value), len(known)))
         if places:
+            world = item.callspec.params.get("ranks", 2)
             rows.setdefault((item.parent, item.originalname, *places), {})[world] = item
     for (_, _, *places), by_world in rows.items():
-        if {2, 3} <= by_world.keys():
-            first, last = (2, 3) if sum(places) % 2 else (3, 2)
-            by_world[last].add_marker(pytest.mark.slow)
-            if {1, 4} <= by_world.keys():
-                for world in (last, 4 if first == 2 else 1):
-                    by_world[world].add_marker(pytest.mark.long)
+        if {1, 2, 3, 4} <= by_world.keys():
+            for world in (3, 4) if sum(places) % 2 else (1, 2):
+                by_world[world].add_marker(pytest.mark.long)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
@@ -94,6 +90,12 @@ def _message_of(report: pytest.TestReport | pytest.CollectReport) -> str:
     """What a test raised; where only text of it is left, as of a worker that has died, that text."""
     crash = getattr(report.longrepr, "reprcrash", None)
     return report.longreprtext if crash is None else crash.message
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Record durations where all tests report, which is not in a worker of xdist."""
+    if config.getoption("--record-durations") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(budget.Recorder())
 
 
 def pytest_sessionstart() -> None:

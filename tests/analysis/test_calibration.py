@@ -69,7 +69,6 @@ def test_collectives_take_a_share_of_compute(ranks: Ranks) -> None:
     assert first == second and all(0 <= share < 1 for share in first)
 
 
-@pytest.mark.slow  # measures twice
 def test_ranks_that_have_kept_different_figures_measure_again(ranks: Ranks, tmp_path: Path) -> None:
     first, second = ranks.run(_calibrate_apart, str(tmp_path))
     assert first == second

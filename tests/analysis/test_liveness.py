@@ -21,13 +21,13 @@ import zgraph
 from examples.benchmarks.heap import Heap
 from examples.train_gpt import GPT
 from tests.support import models
+from tests.support.budget import long
 from tests.support.graphs import Drawing, Keep, Traced, aten, by_rank, deep, fake_world, inputs_for, mlp, traced
 from tests.support.judges.live_storages import StorageJudge
 from tests.support.memory import gloo_buffers
 from tests.support.memory.allocations import counted
 from tests.support.random_steps import draw_step
 from tests.support.ranks import Ranks
-from tests.support.tiers import long, slow
 from zgraph.analysis.liveness import (
     CUDA,
     EXACT,
@@ -405,7 +405,7 @@ def measured_step(build: Callable[[], Any], lowering: str, zero_stage: int | Non
     return curve.peak_bytes, peaks[2:]
 
 
-@pytest.mark.parametrize(("build", "zero_stage"), [*slow((gpt, 3), (language, 0)), *long((gpt, 0), (language, 3))])
+@pytest.mark.parametrize(("build", "zero_stage"), [(gpt, 3), (language, 0), *long((gpt, 0), (language, 3))])
 def test_the_predicted_peak_of_a_step_is_the_measured_one(
     ranks: Ranks, build: Callable[[], Any], zero_stage: int
 ) -> None:
@@ -414,7 +414,7 @@ def test_the_predicted_peak_of_a_step_is_the_measured_one(
         assert statistics.median(peaks) == pytest.approx(predicted, rel=0.05)
 
 
-@pytest.mark.parametrize("build", [language, *slow(gpt)])
+@pytest.mark.parametrize("build", [language, gpt])
 def test_without_ranks_the_prediction_is_exact(build: Callable[[], Any]) -> None:
     predicted, peaks = measured_step(build, "fx", None)
     if build is language and tangents_outlive_backward():
@@ -423,7 +423,7 @@ def test_without_ranks_the_prediction_is_exact(build: Callable[[], Any]) -> None
         assert peak == pytest.approx(predicted, abs=64)  # a loss, its scale, its gradient
 
 
-@pytest.mark.parametrize("build", [*slow(gpt), *long(language)])
+@pytest.mark.parametrize("build", [gpt, *long(language)])
 def test_an_island_takes_no_more_than_its_nodes_would(ranks: Ranks, build: Callable[[], Any]) -> None:
     for predicted, peaks in ranks.run(measured_step, build, "inductor", 3):
         assert 0.85 * predicted < statistics.median(peaks) < 1.05 * predicted
@@ -470,7 +470,7 @@ def test_incremental_ledger_equals_the_final_curve(seed: int) -> None:
         assert peaks == list(curve_of(step.order, storages).bytes_during)
 
 
-@pytest.mark.parametrize("world", [3, *slow(2)])
+@pytest.mark.parametrize("world", [3, 2])
 def test_ranks_with_equal_rows_count_their_own_bytes(world: int) -> None:
     """Weights of 8 rows on two ranks, and on three, where the longest chunk counts."""
     passes = presets.default(bucket_bytes=1)

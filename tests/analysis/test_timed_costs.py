@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx
@@ -176,7 +175,6 @@ def planned_by(time_kernels: bool) -> tuple[list[str], list[float], list[Tensor]
     return order, [cost_of(node).us for node in own], grads
 
 
-@pytest.mark.slow  # runs every kernel while compiling
 def test_ranks_plan_by_the_same_times(ranks: Ranks) -> None:
     first, second = ranks.run(planned_by, True)
     assert first[0] == second[0] and first[1] == second[1]

@@ -22,7 +22,6 @@ from torch.distributed.device_mesh import init_device_mesh
 import zgraph
 from tests.support.compressing import compressing, feedback_of, kept_tensors
 from tests.support.ranks import Ranks, fresh_ranks
-from tests.support.tiers import slow
 from zgraph.checkpoint.error_feedback import cut_error, facts_of, flat_error, plan_restore, sizes_of, tensors_of
 from zgraph.checkpoint.safe_reader import read_metadata
 from zgraph.codegen.kernels import reference
@@ -175,7 +174,7 @@ SAME = [
     ("new", NARROW, {}, 2, ["first_hop"]),
     ("ran", WIDE, {}, 2, ["first_hop"]),
     # Hosts of two ranks; else two hops are those of a host for each rank, above.
-    *slow(("new", replace(NARROW, hops=1), {"replicas": 2}, 4, ["first_hop", "second_hop"])),
+    ("new", replace(NARROW, hops=1), {"replicas": 2}, 4, ["first_hop", "second_hop"]),
 ]
 
 
@@ -252,10 +251,11 @@ def half_a_code(kept: dict[str, Tensor], name: str) -> float:
 
 
 RESHARDED = [
-    *slow((2, {}, 3, {}, NARROW, "own"), (2, {}, 4, {}, WIDE, "own")),  # as a user's method below does
-    *slow((2, {}, 2, {"zero_stage": 0}, NARROW, "own")),
+    (2, {}, 3, {}, NARROW, "own"),
+    (2, {}, 4, {}, WIDE, "own"),  # as a user's method below does
+    (2, {}, 2, {"zero_stage": 0}, NARROW, "own"),
     (3, {"zero_stage": 0}, 2, {"zero_stage": 1}, WIDE, "dcp"),
-    *slow((3, {"reduction": "sum"}, 2, {"reduction": "sum"}, NARROW, "own")),
+    (3, {"reduction": "sum"}, 2, {"reduction": "sum"}, NARROW, "own"),
     (2, {}, 3, {}, Halved(group=32), "own"),
 ]
 

@@ -17,7 +17,6 @@ from torch.distributed.fsdp import fully_shard
 import zgraph
 from tests.support.compiled import with_fx
 from tests.support.ranks import Ranks, fresh_ranks
-from tests.support.tiers import slow
 from tests.support.whole_tensors import whole
 
 STEPS_BEFORE, STEPS_AFTER = 2, 2
@@ -94,7 +93,7 @@ def loaded_values(directory: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]
     return parameters_of(model), moments
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [("fsdp2", 0), (3, "fsdp2"), *slow(("fsdp2", 3), (0, "fsdp2"))])
+@pytest.mark.parametrize(("saved", "loaded"), [("fsdp2", 0), (3, "fsdp2"), ("fsdp2", 3), (0, "fsdp2")])
 def test_training_goes_on_bitwise(ranks: Ranks, tmp_path: Path, saved: Sharding, loaded: Sharding) -> None:
     expected = ranks.run(save, str(tmp_path), saved)
     for (losses, parameters), (wanted_losses, wanted) in zip(
@@ -105,7 +104,6 @@ def test_training_goes_on_bitwise(ranks: Ranks, tmp_path: Path, saved: Sharding,
         assert [name for name, value in wanted.items() if not torch.equal(value, parameters[name])] == []
 
 
-@pytest.mark.slow  # starts three more ranks
 def test_another_number_of_ranks_loads_the_same_values(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(save, str(tmp_path), "fsdp2")
     wanted, wanted_moments = ranks.run(loaded_values, str(tmp_path))[0]

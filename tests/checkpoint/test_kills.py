@@ -25,7 +25,6 @@ def killed(folder: Path, kills: int, *more: str) -> dict[str, int]:
     return found
 
 
-@pytest.mark.slow
 def test_a_killed_run_resumes_as_if_nothing_had_happened(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     kills = request.config.getoption("kills")
     found = killed(tmp_path, kills)
@@ -35,9 +34,7 @@ def test_a_killed_run_resumes_as_if_nothing_had_happened(tmp_path: Path, request
 
 # Each attempt compiles; test_disk_kills.py has kills of writers that compile nothing. Three in a save, three in a write
 # and three between; `make test-long` has thrice as many.
-@pytest.mark.parametrize(
-    "kills", [pytest.param(9, marks=pytest.mark.slow), pytest.param(27, marks=pytest.mark.long)], ids="{}kills".format
-)
+@pytest.mark.parametrize("kills", [pytest.param(9), pytest.param(27, marks=pytest.mark.long)], ids="{}kills".format)
 def test_killed_run_on_disk_resumes_unchanged(tmp_path: Path, kills: int) -> None:
     found = killed(tmp_path, kills, "--on-disk")
     assert found["left on disk"] == 0, found

@@ -82,7 +82,6 @@ def test_other_world_size_loads_mean_of_errors_and_factor(ranks: Ranks, tmp_path
                 assert torch.equal(saved[0][name], saved[1][name]) == name.endswith("right")
 
 
-@pytest.mark.slow  # the way of as many ranks, above
 def test_another_stage_keeps_each_ranks_own(ranks: Ranks, tmp_path: Path) -> None:
     saved = ranks.run(save, str(tmp_path), 3)
     for own, loaded in zip(saved, ranks.run(load, str(tmp_path), 1), strict=True):

@@ -18,7 +18,7 @@ from click.testing import CliRunner, Result
 
 import zgraph
 from tests.support import torchrun
-from tests.support.tiers import long, slow
+from tests.support.budget import long
 from zgraph.analysis.hardware import Hardware
 from zgraph.cli.calibrate import table_of
 from zgraph.cli.commands import commands
@@ -267,7 +267,6 @@ def test_other_sizes_are_refused(text: str) -> None:
         ByteSize().convert(text, None, None)
 
 
-@pytest.mark.slow  # a process that compiles
 def test_plan_as_a_process_prints_json_alone(folder: Path) -> None:
     found = run(folder, "plan", "users_step:step", "--world-size", "2", "--hardware", "cpu", "--json")
     assert found.returncode == 0, found.stderr
@@ -363,7 +362,7 @@ def test_rich_reads_no_markup_in_names(capsys: pytest.CaptureFixture[str]) -> No
 
 
 # Slow: two ranks that measure for seconds; the doctor's document has all of the other's.
-@pytest.mark.parametrize("command", [*slow("doctor"), *long("calibrate")])
+@pytest.mark.parametrize("command", ["doctor", *long("calibrate")])
 def test_under_torchrun_rank_0_prints_what_the_ranks_measured(command: str, tmp_path: Path) -> None:
     words = [*torchrun.TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "zgraph", command, "--json"]
     environment = {**os.environ, **torchrun.environment("lo"), "HOME": str(tmp_path)}
@@ -380,7 +379,7 @@ def test_under_torchrun_rank_0_prints_what_the_ranks_measured(command: str, tmp_
 
 
 # Slow: calibration alone measures for seconds, with which the doctor begins.
-@pytest.mark.parametrize("command", [*slow("doctor"), *long("calibrate")])
+@pytest.mark.parametrize("command", ["doctor", *long("calibrate")])
 def test_alone_as_a_process(command: str, tmp_path: Path) -> None:
     found = run(tmp_path, command)
     assert found.returncode == 0, found.stderr

@@ -119,7 +119,6 @@ def methods(draw: st.DrawFn) -> BlockMethod:
 
 
 # Each example compiles two kernels, half a second each; the same ones each time, so that they are found on disk.
-@pytest.mark.slow
 @settings(max_examples=16, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
 @given(methods(), st.sampled_from(DTYPES), st.integers(1, 3), st.integers(0, 1000))
 def test_any_method_equals_the_reference(method: BlockMethod, dtype: torch.dtype, world: int, seed: int) -> None:
@@ -128,7 +127,6 @@ def test_any_method_equals_the_reference(method: BlockMethod, dtype: torch.dtype
 
 
 # Eight kernels are compiled, in half a second each and more, by a compiler whose command differs from run to run.
-@pytest.mark.slow
 @pytest.mark.skipif(platform.machine().lower() not in ("x86_64", "amd64"), reason="these are features of x86")
 @pytest.mark.parametrize(("lacking", "beta"), [("avx512f", 0.640625), ("avx", 0.578125)])
 def test_processors_with_shorter_vectors_make_the_same_bits(lacking: str, beta: float, tmp_path: Path) -> None:
@@ -263,7 +261,6 @@ assert not output.any()
 """
 
 
-@pytest.mark.slow
 def test_processes_that_compile_at_once_share_one_library(tmp_path: Path) -> None:
     """And the next one finds it without a compiler being asked to compile."""
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}

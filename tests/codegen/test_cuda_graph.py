@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 import zgraph
 from tests.support.ranks import Ranks, worlds
 from tests.support.step_scripts import LR, Net, Script, Setting, compare
-from tests.support.tiers import slow
 from tests.support.whole_tensors import whole
 from zgraph.codegen.cuda_graph import (
     MOST_CHANGES,
@@ -165,7 +164,6 @@ def calls_of(setting: Setting) -> list[str]:
     return tape.calls
 
 
-LONG = pytest.mark.slow  # two processes trace two graphs each, and train twice
 RECORDED = Setting(Lines, adamw_fused, steps=STEPS)
 ONCE = ["check", *WARM_UP, *RECORD, *REPLAY * (STEPS - 2 - WARM_UP_CALLS)]
 
@@ -176,12 +174,12 @@ ONCE = ["check", *WARM_UP, *RECORD, *REPLAY * (STEPS - 2 - WARM_UP_CALLS)]
     [
         pytest.param(RECORDED, id="stage 3"),
         pytest.param(replace(RECORDED, script=Rated, make=with_tensor), id="tensor lr"),
-        *(pytest.param(replace(RECORDED, stage=stage), id=f"stage {stage}", marks=LONG) for stage in (0, 1, 2)),
-        pytest.param(replace(RECORDED, make=sgd), id="sgd", marks=LONG),
-        pytest.param(replace(RECORDED, script=Written), id="written", marks=LONG),
-        pytest.param(replace(RECORDED, script=Drawing, stage=2), id="dropout", marks=LONG),
-        pytest.param(replace(RECORDED, script=Windowed, stage=1), id="no_sync", marks=LONG),
-        pytest.param(replace(RECORDED, script=Shown), id="views", marks=LONG),
+        *(pytest.param(replace(RECORDED, stage=stage), id=f"stage {stage}") for stage in (0, 1, 2)),
+        pytest.param(replace(RECORDED, make=sgd), id="sgd"),
+        pytest.param(replace(RECORDED, script=Written), id="written"),
+        pytest.param(replace(RECORDED, script=Drawing, stage=2), id="dropout"),
+        pytest.param(replace(RECORDED, script=Windowed, stage=1), id="no_sync"),
+        pytest.param(replace(RECORDED, script=Shown), id="views"),
     ],
 )
 def test_a_step_is_recorded_once_and_replayed(ranks: Ranks, setting: Setting) -> None:
@@ -190,7 +188,7 @@ def test_a_step_is_recorded_once_and_replayed(ranks: Ranks, setting: Setting) ->
 
 
 @worlds(2)
-@pytest.mark.parametrize("script", [Rated, *slow(Loaded)])
+@pytest.mark.parametrize("script", [Rated, Loaded])
 def test_a_step_is_recorded_again_when_numbers_or_addresses_change(ranks: Ranks, script: type[Script]) -> None:
     replayed = Lines.changed_after - 1 - WARM_UP_CALLS
     again = STEPS - Lines.changed_after - 1
@@ -199,7 +197,6 @@ def test_a_step_is_recorded_again_when_numbers_or_addresses_change(ranks: Ranks,
 
 
 @worlds(2)
-@LONG
 def test_each_kind_of_call_has_a_recording(ranks: Ranks) -> None:
     for calls in ranks.run(calls_of, replace(RECORDED, script=Shaped, steps=2 * STEPS)):
         assert calls.count("check") == calls.count("record") == 2
@@ -243,7 +240,6 @@ class Replaced(Lines):
 
 
 @worlds(2)
-@LONG
 def test_tensors_that_never_stay_are_refused(ranks: Ranks) -> None:
     for message in ranks.run(refused_for, Replaced):
         assert f"noise has moved in each of {MOST_CHANGES} calls" in message
@@ -323,7 +319,6 @@ def test_unrecordable_step_runs_unrecorded_and_warns_once(ranks: Ranks) -> None:
 
 
 @worlds(2)
-@LONG
 def test_earlier_recordings_are_not_replayed_after_a_failure(ranks: Ranks) -> None:
     """A failed record replaces the generator that the other recordings draw from."""
     for calls, said in ranks.run(calls_of_torn, replace(RECORDED, script=Shaped, steps=2 * STEPS), 2):

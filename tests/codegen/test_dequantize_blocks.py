@@ -152,7 +152,7 @@ def test_only_addresses_are_specialized():
 # --- as compiled ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
+@pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize(
     ("method", "dtype", "task"),
     [(LoCo(), BF16, Task(divisor=3, accumulate=True)), (NoFeedback(bits=8, group=512), F16, Task(each=True))],

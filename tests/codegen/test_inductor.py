@@ -23,8 +23,6 @@ from tests.support.whole_tensors import whole
 from zgraph.analysis.liveness import step_curve
 from zgraph.passes import presets
 
-slow = pytest.mark.slow  # a C++ compiler takes seconds for each kernel
-
 STEPS = 3
 
 
@@ -86,7 +84,7 @@ def against_fx(zero_stage: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("zero_stage", [pytest.param(0, marks=slow), 3])
+@pytest.mark.parametrize("zero_stage", [0, 3])
 def test_it_equals_fx_up_to_the_order_of_sums(ranks: Ranks, zero_stage: int) -> None:
     """Dropout draws the same masks; batch norm's statistics are written once."""
     for found in ranks.run(against_fx, zero_stage):
@@ -118,7 +116,6 @@ def peaks_of(lower: Callable[..., Any], steps: int = 1) -> tuple[int, list[int]]
     return curve.peak_bytes, peaks[2:]
 
 
-@slow
 def test_the_peak_is_not_above_that_of_fx() -> None:
     """Byte by byte: every request is counted, and the collectives of this group have neither threads nor buffers.
 
@@ -132,7 +129,6 @@ def test_the_peak_is_not_above_that_of_fx() -> None:
     assert fx_bytes <= predicted + REMAINDERS and inductor_bytes <= predicted_inductor + REMAINDERS
 
 
-@slow
 def test_the_peak_on_real_ranks_is_what_was_planned(ranks: Ranks) -> None:
     """Exactly under fx. An island may hold side by side what its nodes hold one after the other: within 5 %."""
     for predicted, peaks in ranks.run(peaks_of, with_fx, 3):
@@ -154,7 +150,6 @@ def cached_run(folders: list[str]) -> dict[str, Any]:
     }
 
 
-@slow
 def test_second_process_hits_the_cache_and_a_rank_may_miss(tmp_path: Path) -> None:
     shared, fresh = str(tmp_path / "shared"), str(tmp_path / "fresh")
     with contextlib.closing(Ranks(2)) as ranks:
@@ -167,7 +162,6 @@ def test_second_process_hits_the_cache_and_a_rank_may_miss(tmp_path: Path) -> No
     assert [warm["losses"], missing["losses"]] == [found["losses"] for found in cold]
 
 
-@slow
 def test_a_language_model_without_ranks_runs_under_inductor() -> None:
     """Nothing is sharded, so there is nothing between the compute; the result is eager's."""
     torch.manual_seed(0)
@@ -177,7 +171,6 @@ def test_a_language_model_without_ranks_runs_under_inductor() -> None:
     torch.testing.assert_close(with_inductor(model)(tokens), expected, rtol=1e-5, atol=1e-6)
 
 
-@slow
 def test_another_batch_size_compiles_once_for_all_sizes() -> None:
     """What is handed to an island has sizes that are symbols from then on."""
     torch.manual_seed(0)

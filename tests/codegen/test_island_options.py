@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import Tensor, fx
 from torch._dynamo.utils import counters
@@ -11,8 +10,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from zgraph.torch_compat.fake_values import fake_mode
 from zgraph.torch_compat.inductor import compile_with_inductor
-
-pytestmark = pytest.mark.slow  # a C++ compiler takes seconds for each kernel
 
 
 def captured(function: object, *inputs: Tensor) -> fx.GraphModule:

@@ -50,7 +50,7 @@ def test_costs_are_those_of_an_element():
 
 
 @needs_triton
-@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
+@pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("name", CASES)
 def test_kernel_keeps_its_budget(name: str, capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Compiles for a GPU that is not there, which takes two seconds."""

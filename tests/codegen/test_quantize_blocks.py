@@ -24,7 +24,6 @@ from tests.support.kernels.buckets import (
     same_bits,
     with_special_values,
 )
-from tests.support.tiers import slow
 from zgraph.codegen.kernels import reference
 from zgraph.codegen.kernels.triton import checks, launch_options, quantize_blocks
 from zgraph.codegen.kernels.triton.constants import QuantizeConstants, may_contract, quantize_constants
@@ -79,18 +78,12 @@ def compare(bucket: Bucket, steps: int, special: bool, warps: int) -> None:
             assert [name for name in its if not same_bits(state[name], its[name])] == [], f"step {step}: {place}"
 
 
-# The interpreter takes a second for each, and many for several ranks with stretches.
-QUICK = [name for name in [*BUCKETS][::2] if name != "three ranks, two stretches"]
-
-
-@pytest.mark.parametrize("name", [*QUICK, *slow(*(name for name in BUCKETS if name not in QUICK))])
+@pytest.mark.parametrize("name", BUCKETS)
 def test_kernel_equals_the_reference(name: str, interpreted: Callable[..., Any]):
     interpreted(compare, BUCKETS[name], 2, False, 4)
 
 
-@pytest.mark.parametrize(
-    "name", ["default", "no error", *slow("three ranks, two stretches", "fp32 error", "no rotation")]
-)
+@pytest.mark.parametrize("name", ["default", "no error", "three ranks, two stretches", "fp32 error", "no rotation"])
 def test_groups_that_are_not_finite_and_tiny_ones(name: str, interpreted: Callable[..., Any]):
     interpreted(compare, BUCKETS[name], 3, True, 8)
 
@@ -241,7 +234,7 @@ def test_only_addresses_are_specialized():
 # --- as compiled ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
+@pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize(
     ("method", "dtype", "aligned"),
     [(LoCo(), F16, False), (LoCo(group=1024), BF16, True), (ErrorFeedback(error_dtype=F32), BF16, True)],

@@ -199,7 +199,6 @@ def sharded_steps() -> tuple[str, dict[int, Compiled]]:
     }
 
 
-@pytest.mark.slow  # plans a GPT for two budgets
 def test_ranks_keep_a_budget_together(ranks: Ranks) -> None:
     """Everything is kept where there is plenty: no gather in backward. 2 MB of 3.9 keep some."""
     (said, found), (also_said, _) = answers = ranks.run(sharded_steps)

@@ -13,11 +13,11 @@ from torch.utils.checkpoint import checkpoint
 
 import zgraph
 from tests.support import models
+from tests.support.budget import long
 from tests.support.combinations import off
 from tests.support.compressing import feedback_of
 from tests.support.judges.replicated import Case, Replicated, assert_equal, batches, compare, token_batch
 from tests.support.ranks import Ranks
-from tests.support.tiers import long, slow
 from tests.support.whole_tensors import whole
 from zgraph.analysis.hardware import Hardware
 from zgraph.graph import meta, nodes
@@ -114,8 +114,8 @@ def train(zero_stage: int, lowering: str, dropout: float, timed: bool = False) -
 
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 # Inductor's C++ compiler takes seconds for each kernel: it meets each stage with dropout or without.
-WITHOUT_DROPOUT = [*slow((3, "fx")), *long((0, "inductor"), (0, "fx"), (3, "inductor"))]  # dropout has Inductor
-WITH_DROPOUT = [*slow((3, "fx"), (3, "inductor")), *long((0, "fx"), (0, "inductor"))]
+WITHOUT_DROPOUT = [(3, "fx"), *long((0, "inductor"), (0, "fx"), (3, "inductor"))]  # dropout has Inductor
+WITH_DROPOUT = [(3, "fx"), (3, "inductor"), *long((0, "fx"), (0, "inductor"))]
 
 
 @pytest.mark.parametrize(("zero_stage", "lowering"), WITHOUT_DROPOUT)  # in stage 0 nothing is gathered again
@@ -134,9 +134,7 @@ def test_dropout_draws_the_same_mask_again(ranks: Ranks, zero_stage: int, loweri
 
 
 # Runs every kernel while compiling. Kernels are timed alike in all stages.
-@pytest.mark.parametrize(
-    ("zero_stage", "lowering"), [*slow((0, "fx")), *long((3, "inductor"), (3, "fx"), (0, "inductor"))]
-)
+@pytest.mark.parametrize(("zero_stage", "lowering"), [(0, "fx"), *long((3, "inductor"), (3, "fx"), (0, "inductor"))])
 def test_timing_kernels_leaves_the_masks_alone(ranks: Ranks, zero_stage: int, lowering: str) -> None:
     by_rules, timed = (ranks.run(train, zero_stage, lowering, 0.5, planned) for planned in (False, True))
     assert [notes for notes, _ in timed] == [drawn_again()] * 2
@@ -181,7 +179,7 @@ def train_compressed(zero_stage: int, dropout: float) -> list[str]:
 
 
 # Inductor's C++ compiler takes seconds for each kernel; blocks that stage 3 gathers again are the harder ones.
-@pytest.mark.parametrize("zero_stage", [*slow(3), *long(0)])
+@pytest.mark.parametrize("zero_stage", [3, *long(0)])
 def test_bf16_blocks_are_recomputed_and_their_gradients_compressed(ranks: Ranks, zero_stage: int) -> None:
     for names in ranks.run(train_compressed, zero_stage, 0.5):
         assert {f"blocks.{number}.up.weight" for number in (0, 1)} <= set(names)
@@ -200,7 +198,7 @@ class Twins(nn.Module):
         return checkpoint(self.second, x, use_reentrant=False)
 
 
-@pytest.mark.parametrize("zero_stage", [1, *slow(0, 2)])
+@pytest.mark.parametrize("zero_stage", [1, 0, 2])
 def test_compiled_blocks_that_backward_repeats_stay_in_their_window(ranks: Ranks, zero_stage: int) -> None:
     """A repeated block took itself for a forward of its own, and closed the window: gradients that waited were lost."""
     assert ranks.run(compare, Case(build=Twins, micro_batches=2, steps=2), zero_stage, "part") == [12, 12]

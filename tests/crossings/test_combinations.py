@@ -24,18 +24,10 @@ def covering(strength: int, levels: dict[str, list[Any]], salt: str = "") -> lis
 # Inductor.
 PAIRS = covering(2, LEVELS | {"lowering": ["fx", "inductor"]}, salt="9")
 TRIPLES = [one for one in covering(3, LEVELS) if one not in PAIRS]
-QUICK = [
-    next(one for one in PAIRS if (one.lowering, one.ranks, one.mode, one.plan) == ("fx", 2, "train", plan))
-    for plan in LEVELS["plan"][:2]
-]
 
 
 def cases(found: list[Combination], *marks: pytest.MarkDecorator) -> list[Any]:
-    """Slow, but for a few that compile no C++, on two ranks."""
-    return [
-        pytest.param(one.ranks, one, id=str(one), marks=[*marks, *([] if one in QUICK else [pytest.mark.slow])])
-        for one in found
-    ]
+    return [pytest.param(one.ranks, one, id=str(one), marks=marks) for one in found]
 
 
 @pytest.mark.parametrize(("ranks", "one"), cases(PAIRS), indirect=["ranks"], scope="session")

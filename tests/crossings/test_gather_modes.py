@@ -17,7 +17,6 @@ from tests.support.memory import gloo_buffers
 from tests.support.memory.allocations import counted
 from tests.support.models import Uneven
 from tests.support.ranks import Ranks
-from tests.support.tiers import slow
 from tests.support.whole_tensors import whole
 from zgraph import Hardware, PassList
 from zgraph.analysis.liveness import memory_curve, step_curve
@@ -86,7 +85,7 @@ def results_by_mode(dtype: torch.dtype) -> int:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "dtype"), slow((3, torch.bfloat16), (2, torch.float32)), indirect=["ranks"], scope="session"
+    ("ranks", "dtype"), [(3, torch.bfloat16), (2, torch.float32)], indirect=["ranks"], scope="session"
 )
 def test_results_are_bitwise_those_of_eager_mode(ranks: Ranks, dtype: torch.dtype) -> None:
     compared = ranks.run(results_by_mode, dtype)
@@ -130,7 +129,6 @@ def least_peak(model: nn.Module, run: Callable[[], None]) -> int:
     return min(peaks[2:])
 
 
-@pytest.mark.slow  # compiles each mode
 def test_each_mode_holds_what_is_predicted(ranks: Ranks) -> None:
     """In forward: one weight; all of them; all of them and two copied out of the bucket, which then goes."""
     forward: dict[Mode, int] = {}

@@ -138,7 +138,6 @@ def trained(lowering: str) -> tuple[list[torch.Tensor], set[str]]:
     return gradients, {name for found in report.measured.values() for name in found.blocked_us}
 
 
-@pytest.mark.slow  # Inductor compiles C++
 @pytest.mark.parametrize("lowering", ["fx", "inductor"])
 def test_groups_run_and_are_measured(ranks: Ranks, lowering: str) -> None:
     """Under Inductor as well the products are eager ones, and what is left, sums and ReLU, rounds as in eager mode."""

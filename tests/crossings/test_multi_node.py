@@ -52,7 +52,6 @@ def run_example(tmp_path: Path, ranks: int, *options: str) -> tuple[Any, ...]:
     return result(output.read_text(errors="replace"))
 
 
-@pytest.mark.slow
 def test_two_hosts_end_with_the_loss_of_one(pool: RanksPool, tmp_path: Path) -> None:
     """A script that trains eight steps, compiled, on 2 x 2 ranks in two network namespaces, against 4 ranks here."""
     module = netns()
@@ -98,7 +97,6 @@ def run_broken(tmp_path: Path, die_in_step: int) -> str:
     return output.read_text(errors="replace")
 
 
-@pytest.mark.slow
 def test_killed_rank_restarts_and_training_resumes_from_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
     broken = run_broken(tmp_path, 4)
     assert re.findall(r"attempt (\d) starts at step (\d)", broken) == [("0", "0"), ("1", "3")], broken

@@ -11,9 +11,9 @@ from torch import nn
 
 import zgraph
 from tests.support import models
+from tests.support.budget import long
 from tests.support.judges.replicated import Case, compare, growing_batch, growing_features, token_batch
 from tests.support.ranks import Ranks, worlds
-from tests.support.tiers import long, slow
 
 
 def _stage_by_part(model: nn.Module, zero_stage: int) -> nn.Module:
@@ -65,8 +65,8 @@ CASES = {
 }
 
 
-# What `make test` runs of them: between them they reach every pass.
-FAST = ("uneven_shards", "frozen", "reused", "graph_breaks", "sum")
+# Between them they reach every pass.
+REACHING = ("uneven_shards", "frozen", "reused", "graph_breaks", "sum")
 # What runs at both ends of the stages, with and without a compiler, on 2 ranks and on 3, which divides nothing.
 EVERYWHERE = ("uneven_shards", "tied_scalar_attention", "routed_experts", "bf16_parameters", "graph_breaks")
 ALONE_AND_FOUR = ("uneven_shards", "routed_experts")
@@ -77,19 +77,19 @@ def run_case(name: str, zero_stage: int, mode: str) -> int:
 
 
 def everywhere() -> list[Any]:
-    """Rows of a table; slow those that are replicated, as other models below are, and models that are not fast.
+    """Return rows of a table.
 
-    Long are those of which there are others: uneven shards at stage 0 have windows below, and what is not fast is
-    compiled on three ranks, and on two at stages 0, and 1 or 2.
+    Rows with others like them are long: uneven shards at stage 0 have windows below, and a model that is not one of
+    `REACHING` is compiled on three ranks, and on two at stages 0, and 1 or 2.
     """
     rows: list[Any] = []
     for world, zero_stage in ((2, 0), (2, 3), (3, 3)):
         for name, mode in itertools.product(EVERYWHERE, ("eager", "fx")):
             others = (zero_stage == 0 and name == "uneven_shards") or (
-                (world, zero_stage) == (2, 3) and name not in FAST
+                (world, zero_stage) == (2, 3) and name not in REACHING
             )
-            mark = pytest.mark.long if others or (zero_stage == 0 and mode == "eager") else pytest.mark.slow
-            marks = [] if zero_stage and name in FAST else [mark]
+            has_twins = others or (zero_stage == 0 and mode == "eager")
+            marks = [pytest.mark.long] if has_twins and not (zero_stage and name in REACHING) else []
             rows.append(
                 pytest.param(world, zero_stage, name, mode, id=f"ranks{world}-{zero_stage}-{name}-{mode}", marks=marks)
             )
@@ -101,7 +101,6 @@ def test_equals_the_replicated_model(ranks: Ranks, name: str, zero_stage: int, m
     assert min(ranks.run(run_case, name, zero_stage, mode)) > 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ALONE_AND_FOUR)
 @pytest.mark.parametrize(
     ("ranks", "zero_stage", "mode"),
@@ -124,9 +123,9 @@ def elsewhere() -> list[Any]:
     rows: list[Any] = []
     for number, name in enumerate(name for name in CASES if name not in EVERYWHERE):
         for place, row in enumerate([(2, 0, "fx"), (3, 3, "fx"), (2, 3, "eager")]):
-            mark = pytest.mark.slow if place == number % 2 else pytest.mark.long
+            marks = [] if name in REACHING or place == number % 2 else [pytest.mark.long]
             title = f"{name}-ranks{row[0]}-{row[1]}-{row[2]}"
-            rows.append(pytest.param(name, *row, id=title, marks=[] if name in FAST else mark))
+            rows.append(pytest.param(name, *row, id=title, marks=marks))
     return rows
 
 
@@ -164,7 +163,9 @@ def run_window(name: str, zero_stage: int, mode: str) -> int:
     [
         *((2, "eager", stage) for stage in (0, 2)),
         *((2 + stage % 2, "fx", stage) for stage in (1, 2, 3)),
-        *slow((2, "eager", 1), (2, "eager", 3), (2, "fx", 0)),
+        (2, "eager", 1),
+        (2, "eager", 3),
+        (2, "fx", 0),
         *long(*((3 - stage % 2, "fx", stage) for stage in range(4))),  # on the other number of ranks
     ],
     indirect=["ranks"],
@@ -174,7 +175,7 @@ def test_accumulated_gradients_equal_the_replicated_model(ranks: Ranks, zero_sta
     assert min(ranks.run(run_window, "uneven_shards", zero_stage, mode)) > 0
 
 
-@pytest.mark.parametrize("mode", [*slow("fx"), *long("eager")])
+@pytest.mark.parametrize("mode", ["fx", *long("eager")])
 @pytest.mark.parametrize(
     ("name", "zero_stage"), [(name, index % 3) for index, name in enumerate(WINDOWS) if name != "uneven_shards"]
 )
@@ -186,7 +187,8 @@ def test_accumulation_in_many_models(ranks: Ranks, name: str, zero_stage: int, m
 @pytest.mark.parametrize(
     ("name", "zero_stage"),
     [
-        *slow(("tied_scalar_attention", 1), ("routed_experts", 2)),
+        ("tied_scalar_attention", 1),
+        ("routed_experts", 2),
         *long(("uneven_shards", 1), ("bf16_parameters", 2), ("graph_breaks", 1)),
     ],
 )
@@ -214,7 +216,6 @@ def run_hybrid(name: str, zero_stage: int, mode: str) -> int:
     return compare(HYBRID[name], zero_stage, mode)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "mode", "ranks", "zero_stage"),
     [
@@ -236,7 +237,6 @@ def test_hybrid_sharding_equals_the_replicated_model(ranks: Ranks, name: str, ze
     assert min(ranks.run(run_hybrid, name, zero_stage, mode)) > 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "zero_stage"), [("accumulated_sum", 0), ("bf16_fp32_sums", 0), ("bf16_fp32_sums", 3), ("batch_norm", 3)]
 )
@@ -245,6 +245,6 @@ def test_hybrid_sharding_of_more_models(ranks: Ranks, name: str, zero_stage: int
     assert min(ranks.run(run_hybrid, name, zero_stage, "fx")) > 0
 
 
-@pytest.mark.parametrize("zero_stage", [3, *slow(0)])
+@pytest.mark.parametrize("zero_stage", [3, 0])
 def test_equals_when_only_submodules_are_compiled(ranks: Ranks, zero_stage: int) -> None:
     assert min(ranks.run(run_case, "uneven_shards", zero_stage, "part")) > 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
@@ -88,7 +87,6 @@ def run_recipe(recipe: Recipe, zero_stage: int, mode: str) -> int:
     return compare(Case(build=lambda: Drawn(recipe), batch=token_batch, steps=2), zero_stage, mode)
 
 
-@pytest.mark.slow
 @settings(
     max_examples=8,
     derandomize=True,

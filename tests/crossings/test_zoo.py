@@ -11,12 +11,9 @@ import torch.distributed as dist
 
 import zgraph
 from examples.zoo import ZOO, averaged_gradients, check, train_reference, whole
+from tests.support.budget import long
 from tests.support.compiled import with_fx
 from tests.support.ranks import Ranks
-from tests.support.tiers import long
-
-pytestmark = pytest.mark.slow  # models of many frames, and imports of seconds
-
 
 INDUCTOR = ("gpt2", "llama")
 LONG = ("mixtral-grouped", "bert", "whisper", "vit", "clip")  # attention and norms that others have, in another order

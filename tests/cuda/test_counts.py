@@ -13,8 +13,6 @@ from tests.support.cuda.llama import SMALL, Shape
 from tests.support.cuda.tracing import Counts, Step, trace
 from zgraph.passes import presets
 
-pytestmark = pytest.mark.slow  # half a minute each: two models are compiled, with all their Triton kernels
-
 WORLD = 8
 
 

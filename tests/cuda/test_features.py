@@ -15,8 +15,6 @@ from tests.support.cuda.tracing import Counts, Step, trace
 from zgraph.compression.methods import LoCo, NoFeedback
 from zgraph.passes import presets
 
-pytestmark = pytest.mark.slow  # Inductor and Triton compile for ten seconds each
-
 SHAPE = replace(SMALL, layers=1)
 STEP = Step(shape=SHAPE, tokens=128)
 Compile = Callable[..., list[Counts]]

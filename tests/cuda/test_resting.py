@@ -26,8 +26,6 @@ from tests.support.cuda.resting import (
 from tests.support.resting import under
 from zgraph.analysis.hardware import Link
 
-pytestmark = pytest.mark.slow  # each compiles two graphs, in a process of its own
-
 HOST = zgraph.Offload(params="host", optimizer="host")
 STATE = zgraph.Offload(optimizer="host")
 SHARDS = zgraph.Offload(params="host")

@@ -53,7 +53,7 @@ def run(python: Path, program: str, *paths: Path) -> str:
     "before",
     [
         pytest.param("import zgraph, torch\nassert 'torch._dynamo' not in sys.modules\n", id="before-dynamo"),
-        pytest.param("import torch\n" + ASKED_BEFORE + "import zgraph\n", id="behind-dynamo", marks=pytest.mark.slow),
+        pytest.param("import torch\n" + ASKED_BEFORE + "import zgraph\n", id="behind-dynamo"),
     ],
 )
 def test_a_checkout_is_known_once_it_is_imported(python: Path, before: str) -> None:
@@ -61,7 +61,6 @@ def test_a_checkout_is_known_once_it_is_imported(python: Path, before: str) -> N
     assert run(python, f"import sys\n{before}{COMPILE}{count}", ROOT) == "1"
 
 
-@pytest.mark.slow  # two processes, as above
 def test_an_installed_zgraph_comes_first(python: Path, tmp_path: Path) -> None:
     """Entry point and checkout at once: neither registers a second time, and the installed version is the one told."""
     described = tmp_path / "zgraph-9.9.dist-info"

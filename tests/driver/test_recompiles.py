@@ -16,7 +16,6 @@ import zgraph
 from tests.support import models
 from tests.support.compiled import with_fx
 from tests.support.ranks import Ranks, fresh_ranks
-from tests.support.tiers import slow
 from zgraph.reporting.tables import counted
 from zgraph.sharding.scope import state_of
 
@@ -90,8 +89,8 @@ REASONS = (
         # The second length makes it dynamic; then one under no_sync, one that closes, one without gradients.
         (1, False, [1, 1, 3, 3, 4, 4], REASONS),
         # Both lengths, the fixed one and the dynamic, in the three places of a window.
-        *slow((1, True, [2, 3, 3, 5, 5, 6, 6], ())),
-        *slow((3, False, [1, 1, 1, 1, 2, 2], (REASONS[0],))),  # no_sync changes nothing
+        (1, True, [2, 3, 3, 5, 5, 6, 6], ()),
+        (3, False, [1, 1, 1, 1, 2, 2], (REASONS[0],)),  # no_sync changes nothing
     ],
 )
 def test_recompiles_are_bounded_and_the_summary_says_why(

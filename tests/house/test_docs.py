@@ -29,7 +29,6 @@ def test_every_block_has_one_setting_and_every_setting_a_block() -> None:
 
 
 # Slow: the default lowering compiles C++.
-@pytest.mark.slow
 @pytest.mark.parametrize("story", STORIES, ids=[f"{one.page}: {one.blocks[0][:30].strip()}" for one in STORIES])
 def test_blocks_run_as_printed(ranks: Ranks, tmp_path: Path, story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
     if story.on == "ranks":

@@ -16,7 +16,6 @@ from tests.support.torchrun import LIMIT_S, TORCHRUN, environment
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
-@pytest.mark.slow
 def test_a_pass_of_ones_own_takes_part_without_registration(tmp_path: Path) -> None:
     script = EXAMPLES / "write_a_pass.py"
     assert len(script.read_text().splitlines()) < 40
@@ -26,7 +25,6 @@ def test_a_pass_of_ones_own_takes_part_without_registration(tmp_path: Path) -> N
     assert done.stdout.rstrip().endswith("same gradients, bit for bit: True")
 
 
-@pytest.mark.slow
 def test_a_compression_of_ones_own_trains_as_well_as_none(tmp_path: Path) -> None:
     script = EXAMPLES / "write_a_compression.py"
     assert len(script.read_text().splitlines()) < 70
@@ -37,7 +35,6 @@ def test_a_compression_of_ones_own_trains_as_well_as_none(tmp_path: Path) -> Non
     assert signs < 1.05 * exact < forgetful
 
 
-@pytest.mark.slow
 def test_a_llama_is_planned_without_a_gpu(tmp_path: Path) -> None:
     script = [sys.executable, str(EXAMPLES / "plan_llama.py")]
     options = ["--ranks", "16", "--sequence", "64", "--layers", "1", "2"]
@@ -70,7 +67,6 @@ def diffused(folder: Path, *options: str) -> str:
     return on_two_ranks("train_dit.py", folder, *small, *options)
 
 
-@pytest.mark.slow
 def test_a_diffusion_transformer_trains_on_two_stages(tmp_path: Path) -> None:
     """Its embedders hold the same bits behind the last step, and its samples come nearer to digits than noise is."""
     text = diffused(tmp_path, "--steps", "60")
@@ -81,14 +77,12 @@ def test_a_diffusion_transformer_trains_on_two_stages(tmp_path: Path) -> None:
     assert picture.startswith(b"\x89PNG") and struct.unpack(">II", picture[16:24]) == (400, 400)
 
 
-@pytest.mark.slow
 def test_embedders_without_the_sum_drift_apart(tmp_path: Path) -> None:
     text = diffused(tmp_path, "--steps", "10", "--no-sync", "--no-compile")
     (apart,) = re.findall(r"4 replicas of each embedder, the furthest apart by ([\d.e-]+)", text)
     assert float(apart) > 1e-3
 
 
-@pytest.mark.slow
 def test_a_mixture_of_experts_trains_on_two_ranks(tmp_path: Path) -> None:
     """Its loss falls, and its experts' loads, which add up to all tokens, leave some of these without room."""
     text = on_two_ranks("train_moe.py", tmp_path)

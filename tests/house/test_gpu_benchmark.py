@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.tiers import long, slow
+from tests.support.budget import long
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "examples" / "benchmarks"
 SCRIPT = str(BENCHMARKS / "gpu.py")
@@ -203,7 +203,9 @@ def dry(out: Path, *options: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     "part",
     [
-        *slow("ceilings", "loopback-bits", "nccl-two"),  # the fast tests have what starts and ends a part
+        "ceilings",
+        "loopback-bits",
+        "nccl-two",  # the fast tests have what starts and ends a part
         *long("bits-kernels", "train-bits", "offload-bits", "graph-bits", "gloo-two"),
         *long("kernels", "step", "peaks", "offload", "overlap", "large-bucket", "sanitizer"),
     ],

@@ -24,7 +24,6 @@ from examples.benchmarks.loopback import Wire, loopback
 from tests.support import models
 from tests.support.judges.happens_before import HappensBefore, judging
 from tests.support.memory.allocations import poisoned
-from tests.support.tiers import slow
 from zgraph.codegen.lower_fx import lower_fx
 from zgraph.graph import nodes
 from zgraph.passes import BucketCollectives, CompressGradients, LoCo, NoFeedback, presets
@@ -191,16 +190,16 @@ LOCO = LoCo(hops=1)
     "run",
     [
         Run(zero_stage=0),
-        *slow(Run(zero_stage=1, micro_batches=2, gathers="flat")),
+        Run(zero_stage=1, micro_batches=2, gathers="flat"),
         Run(zero_stage=2, micro_batches=2, gathers="coalesced"),
-        *slow(Run(zero_stage=3, gathers="coalesced")),
+        Run(zero_stage=3, gathers="coalesced"),
         Run(zero_stage=3, micro_batches=2, rank=3, gathers="flat"),
-        *slow(Run(zero_stage=3, gathers="sequential")),
+        Run(zero_stage=3, gathers="sequential"),
         Run(zero_stage=3, replicas=2),
     ],
     ids=["0", "1-window-coalesced", "2-window-grouped", "3-grouped", "3-window-rank3", "3-sequential", "3-hybrid"],
 )
-@pytest.mark.parametrize("backend", ["loopback", *slow("nccl")])
+@pytest.mark.parametrize("backend", ["loopback", "nccl"])
 def test_late_results_are_waited_for(run: Run, backend: str) -> None:
     """On "nccl" with its own reduce_scatter and one launch for a group of gathers."""
     found, judge = run.judged(backend)
@@ -214,11 +213,9 @@ def test_late_results_are_waited_for(run: Run, backend: str) -> None:
     "run",
     [
         Run(zero_stage=3, compression=LOCO, gather_compression=NoFeedback(bits=8)),
-        *slow(
-            Run(zero_stage=1, micro_batches=2, compression=LOCO),
-            Run(zero_stage=0, compression=LOCO),
-            Run(zero_stage=3, compression=LoCo(), replicas=2),
-        ),
+        Run(zero_stage=1, micro_batches=2, compression=LOCO),
+        Run(zero_stage=0, compression=LOCO),
+        Run(zero_stage=3, compression=LoCo(), replicas=2),
     ],
     ids=["3-coded-gathers", "1-window", "0", "3-hybrid"],
 )
@@ -230,7 +227,6 @@ def test_codes_that_are_late_are_waited_for(run: Run) -> None:
 
 
 # Each compiles islands: ten seconds where the cache is cold.
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "run",
     [

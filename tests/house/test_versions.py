@@ -14,7 +14,6 @@ import torch
 
 import zgraph
 from tests.support import breakages
-from tests.support.tiers import slow
 from zgraph.torch_compat import (
     NEWEST,
     OLDEST,
@@ -85,7 +84,7 @@ def test_import_refuses_an_unsupported_torch():
 
 
 # A process that compiles takes many seconds; make test TORCH=... compiles with each torch that there is.
-@pytest.mark.parametrize("program", ["", *slow(COMPILE_A_LINEAR)], ids=["imports", "compiles"])
+@pytest.mark.parametrize("program", ["", COMPILE_A_LINEAR], ids=["imports", "compiles"])
 def test_a_newer_torch_costs_one_warning(program: str):
     found = run_python(f"import torch; torch.__version__ = '2.16.0'; import zgraph\n{program}\nprint('ran')")
     assert (found.returncode, found.stdout) == (0, "ran\n"), found.stderr
@@ -184,7 +183,6 @@ def test_every_direct_requirement_is_pinned():
     assert [name for name in names if name != "zgraph" and name not in pins()] == []
 
 
-@pytest.mark.slow  # two processes
 def test_neither_triton_nor_nccl_is_imported():
     found = run_python(
         "import sys, torch, torch.distributed\n"
@@ -198,7 +196,6 @@ def test_neither_triton_nor_nccl_is_imported():
     assert (found.returncode, found.stdout) == (0, "[]\n"), found.stderr
 
 
-@pytest.mark.slow  # what is not imported, as the test above has it, may be missing
 def test_zgraph_works_where_triton_cannot_be_imported():
     found = run_python(f"import sys\nsys.modules['triton'] = None\n{COMPILE_A_LINEAR}\nprint('ran')")
     assert (found.returncode, found.stdout) == (0, "ran\n"), found.stderr

@@ -19,8 +19,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import zgraph
 from tests.support import models
+from tests.support.budget import long
 from tests.support.ranks import Ranks, every_world, worlds
-from tests.support.tiers import long, slow
 from tests.support.whole_tensors import kind_of, whole
 from zgraph.torch_compat.dtensor import local_of
 from zgraph.torch_compat.memory import DispatchMode
@@ -131,7 +131,7 @@ def train_both(optimizer: str, stages: str) -> None:
     ("ranks", "optimizer"),
     [
         *((3, name) for name in [*OPTIMIZERS][::2]),
-        *slow(*((3, name) for name in [*OPTIMIZERS][1::2])),
+        *((3, name) for name in [*OPTIMIZERS][1::2]),
         *((world, name) for world in (1, 2, 4) for name in ("adam", "adamw_fused")),
     ],
     indirect=["ranks"],
@@ -227,9 +227,7 @@ def change_both(position: int) -> None:
     assert_same(runs[0][1].state_dict(), runs[1][1].state_dict(), "state_dict")
 
 
-@pytest.mark.parametrize(
-    "change", [*CHANGES[::2], *slow(*CHANGES[1::2])], ids=lambda change: change.__name__.strip("_")
-)
+@pytest.mark.parametrize("change", [*CHANGES[::2], *CHANGES[1::2]], ids=lambda change: change.__name__.strip("_"))
 def test_a_change_between_two_steps_is_seen(ranks: Ranks, change: Any) -> None:
     ranks.run(change_both, CHANGES.index(change))
 

@@ -14,9 +14,9 @@ from torch.distributed.pipelining import ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor
 
 import zgraph
+from tests.support.budget import long
 from tests.support.graphs import fake_world
 from tests.support.ranks import Ranks, worlds
-from tests.support.tiers import long
 from tests.support.whole_tensors import whole
 from zgraph import passes as P
 from zgraph.errors import ZgraphError

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 import zgraph
 from examples.benchmarks.loopback import Wire, loopback
+from tests.support.budget import long
 from tests.support.memory.live_tensors import local
 from tests.support.ranks import Ranks, worlds
 from tests.support.resting import check_rests, under
 from tests.support.rounded_updates import RoundedSteps
-from tests.support.tiers import long, slow
 from tests.support.whole_steps import Case, Outcome, assert_same, train
 from tests.support.whole_tensors import whole
 
@@ -39,9 +39,7 @@ CASES = {
     "planned": Case(at_rest=STATE_ON_DISK, frugal=True, stage=1, clip="zgraph", precision="bf16"),
     "planned, streamed": Case(at_rest=BOTH, frugal=True, streamed=True, resume=True, accumulation=2, no_sync=True),
 }
-QUICK = ("resumed",)
-SLOW = ("stage 3, host", "stage 2, disk", "loco", "planned")
-LONG = [name for name in CASES if name not in (*QUICK, *SLOW)]
+LONG = ("stage 1, adam", "stage 0", "planned, streamed")
 
 
 def twin(case: Case, steps: int) -> Outcome:
@@ -62,7 +60,7 @@ def compare(case: Case) -> None:
 
 
 @worlds(2)
-@pytest.mark.parametrize("name", [*QUICK, *slow(*SLOW), *long(*LONG)])
+@pytest.mark.parametrize("name", [*(name for name in CASES if name not in LONG), *long(*LONG)])
 def test_a_step_with_rounded_moments_equals_the_plain_twin(ranks: Ranks, name: str, tmp_path: Path) -> None:
     ranks.run(compare, replace(CASES[name], at_rest=under(tmp_path, CASES[name].at_rest)))
 
@@ -200,7 +198,7 @@ def resumed(offload: zgraph.Offload, folder: str) -> None:
 
 
 @worlds(2)
-@pytest.mark.parametrize("offload", slow(STATE_ON_DISK, HOST), ids=["disk", "host"])
+@pytest.mark.parametrize("offload", [STATE_ON_DISK, HOST], ids=["disk", "host"])
 def test_checkpoint_holds_two_byte_moments_and_resumes_bitwise(
     ranks: Ranks, offload: zgraph.Offload, tmp_path: Path
 ) -> None:
@@ -233,7 +231,6 @@ def test_losses_stay_close_to_those_with_moments_of_fp32() -> None:
     assert rounded.losses != exact.losses and abs(late[0] / late[1] - 1) < 0.02
 
 
-@pytest.mark.slow  # compiles islands
 def test_a_step_that_inductor_compiles_rounds_its_moments() -> None:
     with loopback(1, Wire()):
         compiled, plain = Training(HOST, lowering="inductor"), Training(HOST)

@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from torch.testing import FileCheck
 
 import zgraph
+from tests.support.budget import long
 from tests.support.graphs import (
     Autocast,
     Drawing,
@@ -29,7 +30,6 @@ from tests.support.graphs import (
     traced,
 )
 from tests.support.judges.lockstep import assert_same_results, run_together
-from tests.support.tiers import long, slow
 from zgraph import PassContext, PassList, PreconditionError
 from zgraph.analysis.storages import storages_of
 from zgraph.compiler.graph_pass import Direction
@@ -363,7 +363,8 @@ def _sum_in_order(column: Tensor, wide: torch.dtype) -> Tensor:
     [
         (mlp, 4, {}),
         (Autocast, 4, {"zero_stage": 0}),
-        *slow((mean_and_sum, 3, {"zero_stage": 0}), (Twice, 3, {})),
+        (mean_and_sum, 3, {"zero_stage": 0}),
+        (Twice, 3, {}),
         *long((mlp, 3, {"zero_stage": 0}), (Autocast, 3, {}), (mixed, 3, {})),  # each is in one of the others
     ],
     ids=["uneven", "replicated autocast", "mean and sum", "read twice", "replicated", "autocast", "mixed"],

@@ -17,7 +17,6 @@ from tests.support.hash_seeds import HashSeeds
 from tests.support.lazy_streams import late_gpu
 from tests.support.ranks import Ranks, every_world, worlds
 from tests.support.resting import HOST, STATE, machine
-from tests.support.tiers import slow
 from tests.support.whole_steps import Case, assert_same, train
 from zgraph.analysis.cost import CostModel
 from zgraph.analysis.liveness import curve_of, memory_curve
@@ -155,15 +154,13 @@ def updated_on_host(plan: Plan) -> int:
     ("rates", "gpu", "offload", "chosen"),
     [
         (SLOW_UPDATES, True, HOST, "updates on the device"),
-        *slow(
-            (SLOW_LINK, False, HOST, "updates on the host"),
-            (SLOW_LINK, True, HOST, "updates on the host"),
-            (SLOW_UPDATES, False, STATE, "updates on the device"),
-            (BALANCED, True, HOST, "of 4 updates on the host, the later ones on the device"),
-            (SLOW_UPDATES, True, STATE, "updates on the device"),
-            # Where parameters stay on the device, both ways copy: each takes a part, of the gradients or of the state.
-            (SLOW_LINK, True, STATE, "of 4 updates on the host, the later ones on the device"),
-        ),
+        (SLOW_LINK, False, HOST, "updates on the host"),
+        (SLOW_LINK, True, HOST, "updates on the host"),
+        (SLOW_UPDATES, False, STATE, "updates on the device"),
+        (BALANCED, True, HOST, "of 4 updates on the host, the later ones on the device"),
+        (SLOW_UPDATES, True, STATE, "updates on the device"),
+        # Where parameters stay on the device, both ways copy: each takes a part, of the gradients or of the state.
+        (SLOW_LINK, True, STATE, "of 4 updates on the host, the later ones on the device"),
     ],
 )
 def test_a_plan_updates_where_the_step_is_fastest(
@@ -206,7 +203,6 @@ def test_a_prediction_says_by_how_much_it_exceeds_both_budgets() -> None:
         assert predicted(graphs[0].graph, limited, 1, by_costs=False).excess_bytes == excess
 
 
-@pytest.mark.slow  # two plans and a half
 def test_the_budget_of_the_host_can_leave_the_device_alone() -> None:
     """On a GPU, gradients on their way to the host take memory there."""
     hardware = machine(*SLOW_LINK)
@@ -242,7 +238,7 @@ def test_nothing_is_chosen_where_there_is_no_choice() -> None:
         zgraph.PassList([*presets.default()[:-1], StreamStates(updates="planned")])
 
 
-@pytest.mark.parametrize("gpu", [True, *slow(False)])
+@pytest.mark.parametrize("gpu", [True, False])
 def test_the_first_updates_run_on_the_host(gpu: bool) -> None:
     graphs: list[fx.GraphModule] = []
     text = decision_of(planned(machine(*BALANCED, gpu=gpu), HOST, found=graphs))
@@ -251,7 +247,6 @@ def test_the_first_updates_run_on_the_host(gpu: bool) -> None:
     assert f"{sum(on_host)} of {LAYERS} updates on the host" in text
 
 
-@pytest.mark.slow  # two plans
 def test_a_plan_that_is_made_again_chooses_the_same() -> None:
     graphs: list[fx.GraphModule] = []
     first, again = (planned(machine(*BALANCED), HOST, found=graphs) for _ in range(2))
@@ -292,8 +287,12 @@ def chosen_by(case: Case, gpu: bool) -> list[str]:
     ("name", "gpu"),
     [
         ("some", True),
-        *slow(("host", False), ("host", True), ("device", False), ("device", True), ("some", False)),
-        *slow(*((name, gpu) for name in ("some, resumed", "some, frugal") for gpu in (False, True))),
+        ("host", False),
+        ("host", True),
+        ("device", False),
+        ("device", True),
+        ("some", False),
+        *((name, gpu) for name in ("some, resumed", "some, frugal") for gpu in (False, True)),
     ],
 )
 def test_steps_are_the_same_bits_wherever_they_update(ranks: Ranks, name: str, gpu: bool) -> None:
@@ -309,7 +308,6 @@ def test_ranks_without_rows_choose_as_the_others(ranks: Ranks) -> None:
     assert chosen[0] and chosen == [chosen[0]] * len(chosen)
 
 
-@pytest.mark.slow  # two processes
 def test_the_choice_is_the_same_under_every_hash_seed(hash_seeds: HashSeeds, tmp_path: Path) -> None:
     one, other = hash_seeds.printed(f"from {__name__} import printed; printed()", tmp_path)
     assert "the later ones on the device" in one and one == other

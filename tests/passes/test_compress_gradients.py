@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zgraph
+from tests.support.budget import long
 from tests.support.compiled import with_fx
 from tests.support.graphs import Twice, apply, fake_world, mlp, traced
 from tests.support.judges.compressed import Codec, Hybrid, OneHop, TwoHops, local_gradients
 from tests.support.judges.replicated import assert_equal
 from tests.support.ranks import Ranks, every_world, fresh_ranks, worlds
-from tests.support.tiers import long, slow
 from tests.support.whole_tensors import whole
 from zgraph import PreconditionError
 from zgraph.compiler.graph_pass import GraphPass
@@ -152,7 +152,7 @@ def test_every_gradient_is_what_the_reference_sends(ranks: Ranks, zero_stage: in
         NoFeedback(bits=8, group=64),
         ErrorFeedback(bits=2, group=16),
         LoCo(group=32, error_device="cpu"),
-        *slow(LoCo(bits=4, group=128, error_dtype=torch.float32, clip_search=False)),  # the kernels' tests have it
+        LoCo(bits=4, group=128, error_dtype=torch.float32, clip_search=False),  # the kernels' tests have it
     ],
     ids=lambda method: f"{type(method).__name__}{method.bits}",
 )
@@ -160,7 +160,7 @@ def test_each_method_matches_the_reference(ranks: Ranks, method: Any) -> None:
     assert ranks.run(compare, 3, CompressGradients(method=method, min_numel=LEAST)) == [2, 2]
 
 
-@pytest.mark.parametrize("error_device", ["cpu", *slow(None)])
+@pytest.mark.parametrize("error_device", ["cpu", None])
 def test_errors_are_forgotten_after_so_many_steps(ranks: Ranks, error_device: str | None) -> None:
     ranks.run(forgets, LoCo(group=32, error_device=error_device, reset_every=2))
 
@@ -179,7 +179,7 @@ def forgets(method: LoCo) -> None:
     assert_equal("the third gradient", weight_grad(sharded[0]), one_hop.mean(grads, 2))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, *slow(torch.bfloat16)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_narrow_gradients_match_the_reference(ranks: Ranks, dtype: torch.dtype) -> None:
     ranks.run(compare, 2, CompressGradients(method=SMALL, min_numel=LEAST), 1, dtype)
 
@@ -187,7 +187,6 @@ def test_narrow_gradients_match_the_reference(ranks: Ranks, dtype: torch.dtype) 
 TWO_HOPS = TwoHop(intra_host=NoFeedback(bits=8, group=64), inter_host=LoCo(group=32))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("zero_stage", [0, 2])
 @worlds(4)
 def test_two_hops_over_given_nodes_sum_inside_first(ranks: Ranks, zero_stage: int) -> None:
@@ -195,7 +194,6 @@ def test_two_hops_over_given_nodes_sum_inside_first(ranks: Ranks, zero_stage: in
     assert ranks.run(compare, zero_stage, CompressGradients(method=method, min_numel=LEAST)) == [2] * 4
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("zero_stage", [0, 3])
 @pytest.mark.parametrize("method", [LoCo(group=32, hops=1), LoCo(group=32), TWO_HOPS], ids=["one", "auto", "two"])
 @worlds(4)
@@ -230,7 +228,7 @@ def compressed_means() -> None:
 # --- what shares, and what does not ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("zero_stage", slow(3, 0))
+@pytest.mark.parametrize("zero_stage", [3, 0])
 def test_a_bucket_changes_no_bit(ranks: Ranks, zero_stage: int) -> None:
     ranks.run(bucketed_and_not, zero_stage)
 
@@ -378,7 +376,7 @@ def test_errors_on_the_host_are_fetched_one_reduction_ahead() -> None:
 # --- steps and windows ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("zero_stage", [1, *slow(2), *long(0, 3)])  # 0 waits as 1 does, 3 reduces as 2 does
+@pytest.mark.parametrize("zero_stage", [1, 2, *long(0, 3)])  # 0 waits as 1 does, 3 reduces as 2 does
 def test_a_window_counts_as_one_step(ranks: Ranks, zero_stage: int) -> None:
     """Stages 0 and 1 reduce, and compress, once per window; 2 and 3 in each of its backwards."""
     assert ranks.run(windows, zero_stage) == [[(3, 3), (3, 3)] if zero_stage < 2 else [(9, 3), (9, 3)]] * 2
@@ -413,7 +411,7 @@ def accumulated() -> None:
     assert_equal("the sum", weight_grad(sharded[0]), OneHop(SMALL, 1).mean(grads, 0))
 
 
-@pytest.mark.parametrize("zero_stage", [3, *slow(0)])
+@pytest.mark.parametrize("zero_stage", [3, 0])
 def test_while_it_warms_up_gradients_travel_as_they_are(ranks: Ranks, zero_stage: int) -> None:
     ranks.run(warms_up, zero_stage)
 

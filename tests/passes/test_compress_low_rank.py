@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zgraph
+from tests.support.budget import long
 from tests.support.compressing import feedback_of
 from tests.support.graphs import Twice, apply, fake_world, traced
 from tests.support.judges.compressed import local_gradients
 from tests.support.judges.low_rank import Paper, compile_low_rank
 from tests.support.judges.replicated import assert_equal
 from tests.support.ranks import Ranks, worlds
-from tests.support.tiers import long, slow
 from tests.support.whole_tensors import whole
 from zgraph.compression.low_rank import LowRank
 from zgraph.graph import meta, nodes, operator_arguments
@@ -82,14 +82,14 @@ def compare(
 
 
 # Stages 1 and 2 are those of windows below; test_sent_bytes_are_rank_times_rows_and_columns has stage 0.
-@pytest.mark.parametrize("zero_stage", [3, *slow(0), *long(1, 2)])
+@pytest.mark.parametrize("zero_stage", [3, 0, *long(1, 2)])
 def test_every_gradient_is_what_the_twin_computes(ranks: Ranks, zero_stage: int) -> None:
     assert ranks.run(compare, zero_stage) == [5 + (zero_stage == 0)] * 2  # replicated, the smallest one pays too
 
 
 @pytest.mark.parametrize(
     ("zero_stage", "hardware"),
-    [(3, False), *slow((0, True), (0, False), (3, True))],
+    [(3, False), (0, True), (0, False), (3, True)],
     ids=["3-rules", "0-planned", "0-rules", "3-planned"],
 )
 @worlds(3)
@@ -101,7 +101,7 @@ def test_narrow_gradients_match_the_reference(ranks: Ranks) -> None:
     assert min(ranks.run(compare, 2, 1, torch.bfloat16, False, replace(METHOD, least_saving=1.0))) >= 1
 
 
-@pytest.mark.parametrize("zero_stage", [3, *slow(0)])
+@pytest.mark.parametrize("zero_stage", [3, 0])
 def test_replicas_match_the_reference(ranks: Ranks, zero_stage: int) -> None:
     """Hybrid sharding whose shards are whole: factors travel between the replicas."""
     assert min(ranks.run(compare, zero_stage, 2)) >= 4
@@ -158,7 +158,7 @@ def under_inductor(zero_stage: int, autocast: bool) -> list[float]:
 
 
 # Inductor's C++ compiler takes seconds for each kernel.
-@pytest.mark.parametrize(("zero_stage", "autocast"), [*slow((3, False), (0, True)), *long((0, False), (3, True))])
+@pytest.mark.parametrize(("zero_stage", "autocast"), [(3, False), (0, True), *long((0, False), (3, True))])
 def test_training_under_inductor_lowers_the_loss(ranks: Ranks, zero_stage: int, autocast: bool) -> None:
     losses = ranks.run(under_inductor, zero_stage, autocast)[0]
     assert losses[-1] < 0.5 * losses[0], losses
@@ -184,7 +184,7 @@ def windows(zero_stage: int) -> list[tuple[int, int]]:
     return sorted({(kept["first_hop"].reductions, kept["first_hop"].steps) for kept in feedback_of(sharded).values()})
 
 
-@pytest.mark.parametrize("zero_stage", [*slow(0, 1), *long(2, 3)])  # 2 and 3 as in test_compress_gradients.py
+@pytest.mark.parametrize("zero_stage", [0, 1, *long(2, 3)])  # 2 and 3 as in test_compress_gradients.py
 def test_a_window_counts_as_one_step(ranks: Ranks, zero_stage: int) -> None:
     """Stages 0 and 1 reduce the sum of its gradients, 2 and 3 each of them."""
     assert ranks.run(windows, zero_stage) == [[(2, 2)] if zero_stage < 2 else [(4, 2)]] * 2
@@ -202,7 +202,6 @@ def warms_up() -> None:
         assert_equal(f"step {step}", whole(cast(Tensor, sharded.get_parameter(name).grad)), expected)
 
 
-@pytest.mark.slow  # as test_compress_gradients.py has it for codes
 def test_while_it_warms_up_gradients_travel_as_they_are(ranks: Ranks) -> None:
     ranks.run(warms_up)
 

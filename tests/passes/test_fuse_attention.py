@@ -302,7 +302,6 @@ print(*(graph_text(gm.graph) for gm in tracer.graphs.values()))
 """
 
 
-@pytest.mark.slow  # two processes
 def test_the_graph_depends_on_no_hash(hash_seeds: HashSeeds, tmp_path: Path) -> None:
     first, second = hash_seeds.printed(PROGRAM, tmp_path)
     assert first == second and "flash_attention" in first
@@ -361,7 +360,6 @@ def against_eager(options: dict[str, Any], autocast: torch.dtype | None, pipelin
     return max(off), [note for note in report.notes if "fuse_attention" in note]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "autocast", "pipeline", "bound"),
     [
@@ -396,7 +394,6 @@ def real_peak(passes: list[zgraph.GraphPass]) -> int:
     return peaks[-1]
 
 
-@pytest.mark.slow
 def test_without_the_pass_a_step_holds_the_probabilities() -> None:
     with fake_world(2):
         off = real_peak(presets.default())

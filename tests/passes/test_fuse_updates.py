@@ -15,7 +15,6 @@ from torch import Tensor, fx, nn, optim
 import zgraph
 from tests.support.graphs import fake_world
 from tests.support.hash_seeds import HashSeeds
-from tests.support.tiers import slow
 from zgraph.compiler.graph_pass import GraphPass, PassContext
 from zgraph.graph.text import graph_text
 from zgraph.passes import FuseUpdates, presets
@@ -70,7 +69,7 @@ def adamw(parameters: Any) -> optim.Optimizer:
     return optim.AdamW(parameters, lr=0.1)
 
 
-@pytest.mark.parametrize("clips", [True, *slow(False)])
+@pytest.mark.parametrize("clips", [True, False])
 def test_a_step_makes_one_call_for_each_operation(clips: bool) -> None:
     """All gradients arrive in one bucket; clipping scales them by one call as well."""
     alone, together = (step_of(adamw, fuse, clips=clips).counts[-1] for fuse in ([], [FuseUpdates()]))
@@ -104,7 +103,6 @@ def test_a_size_that_no_tensor_has_is_refused() -> None:
         FuseUpdates(most_numel=0)
 
 
-@pytest.mark.slow  # two processes
 def test_hash_seeds_do_not_change_the_graph(hash_seeds: HashSeeds, tmp_path: Path) -> None:
     program = "from tests.passes.test_fuse_updates import *; print(step_of(adamw, [FuseUpdates()]).texts[-1])"
     first, second = hash_seeds.printed(program, tmp_path)

@@ -12,7 +12,6 @@ from torch.testing import FileCheck
 
 from tests.support.graphs import Autocast, Drawing, Traced, apply, by_rank, fake_world, mlp, traced
 from tests.support.judges.lockstep import assert_same_results
-from tests.support.tiers import slow
 from zgraph import PassList, PreconditionError
 from zgraph.graph import meta, nodes, traits
 from zgraph.graph.edits import copy_of
@@ -208,8 +207,9 @@ def test_it_is_refused_after_buckets_were_made() -> None:
         (3, {"zero_stage": 0, "reduce_dtype": torch.bfloat16, "mean_dtype": torch.float32}),
         (3, {"zero_stage": 0, "param_dtype": torch.bfloat16}),
         # Each dtype is met at the other end of the stages.
-        *slow((3, {"reduce_dtype": torch.bfloat16}), (3, {"param_dtype": torch.bfloat16})),
-        *slow((3, {"zero_stage": 0, "reduce_dtype": torch.bfloat16})),
+        (3, {"reduce_dtype": torch.bfloat16}),
+        (3, {"param_dtype": torch.bfloat16}),
+        (3, {"zero_stage": 0, "reduce_dtype": torch.bfloat16}),
     ],
     ids=str,
 )

@@ -146,7 +146,6 @@ with fake_world(3, 2):
 """
 
 
-@pytest.mark.slow  # two processes
 def test_hash_seed_changes_nothing(hash_seeds: HashSeeds, tmp_path: Path) -> None:
     """After every pass, and after a schedule, the same text, whatever order sets and dicts of strings have."""
     texts = hash_seeds.printed(_PRINT_GRAPHS, tmp_path)

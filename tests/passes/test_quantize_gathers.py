@@ -39,7 +39,6 @@ from tests.support.judges.replicated import (
     whole,
 )
 from tests.support.ranks import Ranks, fresh_ranks
-from tests.support.tiers import slow
 from zgraph import PassList, VerifyError
 from zgraph.analysis.liveness import memory_curve
 from zgraph.codegen.kernels import reference
@@ -420,7 +419,8 @@ def equal_on_all_ranks(found: list[list[Tensor]]) -> bool:
         ("uneven", 3, False),
         ("window", 1, True),
         ("bf16", 1, False),
-        *slow(("autocast", 2, True), ("language", 3, True)),
+        ("autocast", 2, True),
+        ("language", 3, True),
     ],
 )
 def test_forwards_read_what_codes_stand_for(ranks: Ranks, name: str, zero_stage: int, bucketed: bool) -> None:
@@ -428,7 +428,6 @@ def test_forwards_read_what_codes_stand_for(ranks: Ranks, name: str, zero_stage:
     assert equal_on_all_ranks(ranks.run(follow, name, zero_stage, EIGHT, bucketed))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("zero_stage", "method"), [(3, EIGHT), (2, FOUR)])
 def test_hybrid_sharding_quantizes_inside(zero_stage: int, method: BlockMethod) -> None:
     with fresh_ranks(4) as ranks:

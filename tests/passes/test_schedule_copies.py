@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, fx, nn
 
 import zgraph
+from tests.support.budget import long
 from tests.support.graphs import KeepEach, fake_world, mlp
 from tests.support.hash_seeds import HashSeeds
 from tests.support.memory.allocations import Count, counted, steady_rise
 from tests.support.models import Language
 from tests.support.ranks import Ranks, worlds
-from tests.support.tiers import long, slow
 from zgraph.analysis.cost import CostModel
 from zgraph.analysis.hardware import Link
 from zgraph.analysis.liveness import curve_of
@@ -142,12 +142,11 @@ PLACED = {
 }
 
 
-QUICK = ("host, updates beside",)  # the others take seconds each, and differ in figures
-OTHERS = [name for name in PLACED if name not in QUICK]
+OTHERS = [name for name in PLACED if name != "host, updates beside"]  # differ from it in figures
 
 
 @pytest.mark.parametrize("world", [2, *long(1)])  # where nothing is gathered or reduced
-@pytest.mark.parametrize("name", [*QUICK, *slow(*OTHERS[::2]), *long(*OTHERS[1::2])])
+@pytest.mark.parametrize("name", ["host, updates beside", *OTHERS[::2], *long(*OTHERS[1::2])])
 def test_at_the_same_peak_costs_are_never_slower_than_rules(name: str, world: int) -> None:
     offload, rate, stream = PLACED[name]
     judge = compared(offload, machine(rate), stream, world)
@@ -157,8 +156,6 @@ def test_at_the_same_peak_costs_are_never_slower_than_rules(name: str, world: in
     check_order(judge.graphs[0].graph)
 
 
-@pytest.mark.slow  # plans four steps
-@pytest.mark.slow  # plans four steps
 def test_costs_hide_copies_that_rules_start_too_late() -> None:
     """One use ahead is not enough for a slow link."""
     judges = [compared(HOST, machine(500.0), STREAMED), compared(OFF, machine(500.0), AT_REST)]
@@ -195,7 +192,7 @@ def check_order(graph: fx.Graph) -> None:
 # --- costs ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("offload", "out"), slow((OFF, DISK), (HOST, DEVICE_TO_HOST)))
+@pytest.mark.parametrize(("offload", "out"), [(OFF, DISK), (HOST, DEVICE_TO_HOST)])
 def test_copies_cost_bytes_of_the_rank_with_most_rows(offload: zgraph.Offload, out: Any) -> None:
     judge = compared(offload, machine(100.0), STREAMED, world=3, layers=1)
     graph = judge.graphs[0].graph
@@ -268,7 +265,6 @@ def test_the_host_of_a_single_rank_updates_beside_backward() -> None:
     assert exposed_us < 0.5 * timeline.busy_us[HOST_UPDATES]
 
 
-@pytest.mark.slow  # plans two steps
 def test_slow_host_is_waited_for_at_step_end() -> None:
     """Whatever the order: all updates pass through its lane."""
     for updates in (1.0, 100_000.0):
@@ -303,7 +299,6 @@ def printed() -> None:
     print(graph_text(compared(MIXED, machine(500.0), AT_REST, layers=1).graphs[0].graph))
 
 
-@pytest.mark.slow  # two processes
 def test_the_graph_is_the_same_under_every_hash_seed(hash_seeds: HashSeeds, tmp_path: Path) -> None:
     one, other = hash_seeds.printed(f"from {__name__} import printed; printed()", tmp_path)
     assert "store_start" in one and one == other
@@ -336,9 +331,8 @@ def peaks(offload: zgraph.Offload, passes: Sequence[zgraph.GraphPass]) -> tuple[
     return peak.bytes, steady_rise(counts[1:])
 
 
-@pytest.mark.slow  # counts each allocation of five steps
 @worlds(2)
-@pytest.mark.parametrize("stream", [STREAMED, *slow(AT_REST)])
+@pytest.mark.parametrize("stream", [STREAMED, AT_REST])
 def test_the_peak_of_the_device_is_the_predicted_one(ranks: Ranks, stream: StreamStates) -> None:
     passes = [stream if isinstance(one, StreamStates) else one for one in presets.planned(bucket_bytes=4 * WIDTH**2)]
     for predicted, measured in ranks.run(peaks, HOST, passes):

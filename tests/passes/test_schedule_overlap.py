@@ -15,13 +15,13 @@ from torch.testing import FileCheck
 
 import zgraph
 from tests.support import models
+from tests.support.budget import long
 from tests.support.compiled import with_fx
 from tests.support.costs import cost_by_size, cost_of
 from tests.support.graphs import Drawing, Traced, apply, by_rank, deep, fake_world, mlp, names_of, traced
 from tests.support.judges.event_machine import peak_bytes, replay
 from tests.support.judges.lockstep import assert_same_results
 from tests.support.ranks import Ranks
-from tests.support.tiers import long, slow
 from tests.support.whole_tensors import whole
 from zgraph import PassContext, PassList, PreconditionError
 from zgraph.analysis.cost import NodeCost
@@ -165,9 +165,7 @@ def test_the_budget_is_kept_and_less_of_it_costs_time(direction: Any, bucket_byt
 
 
 @pytest.mark.usefixtures("world")
-@pytest.mark.parametrize(
-    ("model", "zero_stage"), [(deep, 3), *(pytest.param(gpt, stage, marks=pytest.mark.slow) for stage in (0, 3))]
-)
+@pytest.mark.parametrize(("model", "zero_stage"), [(deep, 3), (gpt, 0), (gpt, 3)])
 def test_it_is_never_worse_than_the_rules(model: Any, zero_stage: int) -> None:
     """Neither in time nor, where rules are as fast, in memory; by a second account of both."""
     for costs, bucket_bytes in itertools.product((cost_of, slow_gather), (0, 512)):
@@ -364,7 +362,7 @@ def test_one_pass_decides_the_order(passes: list[GraphPass], message: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("options", "bucket_bytes"), slow(({}, 200), ({}, 0), ({"zero_stage": 0}, 200)), ids=str
+    ("options", "bucket_bytes"), [({}, 200), ({}, 0), ({"zero_stage": 0}, 200)], ids=str
 )  # without buckets there are more collectives, each of which is in some bucket
 def test_ranks_with_uneven_shards_issue_the_same_collectives(options: dict[str, int], bucket_bytes: int) -> None:
     """7 and 5 rows over four ranks: pads on some of them, and copies that do not take the same time on all."""
@@ -413,9 +411,9 @@ def eager_and_scheduled(name: str, zero_stage: int, budget_bytes: int | None) ->
     ("name", "zero_stage", "budget_bytes", "compared"),
     [
         ("Uneven", 3, 1500, 9),
-        *slow(
-            ("Uneven", 1, None, 9), ("Uneven", 0, None, 9), ("Language", 3, 15_000, 27)
-        ),  # fewer gathers; a larger graph
+        ("Uneven", 1, None, 9),
+        ("Uneven", 0, None, 9),
+        ("Language", 3, 15_000, 27),  # fewer gathers; a larger graph
     ],
 )
 def test_results_are_bitwise_those_of_eager_mode(

@@ -14,7 +14,6 @@ import zgraph
 from tests.support.graphs import KeepEach, fake_world
 from tests.support.hash_seeds import HashSeeds
 from tests.support.resting import HOST, STATE, check_rests
-from tests.support.tiers import slow
 from zgraph.compiler.verify import Snapshot, Where, check_stores_landed, verify
 from zgraph.errors import VerifyError
 from zgraph.graph import meta, nodes
@@ -317,7 +316,7 @@ def test_a_pipeline_without_the_pass_gets_it() -> None:
     assert any(note.startswith("stream_states") for note in report.notes)
 
 
-@pytest.mark.parametrize("is_compiled", [False, *slow(True)])  # compiles an optimizer's step
+@pytest.mark.parametrize("is_compiled", [False, True])  # compiles an optimizer's step
 def test_plain_step_stores_its_state_where_configured(is_compiled: bool) -> None:
     model = zgraph.shard(nn.Linear(4, 4), offload=HOST)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -430,7 +429,6 @@ def printed() -> None:
         print(graph_text(steps_of(HOST, STREAMED, clips=True)[0][-1].graph))
 
 
-@pytest.mark.slow  # two processes
 def test_the_graph_is_the_same_under_every_hash_seed(hash_seeds: HashSeeds, tmp_path: Path) -> None:
     one, other = hash_seeds.printed(f"from {__name__} import printed; printed()", tmp_path)
     assert "store_start" in one

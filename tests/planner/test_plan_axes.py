@@ -158,7 +158,6 @@ def test_traffic_by_axis_adds_up_to_that_of_the_graphs() -> None:
         assert sum(sent.exposed_us for sent in found.traffic.values()) == pytest.approx(exposed_us)
 
 
-@pytest.mark.slow  # plans three times
 def test_each_axis_is_costed_on_its_own_link() -> None:
     """Neighbours on tp are next to each other, those on dp two ranks apart."""
     slow = Link(latency_us=5000.0, bytes_per_us=1.0)

@@ -18,10 +18,8 @@ from tests.support.pipelines import (
     within,
 )
 from tests.support.ranks import Ranks, worlds
-from tests.support.tiers import slow
 
 
-@pytest.mark.slow  # makes three plans; the last test of this file stands for it
 def test_room_for_all_parameters_is_stage_2() -> None:
     """In each time and size of each stage, and so in the step under every schedule; with nothing kept it is stage 3."""
     roomy, at_2, at_3 = within(2**30, "1F1B"), within(None, "1F1B", 2), within(None, "1F1B")
@@ -33,7 +31,6 @@ def test_room_for_all_parameters_is_stage_2() -> None:
     assert roomy.run.step_us < at_3.run.step_us
 
 
-@pytest.mark.slow  # makes five plans; tests of the search itself are in test_pipeline_simulation.py
 def test_budget_keeps_every_parameter_that_fits() -> None:
     """One byte less than what all of them hold takes some from the rank that holds it, and from no other.
 
@@ -101,7 +98,7 @@ def test_the_text_json_and_tables_of_a_budget() -> None:
 
 
 @worlds(4)
-@pytest.mark.parametrize("schedule", ["1F1B", *slow("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")])
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"])
 def test_stages_keeping_planned_parameters_stay_within_budget(ranks: Ranks, schedule: str) -> None:
     """Some stages keep a part; on each rank the figure of the plan is the real one."""
     chunks, found = 1 if schedule == "1F1B" else 2, within(KEEPS[schedule], schedule)

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 import zgraph
 from tests.support.ranks import Ranks, worlds
-from tests.support.tiers import slow
 from zgraph.compiler.memory_ledger import SpaceUse
 from zgraph.passes import presets
 from zgraph.planner.planned_step import Plan
@@ -71,7 +70,7 @@ def explained(offload: zgraph.Offload | None) -> tuple[int, tuple[SpaceUse, ...]
 @worlds(2)
 @pytest.mark.parametrize(
     "tiers",
-    [(None, "host"), *slow((("host", "disk"),), ((None, None),))],  # one formula for every tier
+    [(None, "host"), (("host", "disk"),), ((None, None),)],  # one formula for every tier
 )
 def test_a_plan_keeps_the_books_that_real_ranks_do(ranks: Ranks, tiers: tuple[Any, Any], tmp_path: Path) -> None:
     params, optimizer = tiers
@@ -143,7 +142,6 @@ def test_pinned_memory_is_counted_as_torch_takes_it() -> None:
         planned(3, replace(HOST, host_budget_bytes=asked - 1), hardware=gpu)
 
 
-@pytest.mark.slow  # plans, and compiles on ranks
 @worlds(2)
 def test_a_plan_counts_two_bytes_for_each_rounded_moment(ranks: Ranks) -> None:
     offload = replace(HOST, moments_dtype=torch.bfloat16)
@@ -161,14 +159,12 @@ def test_a_plan_refuses_an_optimizer_whose_moments_cannot_be_rounded() -> None:
         )
 
 
-@pytest.mark.slow  # plans twice
 def test_an_offload_of_shard_fn_is_planned_too() -> None:
     by_itself = planned(shard_fn=functools.partial(zgraph.shard, offload=HOST))
     assert by_itself.ledger == planned(offload=HOST).ledger
     assert planned(offload=HOST, shard_fn=functools.partial(zgraph.shard, offload=HOST)).ledger == by_itself.ledger
 
 
-@pytest.mark.slow  # plans twice
 def test_exceeded_host_budget_is_refused_with_a_suggestion() -> None:
     needed = planned(4, HOST).host_bytes
     found = planned(4, replace(HOST, host_budget_bytes=needed))

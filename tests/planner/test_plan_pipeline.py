@@ -32,7 +32,6 @@ from tests.support.pipelines import (
     within,
 )
 from tests.support.ranks import Ranks, worlds
-from tests.support.tiers import slow
 from zgraph.torch_compat.groups import stages_hold_messages
 
 # --- beside real ranks ----------------------------------------------------------------------------------------------
@@ -97,7 +96,10 @@ def assert_peaks(ranks: Ranks, schedule: str, chunks: int, zero_stage: int, micr
     [
         ("1F1B", 1, 3),
         ("ZBVZeroBubble", 2, 3),
-        *slow(("GPipe", 1, 0), ("Interleaved1F1B", 2, 3), ("InterleavedZeroBubble", 2, 3), ("ZBVZeroBubble", 2, 0)),
+        ("GPipe", 1, 0),
+        ("Interleaved1F1B", 2, 3),
+        ("InterleavedZeroBubble", 2, 3),
+        ("ZBVZeroBubble", 2, 0),
     ],
 )
 def test_the_peak_of_each_rank_is_what_it_really_holds(
@@ -194,7 +196,6 @@ def test_the_bubble_of_equal_stages_is_that_of_the_formula() -> None:
     assert found.run.in_flight == (4, 3, 2, 1)
 
 
-@pytest.mark.slow  # plans two pipelines
 def test_a_sequence_is_cut_into_stages() -> None:
     """As split_stages does; a list of the same stages has the same plan."""
     hidden = (32, 32, 512, 64, 64, 64)

@@ -13,7 +13,6 @@ import zgraph
 from tests.support.compiled import with_fx
 from tests.support.graphs import fake_world
 from tests.support.ranks import Ranks
-from tests.support.tiers import slow
 from zgraph.analysis.cuda_workspace import COMMUNICATOR_BYTES
 from zgraph.graph import nodes
 from zgraph.passes import BucketCollectives, presets
@@ -47,13 +46,12 @@ def compiled_for_real(zero_stage: int) -> tuple[int, list[int]]:
     return report.step_bytes, [graph.nodes for graph in report.graphs]
 
 
-@pytest.mark.parametrize("zero_stage", [2, *slow(0, 3)])  # which gathers once, and reduces twice
+@pytest.mark.parametrize("zero_stage", [2, 0, 3])  # which gathers once, and reduces twice
 def test_it_plans_what_real_ranks_compile(ranks: Ranks, zero_stage: int) -> None:
     found = planned(2, zero_stage=zero_stage)
     assert (found.sent_bytes, [graph.nodes for graph in found.graphs]) == ranks.run(compiled_for_real, zero_stage)[0]
 
 
-@pytest.mark.slow  # compiles four times
 def test_other_shapes_compiled_before_do_not_matter() -> None:
     """They would make sizes symbols, which are inputs of the graph."""
 
@@ -79,7 +77,6 @@ def test_bytes_follow_the_formulas(world: int) -> None:
     assert found.curves[0].bytes_after[-1] >= PARAMETER_BYTES // world
 
 
-@pytest.mark.slow  # plans twice
 def test_on_gpus_libraries_hold_memory_too() -> None:
     """The groups of gathers and of reductions; forward's handle of cuBLAS and backward's."""
     found, alone = planned(8, "h100"), planned(1, "a100")
@@ -197,7 +194,7 @@ def captured_for_real(zero_stage: int) -> tuple[int, int]:
     return last.nodes, last.sent_bytes
 
 
-@pytest.mark.parametrize("zero_stage", [3, *slow(0)])
+@pytest.mark.parametrize("zero_stage", [3, 0])
 def test_plan_with_an_optimizer_covers_the_whole_step(ranks: Ranks, zero_stage: int) -> None:
     found = planned(2, zero_stage=zero_stage, optimizer_fn=adamw, step_fn=clipped)
     (graph,) = found.graphs

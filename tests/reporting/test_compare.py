@@ -241,7 +241,6 @@ def test_report_refuses_in_one_line(tmp_path: Path) -> None:
     assert "of version 9.0" in refused("report", tmp_path)
 
 
-@pytest.mark.slow  # two interpreters; `zgraph plan` is started as a process in test_command_line.py
 def test_report_and_diff_as_processes(reports: Path, tmp_path: Path) -> None:
     shutil.copytree(reports, tmp_path / "copy")
     for words in (["report", "copy"], ["diff", "copy/together", "copy/apart"]):

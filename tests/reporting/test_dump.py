@@ -153,7 +153,6 @@ def test_two_runs_write_the_same_bytes(tmp_path: Path) -> None:
     assert contents(tmp_path / "first") == contents(tmp_path / "second") != {}
 
 
-@pytest.mark.slow
 def test_the_hash_seed_changes_nothing(hash_seeds: HashSeeds, tmp_path: Path) -> None:
     """Two processes, which also differ in every address."""
     program = (

@@ -158,7 +158,6 @@ with fake_world(2):
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("on", [True, False])
 def test_torchs_trace_has_the_final_graphs_where_it_is_on(tmp_path: Path, on: bool) -> None:
     """In the artifacts that tlparse shows; without TORCH_TRACE no text is made."""

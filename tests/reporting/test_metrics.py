@@ -22,7 +22,6 @@ from tests.support.compiled import with_fx
 from tests.support.compressing import compressing, feedback_of
 from tests.support.graphs import fake_world
 from tests.support.ranks import Ranks
-from tests.support.tiers import slow
 from zgraph.compression.residual_codec import decode_error
 from zgraph.metrics import StepValues
 from zgraph.passes import LoCo, LowRank, presets
@@ -123,7 +122,7 @@ def check_facts(found: dict[str, Any]) -> None:
         assert row.peak_bytes is row.budget_share is row.error_norm is None and not row.own
 
 
-@pytest.mark.parametrize("zero_stage", [2, *slow(0, 1, 3)])
+@pytest.mark.parametrize("zero_stage", [2, 0, 1, 3])
 def test_facts_are_those_of_summary_explain_and_measure(ranks: Ranks, zero_stage: int) -> None:
     first, second = ranks.run(facts, zero_stage, "fx")
     check_facts(first)
@@ -131,13 +130,12 @@ def test_facts_are_those_of_summary_explain_and_measure(ranks: Ranks, zero_stage
     assert first["rows"][0].grad_norm == second["rows"][0].grad_norm
 
 
-@pytest.mark.slow
 def test_facts_under_inductor(ranks: Ranks) -> None:
     for found in ranks.run(facts, 3, "inductor"):
         check_facts(found)
 
 
-@pytest.mark.parametrize(("zero_stage", "gathers", "reductions"), [(1, 1, 1), (3, 2, 2), *slow((0, 0, 1), (2, 1, 2))])
+@pytest.mark.parametrize(("zero_stage", "gathers", "reductions"), [(1, 1, 1), (3, 2, 2), (0, 0, 1), (2, 1, 2)])
 def test_a_window_counts_what_its_forwards_and_backwards_send(zero_stage: int, gathers: int, reductions: int) -> None:
     gathered = (LAYERS * WIDTH * WIDTH * 4) // 2
     expected = gathers * gathered * (2 if zero_stage == 3 else 1) + reductions * gathered * (1 if zero_stage else 2)
@@ -235,7 +233,7 @@ def error_norms(method: str) -> list[tuple[float | None, float]]:
     return found
 
 
-@pytest.mark.parametrize("method", ["int8", "LowRank", *slow("fp32")])  # as that of LowRank is
+@pytest.mark.parametrize("method", ["int8", "LowRank", "fp32"])  # as that of LowRank is
 def test_the_error_norm_is_that_of_the_decoded_state(ranks: Ranks, method: str) -> None:
     for found in ranks.run(error_norms, method):
         assert [said is None for said, _ in found] == [True, False] * 3

@@ -105,7 +105,6 @@ def page(browser: Any, document: dict[str, Any], tmp_path: Path) -> Iterator[Any
         yield found
 
 
-@pytest.mark.slow  # opens a page in a browser
 def test_collectives_and_lanes_are_those_of_the_report(page: Any, document: dict[str, Any]) -> None:
     (frame,) = document["frames"]
     shown = rows_of(page, "collectives-table")
@@ -133,7 +132,6 @@ def test_collectives_and_lanes_are_those_of_the_report(page: Any, document: dict
     assert lanes == {"compute": ["360", "720"], "group:0": ["20", "602"]}
 
 
-@pytest.mark.slow  # opens a page in a browser
 def test_memory_is_that_of_the_report(page: Any, document: dict[str, Any]) -> None:
     (frame,) = document["frames"]
     memory = frame["memory"]
@@ -145,7 +143,6 @@ def test_memory_is_that_of_the_report(page: Any, document: dict[str, Any]) -> No
     assert column(page, "peak-table", 1) == [memory["storages"]["bytes"][number] for number in memory["at_peak"]]
 
 
-@pytest.mark.slow  # opens a page in a browser
 def test_names_are_text(page: Any, document: dict[str, Any]) -> None:
     """A name that became markup would open a dialog, which fails every test of a page."""
     shown = rows_of(page, "parameters-table")
@@ -158,7 +155,6 @@ def test_names_are_text(page: Any, document: dict[str, Any]) -> None:
     assert page.locator("main script, aside script").count() == 0
 
 
-@pytest.mark.slow  # opens a page in a browser
 def test_parameters_are_filtered_and_sorted(page: Any) -> None:
     page.fill("#parameters-filter", ".1")
     assert [name.removeprefix(EVIL) for name in rows_of(page, "parameters-table")] == [".1"]
@@ -169,7 +165,6 @@ def test_parameters_are_filtered_and_sorted(page: Any) -> None:
     assert next(iter(rows_of(page, "parameters-table"))) == f"{EVIL}.9"
 
 
-@pytest.mark.slow  # opens a page in a browser
 def test_diff_of_a_pass_has_the_reports_lines(page: Any, document: dict[str, Any]) -> None:
     (frame,) = document["frames"]
     page.locator("#passes-table button", has_text="tidy_backward").click()
@@ -185,7 +180,6 @@ def test_diff_of_a_pass_has_the_reports_lines(page: Any, document: dict[str, Any
     assert column(page, "passes-table", 3) == [0.25, 0.5]
 
 
-@pytest.mark.slow  # opens a page in a browser
 def test_timeline_zooms_and_moves_to_the_selection(page: Any) -> None:
     chart = page.locator("#timeline-chart")
     chart.scroll_into_view_if_needed()
@@ -214,7 +208,6 @@ def pictured(page: Any) -> dict[str, dict[str, float]]:
     return {each.pop("key"): each for each in found}
 
 
-@pytest.mark.slow  # opens a page in a browser
 def test_elements_of_the_picture_lie_apart_and_within_their_groups(page: Any) -> None:
     pictured(page)
     page.locator("button.group[data-group='model.layers.3']").click()
@@ -238,7 +231,6 @@ def test_elements_of_the_picture_lie_apart_and_within_their_groups(page: Any) ->
     assert order == sorted(order)
 
 
-@pytest.mark.slow  # opens a page in a browser
 def test_click_selects_a_bar_and_hovering_describes_it(page: Any) -> None:
     """The second gather is exposed for longer than any: its bar lies in the lane of group 0, from 66 us on."""
     chart = page.locator("#timeline-chart")
@@ -258,7 +250,6 @@ def test_click_selects_a_bar_and_hovering_describes_it(page: Any) -> None:
     assert page.locator("#selected-name").inner_text() == "all_gather_0_1_0"
 
 
-@pytest.mark.slow  # opens a page in a browser
 def test_graph_is_searched_opened_and_collapsed(page: Any, document: dict[str, Any]) -> None:
     closed = pictured(page)
     assert "model.layers.3" in closed and not [name for name in closed if name.startswith("node ")]
@@ -276,7 +267,6 @@ def test_graph_is_searched_opened_and_collapsed(page: Any, document: dict[str, A
     assert page.locator("#details h4:text-is('Users') + ul").inner_text() == "mm_0_7_13"
 
 
-@pytest.mark.slow  # opens a page in a browser
 def test_ranks_stand_beside_each_other(page: Any) -> None:
     ranks = page.locator("#ranks-table tbody tr").evaluate_all(
         "rows => rows.map(row => [row.cells[0], row.cells[2], row.cells[8]].map(cell => cell.dataset.value))"
@@ -286,7 +276,6 @@ def test_ranks_stand_beside_each_other(page: Any) -> None:
     ]
 
 
-@pytest.mark.slow  # opens a page in a browser
 def test_half_the_link_makes_exposed_gathers_take_twice_as_long(page: Any) -> None:
     """Every gather is waited for at once, so that the step grows by all of their time."""
     rows = rows_of(page, "links-table")
@@ -294,7 +283,6 @@ def test_half_the_link_makes_exposed_gathers_take_twice_as_long(page: Any) -> No
     assert [float(each) for each in rows["half as fast"]] == [1924, 1204, 602]
 
 
-@pytest.mark.slow  # opens a page in a browser
 def test_a_frame_without_times_or_memory_shows_the_rest(browser: Any, tmp_path: Path) -> None:
     made = large_report(80)
     (frame,) = made["frames"]
@@ -309,7 +297,6 @@ def test_a_frame_without_times_or_memory_shows_the_rest(browser: Any, tmp_path: 
         assert len(rows_of(page, "parameters-table")) == 2
 
 
-@pytest.mark.slow  # opens a page in a browser
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_no_fault(page: Any, scheme: str) -> None:
     axe = FOLDER / "node_modules" / "axe-core" / "axe.min.js"

@@ -79,7 +79,6 @@ def test_a_folder_without_room_costs_a_warning(planned: Plan, tmp_path: Path, ca
 # --- in a browser -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow  # opens a page in a browser
 def test_tables_and_chart_show_the_plan(planned: Plan, tmp_path: Path) -> None:
     plan, folder = pipeline_of(planned), planned.report(tmp_path)
     with chromium() as browser, opened(browser, folder / "index.html") as page:
@@ -115,7 +114,6 @@ def pointed_at(page: Any, rank: int, part: float) -> str:
     return tip.inner_text()
 
 
-@pytest.mark.slow  # opens a page in a browser
 def test_other_reports_have_no_such_section(tmp_path: Path) -> None:
     with chromium() as browser, opened(browser, write_page(large_report(80), tmp_path)) as page:
         assert page.locator("#pipeline").is_hidden() and page.locator("nav a[href='#pipeline']").is_hidden()

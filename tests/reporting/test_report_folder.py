@@ -20,7 +20,6 @@ from torch import nn
 import zgraph
 from tests.support.graphs import compile_model, fake_world, mlp
 from tests.support.ranks import Ranks
-from tests.support.tiers import slow
 from zgraph.errors import ZgraphError
 from zgraph.passes import LoCo, presets
 from zgraph.reporting.export.reading import bytes_by_class, line_text, load, names_of, texts_of
@@ -101,15 +100,13 @@ CASES = [
     Case(zero_stage=0, compressed=True),
     Case(planned=True, compressed=True),
     Case(zero_stage=2, windows=True),
-]
-SLOW = [
     *(Case(zero_stage=stage, compressed=lossy) for stage, lossy in ((0, False), (3, False), (3, True))),
     Case(lowering="inductor", zero_stage=0),
     Case(lowering="inductor", compressed=True, planned=True),
 ]
 
 
-@pytest.mark.parametrize("case", [*CASES, *slow(*SLOW)], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_folder_agrees_with_the_library(ranks: Ranks, tmp_path: Path, case: Case) -> None:
     """Nodes, bytes, exposure, measurements and error feedback, and the dump's texts, all from the files."""
     told = ranks.run(train, case, tmp_path, True)
@@ -158,7 +155,6 @@ def check(document: dict[str, Any], folder: Path) -> None:
         json.loads((dumped / "trace.json").read_text())
 
 
-@pytest.mark.slow  # compiles twice
 def test_without_a_dump_a_report_has_all_but_the_texts(ranks: Ranks, tmp_path: Path) -> None:
     case = Case(planned=True)
     ranks.run(train, case, tmp_path / "without", False)

@@ -129,13 +129,11 @@ def test_compressed_reductions_say_their_codec_and_what_they_keep(tmp_path: Path
     assert document["at_rest"]["error feedback"] == 2 * kept > 0
 
 
-@pytest.mark.slow  # two interpreters; test_dump.py compares what they write beside it
 def test_two_runs_write_the_same_bytes(tmp_path: Path) -> None:
     first, second = (dump(tmp_path / name).read_bytes() for name in ("first", "second"))
     assert first == second
 
 
-@pytest.mark.slow
 def test_the_hash_seed_changes_nothing(hash_seeds: HashSeeds, tmp_path: Path) -> None:
     program = (
         "import tempfile; from pathlib import Path; from tests.reporting.test_report_json import dump; "

@@ -228,7 +228,6 @@ def test_a_report_runs_no_operator_and_waits_for_no_device(tmp_path: Path, monke
     assert load(tmp_path)["frames"][0]["frame"] == "0/0"
 
 
-@pytest.mark.slow  # compiles eight batches
 def test_a_dump_compiles_no_frame_again(tmp_path: Path) -> None:
     """The same batches make the same frames, whose sizes become symbols, with and without a dump."""
 
@@ -267,7 +266,6 @@ def large() -> fx.Graph:
     return drawing.graph
 
 
-@pytest.mark.slow
 def test_twenty_thousand_nodes_stay_small() -> None:
     """Under 4 MB, with times and a pass that has moved every third node."""
     graph = large()

@@ -26,7 +26,6 @@ MEASURED = {
 }
 
 
-@pytest.mark.slow  # starts the trace processor
 def test_perfetto_reads_lanes_slices_arrows_and_memory() -> None:
     """Every node that takes time is a slice on its lane, and an arrow leads from each start to what waits for it."""
     document = large_report(400)
@@ -80,7 +79,6 @@ with fake_world(2):
 """
 
 
-@pytest.mark.slow
 def test_tlparse_shows_the_final_graphs_and_the_report(tmp_path: Path) -> None:
     program = shutil.which("tlparse", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     if program is None:

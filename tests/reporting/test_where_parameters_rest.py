@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import zgraph
+from tests.support.budget import long
 from tests.support.compiled import with_fx
 from tests.support.ranks import Ranks
 from tests.support.resting import DISK, SHARDS, under
-from tests.support.tiers import long, slow
 
 
 def rests(offload: zgraph.Offload | None, mode: str) -> dict[str, str]:
@@ -49,7 +49,7 @@ def rests(offload: zgraph.Offload | None, mode: str) -> dict[str, str]:
     [
         ("device", "compiled"),
         ("host", "step"),
-        *slow(("disk", "compiled")),  # told as the host is
+        ("disk", "compiled"),  # told as the host is
         *long(("device", "step"), ("host", "compiled"), ("disk", "step")),
     ],
 )

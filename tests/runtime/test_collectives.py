@@ -250,7 +250,6 @@ def trained_by_host() -> int:
     return len(by_host)
 
 
-@pytest.mark.slow
 @worlds(4)
 def test_compiled_step_gathers_by_host_if_hardware_says_so(ranks: Ranks) -> None:
     counts = ranks.run(trained_by_host)

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import nn
 
 import zgraph
+from tests.support.budget import long
 from tests.support.compiled import with_fx
 from tests.support.ranks import Ranks, fresh_ranks
-from tests.support.tiers import long, slow
 from zgraph.passes import LowerReductions, presets
 from zgraph.runtime.exchanges.identity import Exchanges, tag_of
 from zgraph.runtime.exchanges.watch import Watch, announcing, watch_of
@@ -78,7 +78,7 @@ def other_layers(stage: int, mode: str, ways: tuple[tuple[int, ...], ...]) -> tu
         *((stage, "eager") for stage in range(4)),
         (2, "fx"),
         # Three ways are compiled in each; what is exchanged at which stage is seen without a compiler.
-        *slow((3, "fx")),
+        (3, "fx"),
         *long((0, "fx"), (1, "fx")),
     ],
 )
@@ -91,7 +91,7 @@ def test_ranks_running_different_equal_shaped_layers_are_told(ranks: Ranks, stag
 
 @pytest.mark.parametrize(
     ("stage", "mode"),
-    [(0, "eager"), (3, "eager"), (3, "fx"), *slow((0, "fx"))],  # its buckets are those of stage 3's reductions
+    [(0, "eager"), (3, "eager"), (3, "fx"), (0, "fx")],  # its buckets are those of stage 3's reductions
 )
 def test_a_rank_with_a_layer_less_is_told(ranks: Ranks, stage: int, mode: str) -> None:
     """Buckets then differ in size, which ends a process of gloo's."""
@@ -311,7 +311,7 @@ def own_learning_rate(stage: int, mode: str, tensors: bool) -> str:
     ("stage", "mode", "tensors"),
     [
         *((0, "eager", False), (3, "eager", True), (2, "step", False), (1, "step", True)),
-        *slow((0, "fx", False)),  # which steps as without a compiler
+        (0, "fx", False),  # which steps as without a compiler
     ],
 )
 def test_ranks_step_with_the_same_options(ranks: Ranks, stage: int, mode: str, tensors: bool) -> None:

@@ -71,7 +71,6 @@ class Case:
         return excess, float(replay(order, self.step.costs, sharing).now), peak
 
 
-@pytest.mark.slow
 def test_small_schedules_are_close_to_the_optimum(request: pytest.FixtureRequest) -> None:
     """Within 5 % on 95 % of the graphs; `--graphs 300` takes some minutes and prints how the ratios are distributed."""
     graphs: int = request.config.getoption("graphs")

@@ -18,9 +18,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import zgraph
 from examples.zoo import ZOO
+from tests.support.budget import long
 from tests.support.compiled import with_fx
 from tests.support.ranks import Ranks
-from tests.support.tiers import long, slow
 
 aten = torch.ops.aten
 
@@ -99,11 +99,9 @@ def train_hugging_face(name: str, zero_stage: int, kind: str, accumulates: bool,
 # Pairwise: each model, stage, kind and window with each other value of the others, more or less. Below, small models
 # look at the same at every stage, and are fast. Inductor compiles for a minute.
 HUGGING_FACE = [
-    *slow(
-        ("llama", 3, "plain", False, "fx"),
-        ("bert", 2, "selective", False, "fx"),
-        ("vit", 0, "plain", True, "fx"),
-    ),
+    ("llama", 3, "plain", False, "fx"),
+    ("bert", 2, "selective", False, "fx"),
+    ("vit", 0, "plain", True, "fx"),
     *long(
         ("llama", 1, "reentrant", True, "fx"),
         ("llama", 2, "plain", True, "fx"),
@@ -257,13 +255,11 @@ STACKS = [
     (Mlp, 1, "plain", True, (Mlp,)),
     (Attention, 3, "reentrant", False, ()),
     # Each runs three models, two of them compiled. What blocks read in other ways is seen without checkpoints, too.
-    *slow(
-        (Mlp, 1, "reentrant", True, (Mlp,)),
-        (ReadThrice, 2, "plain", True, ()),
-        (Parametrized, 1, "plain", False, ()),
-        (Spare, 3, "selective", False, (Spare,)),
-        (Nested, 3, "selective", False, (Mlp,)),
-    ),
+    (Mlp, 1, "reentrant", True, (Mlp,)),
+    (ReadThrice, 2, "plain", True, ()),
+    (Parametrized, 1, "plain", False, ()),
+    (Spare, 3, "selective", False, (Spare,)),
+    (Nested, 3, "selective", False, (Mlp,)),
     # Each of their values, with others.
     *long(
         (Mlp, 3, "plain", True, ()),
@@ -325,7 +321,7 @@ def train_parts(zero_stage: int, accumulates: bool) -> dict[str, Any]:
     return {"differing": differing(found["compiled"], found["eager"]), "graphs": len(graphs), "said": said}
 
 
-@pytest.mark.parametrize("zero_stage", [3, *slow(1)])
+@pytest.mark.parametrize("zero_stage", [3, 1])
 def test_parts_that_a_function_checkpoints_are_compiled(ranks: Ranks, zero_stage: int) -> None:
     for found in ranks.run(train_parts, zero_stage, False):
         assert found == {"differing": [], "graphs": 2, "said": []}
@@ -457,7 +453,7 @@ def windows_of_branches(zero_stage: int) -> tuple[list[list[int]], set[str]]:
     return found, {graph.frame.partition("/")[0] for graph in zgraph.summary(model).graphs}
 
 
-@pytest.mark.parametrize("zero_stage", [3, *slow(2)])  # the same frames
+@pytest.mark.parametrize("zero_stage", [3, 2])  # the same frames
 def test_forward_ends_although_dynamo_traced_a_branch_in_it(ranks: Ranks, zero_stage: int) -> None:
     """Dynamo forgets what is written to a `__dict__` after a branch; each forward would be one inside of the first."""
     assert ranks.run(windows_of_branches, zero_stage) == [([[], [], []], {"0"})] * 2

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 import zgraph
 from examples.benchmarks.loopback import Wire, loopback
+from tests.support.budget import long
 from tests.support.memory.live_tensors import local
 from tests.support.ranks import Ranks, worlds
 from tests.support.resting import check_rests
-from tests.support.tiers import long, slow
 from zgraph.codegen.kernels import reference
 from zgraph.compression.methods import NoFeedback, RngKey
 
@@ -88,7 +88,8 @@ def serve(zero_stage: int, offload: zgraph.Offload, precision: str, lowering: st
         (0, "disk", 8, "autocast", "fx"),
         (3, "host", 4, "bf16", "fx"),
         (3, "host", 8, "widened", "fx"),
-        *slow((3, "disk", 8, "bf16", "inductor"), (2, "disk", 4, "autocast", "inductor")),  # compile islands
+        (3, "disk", 8, "bf16", "inductor"),
+        (2, "disk", 4, "autocast", "inductor"),  # compile islands
     ],
 )
 def test_codes_serve_as_decoded_weights_would(
@@ -191,7 +192,7 @@ def check_planned(offload: zgraph.Offload) -> None:
 
 
 @worlds(2)
-@pytest.mark.parametrize("tier", slow("disk", "host"))
+@pytest.mark.parametrize("tier", ["disk", "host"])
 def test_codes_serve_by_a_plan(ranks: Ranks, tier: Any, tmp_path: Path) -> None:
     path = tmp_path if tier == "disk" else None
     ranks.run(check_planned, zgraph.Offload(params=tier, path=path, param_bits=4))
@@ -228,7 +229,7 @@ def test_unsupported_options_are_refused(options: dict[str, Any], message: str) 
 
 
 # Slow: it imports transformers, and compiles for a prompt and for one token.
-@pytest.mark.parametrize("bits", [*slow(4), *long(8)])
+@pytest.mark.parametrize("bits", [4, *long(8)])
 def test_a_language_model_generates_from_codes(tmp_path: Path, bits: Any) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 

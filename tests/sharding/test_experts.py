@@ -17,10 +17,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zgraph
 from tests.support import experts
+from tests.support.budget import long
 from tests.support.compiled import with_fx
 from tests.support.compressing import compressing, feedback_of
 from tests.support.ranks import Ranks, worlds
-from tests.support.tiers import long
 from tests.support.whole_tensors import whole
 from zgraph.passes import LoCo, presets
 

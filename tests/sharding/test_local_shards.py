@@ -114,7 +114,7 @@ def _equal(found: Any, expected: Any) -> bool:
     [
         pytest.param(Network, (), [4 + 4 + 1], 1, id="plain"),
         pytest.param(Checkpointed, (), [10 + 10 + 1], 2, id="regions inside a frame"),
-        pytest.param(Checkpointed, ("up", "down"), [9] * 4, 2, id="frames inside regions", marks=pytest.mark.slow),
+        pytest.param(Checkpointed, ("up", "down"), [9] * 4, 2, id="frames inside regions"),
     ],
 )
 def test_gradients_are_dtensors_and_the_graph_has_none(

@@ -21,7 +21,6 @@ from tests.support import models
 from tests.support.compiled import with_fx
 from tests.support.memory.heap_peak import SLACK_BYTES, WIDTH, Peak
 from tests.support.ranks import Ranks, every_world
-from tests.support.tiers import slow
 from tests.support.whole_tensors import whole
 
 SEED = 11
@@ -218,7 +217,7 @@ def test_materialized_equals_initialised_whole_and_sharded(ranks: Ranks, case: s
 
 @pytest.mark.parametrize(
     ("case", "options"),
-    slow(("constructor", {}), ("rescaling", {"param_dtype": torch.bfloat16})),  # which eager mode has
+    [("constructor", {}), ("rescaling", {"param_dtype": torch.bfloat16})],  # which eager mode has
     ids=str,
 )
 def test_materialized_equals_whole_compiled(ranks: Ranks, case: str, options: dict[str, Any]) -> None:
@@ -419,7 +418,7 @@ def compiled_and_optimizer_before(forgotten: bool) -> bool:
     return True
 
 
-@pytest.mark.parametrize("forgotten", slow(True, False))  # a shorter way than the other
+@pytest.mark.parametrize("forgotten", [True, False])  # a shorter way than the other
 def test_compiled_and_given_to_an_optimizer_before(ranks: Ranks, forgotten: bool) -> None:
     """Also when the compiler has met the model on the meta device, and refused it."""
     assert all(ranks.run(compiled_and_optimizer_before, forgotten))
@@ -643,7 +642,6 @@ def peak_bytes(zero_stage: int, init: Init | None, offset: int) -> dict[str, int
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_peak_memory_is_all_shards_and_one_unit(world: int) -> None:
     """At stages 0 and 3, drawn once and twice, from one random state and from one a rank; in processes of its own."""

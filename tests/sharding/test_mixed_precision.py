@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import zgraph
 from tests.support import models
+from tests.support.budget import long
 from tests.support.compiled import with_fx
 from tests.support.judges.replicated import (
     Case,
@@ -26,7 +27,6 @@ from tests.support.judges.replicated import (
     whole,
 )
 from tests.support.ranks import Ranks, every_world, worlds
-from tests.support.tiers import long, slow
 
 
 def _cases(label: str, half: torch.dtype) -> dict[str, Case]:
@@ -79,7 +79,7 @@ CASES = {
 # The telling ones run at both ends of the stages, with and without a compiler; the others once.
 TELLING = ("fp16_parameters", "bf16_language", "bf16_experts", "bf16_autocast", "fp16_autocast_language")
 OTHERS = [name for name in CASES if name not in TELLING]
-FAST = ("fp16_parameters", "bf16_autocast")  # what `make test` runs of them
+AT_BOTH_ENDS = ("fp16_parameters", "bf16_autocast")
 
 
 def run_case(name: str, zero_stage: int, mode: str) -> int:
@@ -87,15 +87,13 @@ def run_case(name: str, zero_stage: int, mode: str) -> int:
 
 
 def telling() -> list[Any]:
-    """Rows of a table. Compiled, what is not fast runs at one end in turns; the other way is long."""
+    """Return rows of a table. Compiled, the others run at one end in turns; the other end is long."""
     rows: list[Any] = []
     for place, (world, zero_stage) in enumerate([(2, 3), (3, 0)]):
         for number, name in enumerate(TELLING):
             for mode in ("eager", "fx"):
-                mark = (
-                    pytest.mark.long if mode == "fx" and name not in FAST and place != number % 2 else pytest.mark.slow
-                )
-                marks = [] if zero_stage and name in FAST else [mark]
+                has_twin = mode == "fx" and name not in AT_BOTH_ENDS and place != number % 2
+                marks = [pytest.mark.long] if has_twin else []
                 title = f"{name}-ranks{world}-{zero_stage}-{mode}"
                 rows.append(pytest.param(name, world, zero_stage, mode, id=title, marks=marks))
     return rows
@@ -106,12 +104,12 @@ def test_equals_the_replicated_model(ranks: Ranks, name: str, zero_stage: int, m
     assert min(ranks.run(run_case, name, zero_stage, mode)) > 0
 
 
-@pytest.mark.parametrize("name", [*slow(*OTHERS[::2]), *long(*OTHERS[1::2])])
+@pytest.mark.parametrize("name", [*OTHERS[::2], *long(*OTHERS[1::2])])
 def test_equals_the_replicated_model_at_stage_3_compiled(ranks: Ranks, name: str) -> None:
     assert min(ranks.run(run_case, name, 3, "fx")) > 0
 
 
-@pytest.mark.parametrize("mode", [*slow("fx"), *long("eager")])
+@pytest.mark.parametrize("mode", ["fx", *long("eager")])
 @pytest.mark.parametrize("name", ["bf16_wire", "bf16_wide_means", "bf16_accumulated"])
 @worlds(3)
 def test_means_of_replicated_gradients_are_rounded_once(ranks: Ranks, name: str, mode: str) -> None:
@@ -306,7 +304,7 @@ def train_token_weighted(zero_stage: int, mode: str, half: bool) -> None:
     [
         (2, 0, "eager", False),
         (3, 3, "eager", False),
-        *slow((3, 3, "fx", True)),
+        (3, 3, "fx", True),
         *long((2, 0, "fx", False), (2, 0, "fx", True), (3, 3, "fx", False)),  # every two are met before
     ],
     indirect=["ranks"],

@@ -17,10 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import Schedule1F1B
 
 import zgraph
+from tests.support.budget import long
 from tests.support.compressing import feedback_of
 from tests.support.judges.replicated import Case, Replicated, assert_equal, batches
 from tests.support.ranks import Ranks, worlds
-from tests.support.tiers import long, slow
 from tests.support.whole_tensors import whole
 from zgraph.errors import CheckpointError, ZgraphWarning
 from zgraph.passes import CompressGradients, LoCo, presets
@@ -164,7 +164,7 @@ ROWS = {
 # Ten seconds each: two ranks compile forwards and backwards of both positions in the window.
 @pytest.mark.parametrize(
     "name",
-    ["stage 2, eager, autocast", *slow("stage 1, planned", "stage 3, budget, autocast"), *long(*list(ROWS)[2:5])],
+    ["stage 2, eager, autocast", "stage 1, planned", "stage 3, budget, autocast", *long(*list(ROWS)[2:5])],
 )
 def test_a_step_has_the_bits_of_one_model(ranks: Ranks, name: str) -> None:
     assert ranks.run(compared, ROWS[name]) == [STEPS * len(list(Chunk().parameters()))] * ranks.world
@@ -199,7 +199,7 @@ def compared_with_lines(row: Row) -> int:
 @pytest.mark.parametrize(
     "row",
     [
-        *slow(Row(zero_stage=0, compressed=True)),
+        Row(zero_stage=0, compressed=True),
         *long(Row(zero_stage=2, compressed=True, planned=True, autocast=torch.bfloat16)),
         *long(Row(zero_stage=3, compressed=True)),
     ],

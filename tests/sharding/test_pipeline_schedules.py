@@ -23,7 +23,6 @@ from torch.utils.checkpoint import checkpoint
 import zgraph
 from tests.support.compressing import feedback_of
 from tests.support.ranks import Ranks, fresh_ranks, worlds
-from tests.support.tiers import slow
 from tests.support.whole_tensors import whole
 from zgraph import passes as P
 from zgraph.errors import ZgraphError
@@ -247,20 +246,18 @@ def assert_one_window(ranks: Ranks, row: Row) -> None:
         Row("ScheduleZBVZeroBubble", 0, "eager"),
         Row("ScheduleLoopedBFS", 1, "eager", closes="first"),
         # Each pairs what the rows above have apart.
-        *slow(
-            Row("ScheduleGPipe", 0, "fx", chunks=1),
-            Row("ScheduleGPipe", 3, "eager", torch.bfloat16, chunks=1),
-            Row("Schedule1F1B", 2, "inductor", torch.bfloat16, chunks=1),
-            Row("ScheduleInterleaved1F1B", 0, "inductor"),
-            Row("ScheduleInterleaved1F1B", 1, "eager", torch.bfloat16),
-            Row("ScheduleInterleavedZeroBubble", 1, "eager"),
-            Row("ScheduleInterleavedZeroBubble", 3, "inductor"),
-            Row("ScheduleZBVZeroBubble", 1, "fx", torch.bfloat16),
-            Row("ScheduleZBVZeroBubble", 3, "eager"),
-            Row("ScheduleLoopedBFS", 2, "fx", closes="first"),
-            Row("ScheduleLoopedBFS", 3, "fx"),
-            Row("ScheduleInterleaved1F1B", 3, "inductor", torch.bfloat16, keep_bytes=2 * KEPT),
-        ),
+        Row("ScheduleGPipe", 0, "fx", chunks=1),
+        Row("ScheduleGPipe", 3, "eager", torch.bfloat16, chunks=1),
+        Row("Schedule1F1B", 2, "inductor", torch.bfloat16, chunks=1),
+        Row("ScheduleInterleaved1F1B", 0, "inductor"),
+        Row("ScheduleInterleaved1F1B", 1, "eager", torch.bfloat16),
+        Row("ScheduleInterleavedZeroBubble", 1, "eager"),
+        Row("ScheduleInterleavedZeroBubble", 3, "inductor"),
+        Row("ScheduleZBVZeroBubble", 1, "fx", torch.bfloat16),
+        Row("ScheduleZBVZeroBubble", 3, "eager"),
+        Row("ScheduleLoopedBFS", 2, "fx", closes="first"),
+        Row("ScheduleLoopedBFS", 3, "fx"),
+        Row("ScheduleInterleaved1F1B", 3, "inductor", torch.bfloat16, keep_bytes=2 * KEPT),
     ],
     ids=str,
 )
@@ -272,8 +269,8 @@ def test_a_step_is_one_window(ranks: Ranks, row: Row) -> None:
     "row",
     [
         Row("Schedule1F1B", 1, "fx", chunks=1),
-        *slow(Row("ScheduleLoopedBFS", 2, "eager", chunks=1, closes="first")),
-        *slow(Row("ScheduleGPipe", 3, "eager", chunks=1, keep_bytes=4 * KEPT + 100)),
+        Row("ScheduleLoopedBFS", 2, "eager", chunks=1, closes="first"),
+        Row("ScheduleGPipe", 3, "eager", chunks=1, keep_bytes=4 * KEPT + 100),
         Row("Schedule1F1B", 3, "fx", chunks=1, keep_bytes=4 * KEPT),
     ],
     ids=str,
@@ -318,14 +315,12 @@ def with_and_without(row: Row, keep_bytes: int) -> tuple[list[str], int, int]:
     "row",
     [
         Row("ScheduleInterleavedZeroBubble", 3, "eager", torch.bfloat16, two_steps=True),
-        *slow(
-            Row("Schedule1F1B", 3, "fx", torch.bfloat16, chunks=1, compressed=True, two_steps=True),
-            Row("Schedule1F1B", 3, "inductor", chunks=1),
-            Row("ScheduleInterleaved1F1B", 3, "inductor", compressed=True, two_steps=True),
-            Row("ScheduleInterleaved1F1B", 3, "fx", torch.bfloat16),
-            Row("ScheduleInterleavedZeroBubble", 3, "fx", two_steps=True),
-            Row("ScheduleInterleavedZeroBubble", 3, "inductor", torch.bfloat16, compressed=True),
-        ),
+        Row("Schedule1F1B", 3, "fx", torch.bfloat16, chunks=1, compressed=True, two_steps=True),
+        Row("Schedule1F1B", 3, "inductor", chunks=1),
+        Row("ScheduleInterleaved1F1B", 3, "inductor", compressed=True, two_steps=True),
+        Row("ScheduleInterleaved1F1B", 3, "fx", torch.bfloat16),
+        Row("ScheduleInterleavedZeroBubble", 3, "fx", two_steps=True),
+        Row("ScheduleInterleavedZeroBubble", 3, "inductor", torch.bfloat16, compressed=True),
     ],
     ids=str,
 )
@@ -433,7 +428,7 @@ def counted_steps(row: Row) -> set[tuple[int, int]]:
     return {(one.reductions, one.steps) for one in slots}
 
 
-@pytest.mark.parametrize("zero_stage", [0, *slow(2), 3])  # in stage 2 forwards tell their backward, as in 0
+@pytest.mark.parametrize("zero_stage", [0, 2, 3])  # in stage 2 forwards tell their backward, as in 0
 def test_error_feedback_counts_a_step_once(ranks: Ranks, zero_stage: int) -> None:
     row = Row("Schedule1F1B", zero_stage, "fx", chunks=1, compressed=True)
     reductions = STEPS * (1 if zero_stage == 0 else MICRO_BATCHES)
@@ -511,7 +506,6 @@ def fails(folder: str) -> None:
         os._exit(1)
 
 
-@pytest.mark.slow
 def test_all_ranks_of_a_pipeline_learn_that_one_has_failed(tmp_path: Path) -> None:
     """From the end of its process: neighbours in the pipeline, its data-parallel peers, and then theirs."""
     with fresh_ranks(2 * DP, timeout_s=200.0) as ranks:  # longer than the test would wait

@@ -20,7 +20,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import zgraph
 from tests.support.graphs import Drawing, names_of
 from tests.support.ranks import Ranks
-from tests.support.tiers import slow
 from tests.support.whole_tensors import whole
 from zgraph import passes as P
 from zgraph.graph.split_graph import split_graph
@@ -189,15 +188,13 @@ def assert_bits_of_whole_backwards(ranks: Ranks, row: Row, schedule: str) -> lis
     ("row", "schedule"),
     [
         (Row(2, dp=2), SPLIT),
-        *slow(
-            (Row(0, "inductor"), SPLIT),
-            (Row(3, "inductor", dp=2), SPLIT),
-            (Row(1, kind="broken", autocast=True), SPLIT),
-            (Row(0, dp=2, compression=P.LoCo()), SPLIT),
-            (Row(3, dp=2, compression=P.LoCo(), warmup_steps=1), SPLIT),
-            (Row(3), "ZBVZeroBubble"),
-            (Row(1, dp=2, kind="mixed"), SPLIT),
-        ),
+        (Row(0, "inductor"), SPLIT),
+        (Row(3, "inductor", dp=2), SPLIT),
+        (Row(1, kind="broken", autocast=True), SPLIT),
+        (Row(0, dp=2, compression=P.LoCo()), SPLIT),
+        (Row(3, dp=2, compression=P.LoCo(), warmup_steps=1), SPLIT),
+        (Row(3), "ZBVZeroBubble"),
+        (Row(1, dp=2, kind="mixed"), SPLIT),
     ],
     ids=str,
 )
@@ -210,7 +207,7 @@ def test_halves_have_the_bits_of_whole_backwards(ranks: Ranks, row: Row, schedul
         assert before or row.dp == 1 or row.zero_stage == 0  # which has no group for reductions alone
 
 
-@pytest.mark.parametrize("kind", slow("ran", "outside"))
+@pytest.mark.parametrize("kind", ["ran", "outside"])
 def test_unsplittable_backward_runs_whole(ranks: Ranks, kind: Any) -> None:
     """Gradients that come out of no compiled function, and what was compiled before anybody wanted halves."""
     for done in assert_bits_of_whole_backwards(ranks, Row(3, dp=2, kind=kind), SPLIT):

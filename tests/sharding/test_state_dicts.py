@@ -24,7 +24,6 @@ from tests.support.checkpoints import Noisy, difference, make, snapshot, train
 from tests.support.compiled import with_fx
 from tests.support.memory.heap_peak import SLACK_BYTES, WIDTH, Peak
 from tests.support.ranks import Ranks, every_world
-from tests.support.tiers import slow
 
 # --- plain state dicts ----------------------------------------------------------------------------------------------
 
@@ -53,9 +52,7 @@ def load_plain(compiled: bool, prefixed: bool, assign: bool) -> dict[str, Any]:
     ("compiled", "prefixed", "assign"),
     [
         *((compiled, prefixed, compiled != prefixed) for compiled in (False, True) for prefixed in (False, True)),
-        *slow(
-            *((compiled, prefixed, compiled == prefixed) for compiled in (False, True) for prefixed in (False, True))
-        ),
+        *((compiled, prefixed, compiled == prefixed) for compiled in (False, True) for prefixed in (False, True)),
     ],
 )
 def test_a_whole_state_dict_loads(ranks: Ranks, compiled: bool, prefixed: bool, assign: bool) -> None:
@@ -269,7 +266,6 @@ def through_hugging_face(folder: str) -> list[str]:
     ]
 
 
-@pytest.mark.slow  # importing transformers takes most of it
 def test_hugging_face_saves_and_loads_a_full_state_dict(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks.run(through_hugging_face, str(tmp_path)) == [[], []]
 

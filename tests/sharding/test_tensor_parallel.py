@@ -200,7 +200,6 @@ def test_a_whole_step_has_the_same_bits_as_its_lines(ranks: Ranks) -> None:
     ranks.run(whole_step, zgraph.Offload(params="host", optimizer="host"))
 
 
-@pytest.mark.slow  # six seconds
 @worlds(2)
 def test_whole_step_from_disk_equals_its_lines_bitwise(ranks: Ranks, tmp_path: Path) -> None:
     """Six seconds: tensor parallelism's collectives are traced into one graph with everything else."""

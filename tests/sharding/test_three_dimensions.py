@@ -14,7 +14,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import zgraph
 from tests.support.ranks import Ranks, fresh_ranks, worlds
-from tests.support.tiers import slow
 from tests.support.whole_tensors import whole
 from zgraph.sharding.pipeline.weight_backwards import WeightBackwards
 
@@ -136,7 +135,9 @@ def halves_on_a_mesh(zero_stage: int, mode: str, schedule_name: str) -> tuple[Tr
     ("zero_stage", "mode", "schedule_name"),
     [
         (2, "fx", "InterleavedZeroBubble"),
-        *slow((0, "eager", "InterleavedZeroBubble"), (0, "fx", "ZBVZeroBubble"), (3, "eager", "ZBVZeroBubble")),
+        (0, "eager", "InterleavedZeroBubble"),
+        (0, "fx", "ZBVZeroBubble"),
+        (3, "eager", "ZBVZeroBubble"),
     ],
 )
 def test_tensor_parallel_stages_run_without_bubble(
@@ -162,7 +163,7 @@ def test_tensor_parallel_stages_run_without_bubble(
 @pytest.mark.parametrize(
     ("zero_stage", "mode"),
     [
-        pytest.param(1, "eager", marks=pytest.mark.slow),  # eight ranks
+        (1, "eager"),  # eight ranks
         pytest.param(3, "fx", marks=pytest.mark.long),  # all of which compile
     ],
 )

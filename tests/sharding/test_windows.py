@@ -19,11 +19,11 @@ from torch.profiler import ProfilerActivity, profile
 
 import zgraph
 from tests.support import models
+from tests.support.budget import long
 from tests.support.compiled import with_fx
 from tests.support.memory.gloo_buffers import settled
 from tests.support.memory.live_tensors import live_tensors, local, storage_bytes
 from tests.support.ranks import Ranks, every_world, fresh_ranks, worlds
-from tests.support.tiers import long, slow
 from tests.support.whole_tensors import whole
 from zgraph.runtime.exchanges.collectives import start_all_gather
 from zgraph.runtime.groups import reduction_group
@@ -86,7 +86,7 @@ def window_bytes(zero_stage: int, micro_batches: int, mode: str) -> int:
 
 
 @pytest.mark.parametrize("mode", ["eager", "fx"])
-@pytest.mark.parametrize("micro_batches", [1, *slow(4)])
+@pytest.mark.parametrize("micro_batches", [1, 4])
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 @every_world
 def test_a_step_sends_what_the_formula_says(ranks: Ranks, zero_stage: int, micro_batches: int, mode: str) -> None:
@@ -121,7 +121,7 @@ def held_in_window(zero_stage: int, mode: str, inside: int, after: int) -> list[
     return measured
 
 
-@pytest.mark.parametrize("world", [*slow(2, 3), *long(1, 4)])
+@pytest.mark.parametrize("world", [2, 3, *long(1, 4)])
 def test_a_window_holds_what_the_formula_says(world: int) -> None:
     """Parameter and gradient at rest; and in a window the kept copies (1, 2) and the waiting sums (1), P each."""
     with fresh_ranks(world) as ranks:  # everything alive in the process counts, also what another test left
@@ -348,7 +348,7 @@ def refused_load(zero_stage: int, compiled: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("zero_stage", "compiled"), [(0, False), (1, False), (3, False), (1, True), *slow((0, True), (3, True))]
+    ("zero_stage", "compiled"), [(0, False), (1, False), (3, False), (1, True), (0, True), (3, True)]
 )
 def test_nothing_is_loaded_into_an_open_window(ranks: Ranks, zero_stage: int, compiled: bool) -> None:
     for found in ranks.run(refused_load, zero_stage, compiled):
@@ -413,7 +413,6 @@ def bytes_by_axis(zero_stage: int, micro_batches: int) -> dict[str, int]:
     return found
 
 
-@pytest.mark.slow
 @worlds(4)
 @pytest.mark.parametrize(("zero_stage", "inside", "across"), [(0, 2, 1), (1, 2, 1), (2, 2, 1), (3, 3, 1)])
 def test_hybrid_sharding_gathers_inside_only(ranks: Ranks, zero_stage: int, inside: int, across: int) -> None:

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import zgraph
+from tests.support.budget import long
 from tests.support.graphs import Keep, fake_world
 from tests.support.memory import gloo_buffers
 from tests.support.memory.allocations import Count, counted, steady_rise
 from tests.support.ranks import Ranks, worlds
-from tests.support.tiers import long, slow
 from tests.support.whole_steps import Case, assert_same, train
 from zgraph.analysis.cost import NodeCost
 from zgraph.analysis.liveness import memory_curve
@@ -181,7 +181,6 @@ def budgets() -> dict[int | None, Ran]:
 
 
 @worlds(2)
-@pytest.mark.slow  # searches for the smallest budget
 def test_step_memory_is_within_budget_and_as_predicted(ranks: Ranks) -> None:
     for found in ranks.run(budgets):
         plain = found.pop(None)
@@ -201,9 +200,9 @@ CASES = {
     "loco": Case(loco=True, optimizer="adagrad", accumulation=2, clip="zgraph"),
     "checkpointed": Case(checkpointed=True, optimizer="sgd"),
 }
-QUICK = ("stage 3",)
-SLOW = ("stage 1, accumulated", "checkpointed")  # the others meet a budget in test_offload_state.py, in pairs
-ROWS = [*QUICK, *slow(*SLOW), *long(*(name for name in CASES if name not in (*QUICK, *SLOW)))]
+# The others meet a budget in test_offload_state.py, in pairs.
+SOME = ("stage 3", "stage 1, accumulated", "checkpointed")
+ROWS = [*SOME, *long(*(name for name in CASES if name not in SOME))]
 
 
 def frugal(case: Case) -> tuple[str, ...]:
@@ -231,7 +230,6 @@ def test_recomputation_changes_no_bit(ranks: Ranks, name: str) -> None:
 
 
 @worlds(2)
-@pytest.mark.slow  # compiles islands
 def test_a_step_compiled_by_inductor_makes_again_the_same(ranks: Ranks) -> None:
     """Its kernels round in another order."""
     again = recomputed(ranks.run(frugal, Case(lowering="inductor", optimizer="sgd", clip="zgraph")))

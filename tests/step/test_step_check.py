@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zgraph
+from tests.support.budget import long
 from tests.support.graphs import fake_world
 from tests.support.ranks import Ranks, worlds
 from tests.support.step_loops import Loop, batch, verdicts
-from tests.support.tiers import long, slow
 from zgraph.step.capture.lifted import Lifted
 from zgraph.step.capture.stand_ins import WINDOW
 from zgraph.step.judge import Before
@@ -60,7 +60,7 @@ class LeavesGradients(Loop):
 @worlds(2)
 @pytest.mark.parametrize(
     ("kind", "stage"),
-    [(WithDropout, 3), *slow((LeavesGradients, 2), (WithDropout, 0)), *long((LeavesGradients, 1))],  # the same copies
+    [(WithDropout, 3), (LeavesGradients, 2), (WithDropout, 0), *long((LeavesGradients, 1))],  # the same copies
 )
 def test_a_checked_step_goes_on_as_if_nobody_had_looked(ranks: Ranks, kind: type[Loop], stage: int) -> None:
     for found in ranks.run(verdicts, [kind], [stage], 2):
@@ -154,7 +154,6 @@ def by_inductor() -> None:
         step(batch(number))
 
 
-@pytest.mark.slow  # compiles C++
 @worlds(2)
 def test_a_step_for_inductor_is_checked_operator_by_operator(ranks: Ranks) -> None:
     ranks.run(by_inductor)

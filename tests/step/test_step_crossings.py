@@ -11,10 +11,10 @@ from torch import Tensor, optim
 from torch.distributed.device_mesh import init_device_mesh
 
 import zgraph
+from tests.support.budget import long
 from tests.support.ranks import Ranks, worlds
 from tests.support.step_gate import Lion
 from tests.support.step_scripts import LR, Net, Script, Setting, compare, kinds
-from tests.support.tiers import long, slow
 
 P = zgraph.passes
 
@@ -80,7 +80,9 @@ EIGHT_BITS = {"gather_compression": P.NoFeedback(bits=8)}
     [
         (Autocast, sgd, 3, EIGHT_BITS),
         # Each of these features is fast without a captured step.
-        *slow((Windowed, sgd, 1, LOW_RANK), (Unit, adamw_fused, 3, {}), (Hybrid, sgd, 2, {})),
+        (Windowed, sgd, 1, LOW_RANK),
+        (Unit, adamw_fused, 3, {}),
+        (Hybrid, sgd, 2, {}),
         # The same features at other stages, or with fewer of the others.
         *long(
             (Accumulated, sgd, 3, LOW_RANK),
@@ -102,7 +104,6 @@ def test_a_captured_step_equals_the_plain_loop(
 
 # One model: what is compiled for one of them is there for the others.
 @worlds(2)
-@pytest.mark.slow  # compiles C++
 @pytest.mark.parametrize(
     ("script", "make", "stage", "bound"),
     [
@@ -153,7 +154,7 @@ def metered(script_of: type[Script]) -> tuple[list[dict[str, Any]], str, str, in
 
 
 @worlds(2)
-@pytest.mark.parametrize("script", [Autocast, *slow(Script)])
+@pytest.mark.parametrize("script", [Autocast, Script])
 def test_metrics_and_reports_see_whole_steps(ranks: Ranks, script: type[Script]) -> None:
     for values, summary, explained, sent_bytes in ranks.run(metered, script):
         assert len(values) == 4

@@ -18,8 +18,6 @@ from tests.support.ranks import Ranks, worlds
 from tests.support.step_gate import LEVELS, Gate, train
 
 PAIRS = [Gate(*row) for row in make(list(LEVELS.values()), strength=2)]
-# One: each compiles what two or three ranks train with, which takes ten seconds and more.
-QUICK = [next(one for one in PAIRS if (one.optimizer, one.ranks) == (name, 2)) for name in ("adamw_fused",)]
 
 
 def pairs(gate: Gate) -> set[tuple[tuple[str, Any], ...]]:
@@ -31,7 +29,7 @@ def brought(gate: Gate) -> set[Any]:
     return {pair for pair in pairs(gate) if pair[0][0] != "optimizer"} | {gate.optimizer}
 
 
-def slow() -> Iterator[Gate]:
+def enough() -> Iterator[Gate]:
     """Enough for every optimizer and every pair of other features."""
     left = set[Any]().union(*map(brought, PAIRS))
     while left:
@@ -42,10 +40,9 @@ def slow() -> Iterator[Gate]:
 
 def cases() -> Iterator[Any]:
     """Long those that only bring an optimizer another stage or feature."""
-    chosen = set(slow())
+    chosen = set(enough())
     for one in PAIRS:
-        marks = [] if one in QUICK else [pytest.mark.slow if one in chosen else pytest.mark.long]
-        yield pytest.param(one.ranks, one, id=str(one), marks=marks)
+        yield pytest.param(one.ranks, one, id=str(one), marks=[] if one in chosen else [pytest.mark.long])
 
 
 @pytest.mark.parametrize(("ranks", "gate"), list(cases()), indirect=["ranks"], scope="session")
@@ -78,7 +75,6 @@ def drawn(examples: int) -> Any:
 
 
 @worlds(2)
-@pytest.mark.slow  # seconds each, and of the same kind as those above
 @drawn(2)
 @given(gates(2))
 def test_drawn_steps_train_as_the_plain_loop(ranks: Ranks, gate: Gate) -> None:

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, optim
 
 import zgraph
+from tests.support.budget import long
 from tests.support.lazy_streams import late_gpu
 from tests.support.ranks import Ranks, worlds
 from tests.support.resting import DISK, HOST, MIXED, STATE, machine, under
 from tests.support.step_scripts import LR, Script, Setting, compare, kinds
-from tests.support.tiers import long, slow
 
 
 def sgd(groups: Any) -> optim.Optimizer:
@@ -105,11 +105,12 @@ class Following(Scaled):
 
 CASES = [
     (FromTheStart, adamw_foreach, 3, False),
-    *slow((Scaled, adamw_foreach, 1, False), (OfTorch, adam, 2, False)),
+    (Scaled, adamw_foreach, 1, False),
+    (OfTorch, adam, 2, False),
     # The same lines with other optimizers, at other stages.
     *long((Scaled, sgd, 3, False), (Scaled, adamw_fused, 0, False), (OfTorch, adamw_fused, 2, False)),
     *long((FromTheStart, adamw_fused, 1, False)),
-    *slow((Scaled, sgd, 1, True)),  # a C++ compiler takes seconds for each kernel
+    (Scaled, sgd, 1, True),  # a C++ compiler takes seconds for each kernel
 ]
 
 
@@ -128,11 +129,14 @@ def test_a_step_with_an_inf_is_skipped_in_the_graph(
     ("script", "make", "at_rest", "close"),
     [
         # Its state is made in a step that counts. What rests on the host is fast below, where costs choose.
-        *slow((FromTheStart, adamw_fused, HOST, False)),
+        (FromTheStart, adamw_fused, HOST, False),
         # The same lines on tensors that come from elsewhere, and go back.
-        *slow((Scaled, sgd, DISK, False), (OfTorch, adamw_fused, DISK, False), (Scaled, adamw_foreach, MIXED, False)),
-        *slow((OfTorch, adam, HOST, False), (FromTheStart, adam, DISK, False)),
-        *slow((Scaled, sgd, DISK, True)),  # compiles C++
+        (Scaled, sgd, DISK, False),
+        (OfTorch, adamw_fused, DISK, False),
+        (Scaled, adamw_foreach, MIXED, False),
+        (OfTorch, adam, HOST, False),
+        (FromTheStart, adam, DISK, False),
+        (Scaled, sgd, DISK, True),  # compiles C++
     ],
 )
 def test_step_with_an_inf_changes_no_offloaded_tensor(
@@ -151,7 +155,7 @@ def compare_on_host(setting: Setting) -> int:
 
 
 @worlds(2)
-@pytest.mark.parametrize("script", [OfTorch, *slow(Scaled)])
+@pytest.mark.parametrize("script", [OfTorch, Scaled])
 def test_gradients_are_unscaled_before_going_to_the_host(ranks: Ranks, script: type[Script]) -> None:
     """Of a GPU, for an update there; one step is skipped."""
     setting = Setting(script, adamw_fused, stage=2, steps=7, at_rest=STATE, started=True)
@@ -174,7 +178,8 @@ def chosen_by(setting: Setting) -> tuple[list[str], list[str]]:
     ("script", "at_rest"),
     [
         (Scaled, HOST),  # clipped: both wait for the norm
-        *slow((OfTorch, STATE), (FromTheStart, HOST)),  # the same kernels; the first divide out the scale themselves
+        (OfTorch, STATE),
+        (FromTheStart, HOST),  # the same kernels; the first divide out the scale themselves
     ],
 )
 def test_step_with_an_inf_changes_neither_host_nor_device(
@@ -192,7 +197,7 @@ def test_step_with_an_inf_changes_neither_host_nor_device(
 
 
 @worlds(2)
-@pytest.mark.parametrize("make", [adamw_fused, *slow(sgd)])  # which divides the loss's scale out itself
+@pytest.mark.parametrize("make", [adamw_fused, sgd])  # which divides the loss's scale out itself
 def test_error_feedback_is_told_of_skipped_steps(ranks: Ranks, make: Any) -> None:
     loco = {"compression": zgraph.passes.LoCo()}
     for reasons in ranks.run(compare, Setting(Following, make, preset=loco, steps=7, started=True)):

@@ -9,9 +9,9 @@ import torch
 from torch import nn, optim
 
 import zgraph
+from tests.support.budget import long
 from tests.support.ranks import Ranks, worlds
 from tests.support.step_scripts import LR, Script, Setting, compare, kinds
-from tests.support.tiers import long, slow
 
 
 def nadam(groups: Any) -> optim.Optimizer:
@@ -103,7 +103,8 @@ class Counting(Lion):
     [
         (nadam, 3, False),
         (Lars, 2, False),
-        *slow((rprop_foreach, 0, False), (Lion, 3, False)),
+        (rprop_foreach, 0, False),
+        (Lion, 3, False),
         # The other road of the same optimizers.
         *long((nadam_foreach, 1, False), (rprop, 2, False), (Lars, 0, False)),
     ],
@@ -115,9 +116,7 @@ def test_an_optimizer_steps_as_in_the_plain_loop(ranks: Ranks, make: Any, stage:
 
 
 @worlds(2)
-@pytest.mark.parametrize(
-    ("make", "stage"), [*slow((radam, 3), (asgd, 2)), *long((radam_foreach, 1), (asgd_foreach, 0))]
-)
+@pytest.mark.parametrize(("make", "stage"), [(radam, 3), (asgd, 2), *long((radam_foreach, 1), (asgd_foreach, 0))])
 def test_an_optimizer_that_decides_by_its_step_is_compiled_again(ranks: Ranks, make: Any, stage: int) -> None:
     for reasons in ranks.run(compare, Setting(Script, make, stage=stage, steps=9)):
         assert kinds(reasons)[:3] == ["", "state", "options"]
@@ -146,7 +145,7 @@ def muon(groups: Any) -> optim.Optimizer:
 
 
 @worlds(2)
-@pytest.mark.parametrize("stage", [3, *slow(0)])
+@pytest.mark.parametrize("stage", [3, 0])
 def test_muon_steps_tall_and_wide_matrices(ranks: Ranks, stage: int) -> None:
     for reasons in ranks.run(compare, Setting(OfMatrices, muon, stage=stage)):
         assert kinds(reasons) == ["", "state"]
@@ -191,7 +190,7 @@ def adamw_foreach(groups: Any) -> optim.Optimizer:
     [
         (2, adamw_foreach, 3),
         # Each compiles five graphs; test_step_gate.py has the long ones, on two ranks and on three.
-        *slow((3, Lars, 2)),
+        (3, Lars, 2),
         *long((2, nadam, 0), (2, rprop, 1), (3, adamw_foreach, 3), (3, rprop, 1)),
     ],
     indirect=["ranks"],

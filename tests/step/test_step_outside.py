@@ -11,10 +11,10 @@ from torch import Tensor, nn, optim
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
 import zgraph
+from tests.support.budget import long
 from tests.support.ranks import Ranks, worlds
 from tests.support.resting import DISK, HOST, MIXED, under
 from tests.support.step_scripts import LR, Script, Setting, compare, kinds
-from tests.support.tiers import long, slow
 
 
 def sgd(groups: Any) -> optim.Optimizer:
@@ -141,8 +141,9 @@ class Equally(Smoothed):
     [
         (Averaged, adamw_fused, 1, False),
         (Taught, adamw_fused, 3, False),
-        *slow((AveragedAtOnce, sgd, 0, False), (ByList, sgd, 2, False)),
-        pytest.param(Averaged, sgd, 2, True, marks=pytest.mark.slow),  # a C++ compiler takes seconds for each kernel
+        (AveragedAtOnce, sgd, 0, False),
+        (ByList, sgd, 2, False),
+        (Averaged, sgd, 2, True),  # a C++ compiler takes seconds for each kernel
         (OneByOne, sgd, 2, False),
         (Equally, adamw_fused, 1, False),
         # The same lines at other stages; what OneByOne and Equally are made of.
@@ -163,11 +164,13 @@ def test_tensors_that_the_function_names_are_inputs(
     ("script", "make", "at_rest", "close"),
     # Averages without an offload are above, and an offload without averages in test_offload_state.py.
     [
-        *slow((Averaged, adamw_fused, DISK, False), (AveragedAtOnce, sgd, HOST, False), (Taught, sgd, MIXED, False)),
+        (Averaged, adamw_fused, DISK, False),
+        (AveragedAtOnce, sgd, HOST, False),
+        (Taught, sgd, MIXED, False),
         # The same lines on another tier.
         *long((Averaged, adamw_fused, HOST, False), (AveragedAtOnce, adamw_fused, DISK, False)),
         *long((Smoothed, adamw_fused, HOST, False), (OneByOne, sgd, DISK, False), (ByList, sgd, DISK, False)),
-        *slow((Averaged, sgd, MIXED, True)),  # compiles C++
+        (Averaged, sgd, MIXED, True),  # compiles C++
     ],
 )
 def test_averages_follow_what_rests_elsewhere(

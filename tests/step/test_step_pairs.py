@@ -19,7 +19,6 @@ from tests.support.resting import DISK, HOST, MIXED, under
 from tests.support.shared_memory import SharedMemory
 from tests.support.step_gate import Lion
 from tests.support.step_scripts import LR, Script, Setting, compare, kinds
-from tests.support.tiers import slow
 from tests.support.whole_tensors import whole
 
 P = zgraph.passes
@@ -144,7 +143,7 @@ def resumed(setting: Setting) -> int:
 
 
 @worlds(2)
-@pytest.mark.parametrize("stage", slow(3, 2))
+@pytest.mark.parametrize("stage", [3, 2])
 def test_a_clipped_run_is_resumed(ranks: Ranks, stage: int) -> None:
     assert ranks.run(resumed, Setting(Clipped, adamw_fused, stage=stage)) == [1, 1]  # its state is there
 
@@ -158,8 +157,8 @@ def test_a_clipped_run_is_resumed(ranks: Ranks, stage: int) -> None:
     "setting",
     [
         pytest.param(Setting(Two, adamw_fused, target=TARGET), id="planned"),
-        pytest.param(Setting(Two, sgd, target=TARGET, frugal=True), id="frugal", marks=pytest.mark.slow),
-        pytest.param(Setting(Two, sgd, close=True, steps=4), id="inductor", marks=pytest.mark.slow),  # compiles C++
+        pytest.param(Setting(Two, sgd, target=TARGET, frugal=True), id="frugal"),
+        pytest.param(Setting(Two, sgd, close=True, steps=4), id="inductor"),  # compiles C++
     ],
 )
 def test_several_optimizers_step(ranks: Ranks, script: type[Script], setting: Setting) -> None:
@@ -177,9 +176,9 @@ EACH = {"bucket_bytes": 1}
 @pytest.mark.parametrize(
     "setting",
     [
-        pytest.param(Setting(Script, adamw_fused, stage=0, preset=EACH), id="by rules", marks=pytest.mark.slow),
+        pytest.param(Setting(Script, adamw_fused, stage=0, preset=EACH), id="by rules"),
         pytest.param(Setting(Windowed, sgd, stage=0, preset=EACH, target=TARGET), id="planned, no_sync"),
-        pytest.param(Setting(InTurn, sgd, stage=0, preset=EACH), id="in turn", marks=pytest.mark.slow),
+        pytest.param(Setting(InTurn, sgd, stage=0, preset=EACH), id="in turn"),
     ],
 )
 def test_updates_run_while_later_means_arrive(ranks: Ranks, setting: Setting) -> None:
@@ -229,7 +228,6 @@ def test_replicas_step_on_what_rests_elsewhere(ranks: Ranks, setting: Setting, t
 
 # One model: what is compiled for one of them is there for the others.
 @worlds(2)
-@pytest.mark.slow  # compiles C++
 @pytest.mark.parametrize(
     "setting",
     [
@@ -259,7 +257,6 @@ class Halved(Windowed):
 
 # Inductor's updates run in islands, which read and write where tensors rest, or copies of what rests on disk.
 @worlds(2)
-@pytest.mark.slow  # compiles C++
 @pytest.mark.parametrize(
     "setting",
     [
@@ -298,10 +295,11 @@ class HalvedWindows(Windowed):
     "setting",
     [
         Setting(HalvedWindows, adamw_fused, stage=2, at_rest=SHARED),
-        *slow(*(Setting(Windowed, adamw_fused, stage=stage, at_rest=SHARED) for stage in (0, 1, 3))),
-        *slow(Setting(Autocast, adamw_fused, at_rest=SHARED), Setting(Stored, adamw_fused, at_rest=SHARED)),
-        *slow(Setting(Two, adamw_fused, at_rest=SHARED, target=TARGET)),
-        *slow(Setting(HalvedWindows, sgd, at_rest=SHARED, close=True, bound=3e-2)),
+        *(Setting(Windowed, adamw_fused, stage=stage, at_rest=SHARED) for stage in (0, 1, 3)),
+        Setting(Autocast, adamw_fused, at_rest=SHARED),
+        Setting(Stored, adamw_fused, at_rest=SHARED),
+        Setting(Two, adamw_fused, at_rest=SHARED, target=TARGET),
+        Setting(HalvedWindows, sgd, at_rest=SHARED, close=True, bound=3e-2),
     ],
 )
 def test_a_tier_of_the_user_meets_other_features(ranks: Ranks, setting: Setting) -> None:

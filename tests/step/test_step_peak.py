@@ -10,7 +10,6 @@ import zgraph
 from tests.support.graphs import Keep, fake_world
 from tests.support.memory.step_peaks import peaks_of
 from tests.support.ranks import Ranks, worlds
-from tests.support.tiers import slow
 from zgraph.graph import nodes
 from zgraph.passes import HoistStarts, SinkWaits, UpdateAsReduced, presets
 
@@ -19,7 +18,7 @@ BUCKET = 64 * 1024  # one layer's weight, so that hardly more than gradients is 
 
 
 @worlds(2)
-@pytest.mark.parametrize("zero_stage", [3, *slow(0)])
+@pytest.mark.parametrize("zero_stage", [3, 0])
 def test_the_peak_of_a_step_is_the_predicted_one(ranks: Ranks, zero_stage: int) -> None:
     for found in ranks.run(peaks_of, zero_stage, presets.default(bucket_bytes=BUCKET)):
         assert found.measured == pytest.approx(found.predicted, rel=0.05)
@@ -28,14 +27,12 @@ def test_the_peak_of_a_step_is_the_predicted_one(ranks: Ranks, zero_stage: int) 
 
 
 @worlds(2)
-@pytest.mark.slow  # compiles islands
 def test_compiled_steps_peak_is_close_to_the_prediction(ranks: Ranks) -> None:
     for found in ranks.run(peaks_of, 3, presets.default(bucket_bytes=BUCKET), "inductor"):
         assert found.measured == pytest.approx(found.predicted, rel=0.05)
 
 
 @worlds(2)
-@pytest.mark.slow  # three loops of many layers, so that gradients outweigh what is in flight
 def test_gradients_die_early_where_each_update_follows_its_reduction(ranks: Ranks) -> None:
     """One collective of each kind at a time, so that gradients are most of what a step holds."""
     bucketed = presets.default(bucket_bytes=BUCKET)[:-4]

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from covertable import make
 
+from tests.support.budget import long
 from tests.support.ranks import Ranks, worlds
-from tests.support.tiers import long, slow
 from tests.support.whole_steps import Case, assert_same, train
 
 LEVELS: dict[str, list[Any]] = {
@@ -55,8 +55,7 @@ def recomputed(case: Case) -> list[bool]:
 @worlds(2)
 @pytest.mark.parametrize(
     "case",
-    # test_step_budget.py has a fast row of what is made again.
-    [*slow(*QUICK, *OTHERS[::2]), *long(*OTHERS[1::2])],
+    [*QUICK, *OTHERS[::2], *long(*OTHERS[1::2])],
     ids=title,
 )
 def test_a_step_that_computes_again_equals_the_plain_loop(ranks: Ranks, case: Case) -> None:
@@ -65,7 +64,6 @@ def test_a_step_that_computes_again_equals_the_plain_loop(ranks: Ranks, case: Ca
 
 
 @worlds(2)
-@pytest.mark.slow  # compiles islands
 def test_inductor_step_that_recomputes_is_close_to_plain_loop(ranks: Ranks) -> None:
     """But for rounding."""
     case = Case(gated=True, lowering="inductor", optimizer="sgd", clip="zgraph", started=True)

@@ -11,7 +11,6 @@ from torch import Tensor, optim
 import zgraph
 from tests.support.ranks import Ranks, worlds
 from tests.support.step_scripts import LR, Script, Setting, compare, kinds
-from tests.support.tiers import slow
 
 SGD: dict[str, Any] = {"lr": LR, "momentum": 0.9, "weight_decay": 0.1}
 ADAM: dict[str, Any] = {"lr": LR, "weight_decay": 0.1}
@@ -71,8 +70,12 @@ CASES = [
     (adam_foreach, 0, False),
     (sgd_fused, 2, False),
     # The other roads of the same optimizers; adamw_fused with a schedule is in test_training_step.py.
-    *slow((adamw, 1, False), (sgd_foreach, 2, False), (adamw_fused, 3, False), (rmsprop, 1, False)),
-    *slow((sgd, 2, True), (adamw_smooth, 3, True)),  # a C++ compiler takes seconds for each kernel
+    (adamw, 1, False),
+    (sgd_foreach, 2, False),
+    (adamw_fused, 3, False),
+    (rmsprop, 1, False),
+    (sgd, 2, True),
+    (adamw_smooth, 3, True),  # a C++ compiler takes seconds for each kernel
 ]
 
 

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn, optim
 
 import zgraph
+from tests.support.budget import long
 from tests.support.combinations import shared_folder
 from tests.support.ranks import Ranks, worlds
 from tests.support.resting import DISK, HOST, MIXED, under
 from tests.support.step_scripts import LR, Script, Setting, compare, kinds
-from tests.support.tiers import long, slow
 
 
 def sgd(groups: Any) -> optim.Optimizer:
@@ -175,12 +175,10 @@ class Evaluated(Script):
     [
         (Two, adamw_fused, 3, False),
         (Adversaries, adam_foreach, 1, False),
-        *slow(
-            (Scaled, adamw_fused, 3, False),
-            (Evaluated, sgd, 0, False),
-            (OftenJudged, sgd, 3, False),
-            (Adversaries, adamw_fused, 3, False),
-        ),
+        (Scaled, adamw_fused, 3, False),
+        (Evaluated, sgd, 0, False),
+        (OftenJudged, sgd, 3, False),
+        (Adversaries, adamw_fused, 3, False),
         # The same lines at other stages.
         *long(
             (Two, sgd, 0, False),
@@ -190,7 +188,7 @@ class Evaluated(Script):
             (Scaled, sgd, 1, False),
             (Evaluated, adamw_fused, 2, False),
         ),
-        pytest.param(Adversaries, sgd, 1, True, marks=pytest.mark.slow),  # a C++ compiler takes seconds for each kernel
+        (Adversaries, sgd, 1, True),  # a C++ compiler takes seconds for each kernel
     ],
 )
 def test_several_optimizers_step_as_in_the_plain_loop(
@@ -207,8 +205,12 @@ def test_several_optimizers_step_as_in_the_plain_loop(
     [
         (Two, adamw_fused, MIXED),  # one of them fused, the other not
         # What they write is read again in the same step: from disk, and where it rests.
-        *slow((Adversaries, adamw_fused, DISK), (OftenJudged, sgd, DISK), (Evaluated, sgd, DISK)),
-        *slow((Scaled, adamw_fused, HOST), (Evaluated, adamw_fused, HOST), (OftenJudged, adam_foreach, MIXED)),
+        (Adversaries, adamw_fused, DISK),
+        (OftenJudged, sgd, DISK),
+        (Evaluated, sgd, DISK),
+        (Scaled, adamw_fused, HOST),
+        (Evaluated, adamw_fused, HOST),
+        (OftenJudged, adam_foreach, MIXED),
     ],
 )
 def test_several_optimizers_step_on_what_rests_elsewhere(
@@ -261,7 +263,7 @@ def resumed(at_rest: zgraph.Offload | None) -> list[bool]:
 
 
 @worlds(2)
-@pytest.mark.parametrize("at_rest", [None, *slow(DISK)])  # of one optimizer: test_offload_state.py
+@pytest.mark.parametrize("at_rest", [None, DISK])  # of one optimizer: test_offload_state.py
 def test_several_optimizers_go_on_from_a_checkpoint(
     ranks: Ranks, at_rest: zgraph.Offload | None, tmp_path: Path
 ) -> None:

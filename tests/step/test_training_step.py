@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import zgraph
+from tests.support.budget import long
 from tests.support.ranks import Ranks, worlds
-from tests.support.tiers import long, slow
 from tests.support.whole_steps import Case, Loop, compare, train
 from tests.support.whole_tensors import whole
 
@@ -32,16 +32,15 @@ CASES = {
 }
 
 
-QUICK = ("stage 3",)  # test_step_gate.py has a fast row of LoCo
 # Of features that test_step_gate.py has in pairs.
 LONG = ("loco, accumulated", "loco, twice", "frozen", "stage 0", "stage 3, accumulated", "dropout")
-SLOW = [name for name in CASES if name not in (*QUICK, *LONG)]
+OTHERS = [name for name in CASES if name not in LONG]
 
 
 @worlds(2)
-@pytest.mark.parametrize("name", [*QUICK, *slow(*SLOW), *long(*LONG)])
+@pytest.mark.parametrize("name", [*OTHERS, *long(*LONG)])
 def test_a_captured_step_equals_the_plain_loop(ranks: Ranks, name: str) -> None:
-    assert ranks.run(compare, replace(CASES[name], started=name in SLOW))
+    assert ranks.run(compare, replace(CASES[name], started=name in OTHERS and name != "stage 3"))
 
 
 def close() -> None:
@@ -55,7 +54,6 @@ def close() -> None:
 
 
 @worlds(2)
-@pytest.mark.slow
 def test_inductor_step_is_close_to_the_plain_loop(ranks: Ranks) -> None:
     ranks.run(close)
 
@@ -84,7 +82,6 @@ def shown(directory: str) -> str:
     return f"{zgraph.summary(loop.model)}{zgraph.explain(loop.model)}"
 
 
-@pytest.mark.slow  # each of these alone is in tests/report
 @worlds(2)
 def test_a_step_is_dumped_measured_and_explained(ranks: Ranks, tmp_path: Path) -> None:
     for text in ranks.run(shown, str(tmp_path)):

@@ -344,29 +344,26 @@ def has_a_step(loop: Loop) -> bool:
 
 
 def rows(
-    loops: dict[str, Loop], fast: dict[tuple[str, str], int], wrong: dict[tuple[str, str, int], str] | None = None
+    loops: dict[str, Loop], telling: dict[tuple[str, str], int], wrong: dict[tuple[str, str, int], str] | None = None
 ) -> list[Any]:
-    """Rows of (name, mode, stages): without a compiler two stages at once; of what compiles one row each.
+    """Return rows of (name, mode, stages): two stages at once without a compiler, one row for each compiled stage.
 
-    Without a compiler, neighbours take turns: one is fast at stages 1 and 3 and slow at 0 and 2, the next one the other
-    way around. A graph takes seconds, and stages differ in the collectives alone, which the runs without a compiler
-    cross with every loop: of what compiles one row is slow, at a stage that changes from loop to loop, and the rest
-    are long.
+    A graph takes seconds, and stages differ only in the collectives, which the runs without a compiler cross with
+    every loop. So of the compiled rows one stage, which changes from loop to loop, is not long.
 
     Args:
-        fast: the stage, by loop and mode, that is not slow.
+        telling: another stage that is not long, by loop and mode.
         wrong: why a row is known to fail.
     """
     found: list[Any] = []
     for place, (name, loop) in enumerate(loops.items()):
         first, second = ((1, 3), (0, 2))[:: 1 - 2 * (place % 2)]
-        found += [pytest.param(name, "eager", first), pytest.param(name, "eager", second, marks=pytest.mark.slow)]
+        found += [pytest.param(name, "eager", first), pytest.param(name, "eager", second)]
         for mode in ("fx", *(["step"] if has_a_step(loop) else [])):
-            quick = fast.get((name, mode))
-            in_turn = [stage for stage in ((place + turn) % 4 for turn in range(4)) if stage != quick]
+            known = telling.get((name, mode))
+            in_turn = place % 4 if place % 4 != known else (place + 1) % 4
             for stage in range(4):
-                tier = pytest.mark.slow if stage == in_turn[0] else pytest.mark.long
-                marks = [] if stage == quick else [tier]
+                marks = [] if stage in (known, in_turn) else [pytest.mark.long]
                 if (name, mode, stage) in (wrong or {}):
                     marks.append(pytest.mark.xfail(strict=True, reason=(wrong or {})[name, mode, stage]))
                 found.append(pytest.param(name, mode, (stage,), marks=marks))

@@ -12,7 +12,6 @@ import torch
 
 from tests.support.ranks import Ranks, worlds
 from tests.support.resting import DISK, under
-from tests.support.tiers import slow
 from tests.support.whole_steps import Case, compare
 from zgraph.tiers.disk.folder import DiskFolder
 
@@ -50,6 +49,6 @@ def test_bits_survive_on_other_filesystems(mounted: Path, tmp_path: Path, reques
 
 
 @worlds(2)
-@pytest.mark.parametrize("mounted", slow("overlay", "ramfs"), indirect=True)  # the table above has what is special
+@pytest.mark.parametrize("mounted", ["overlay", "ramfs"], indirect=True)  # the table above has what is special
 def test_a_step_on_other_filesystems_equals_the_plain_loop(ranks: Ranks, mounted: Path) -> None:
     ranks.run(compare, Case(at_rest=under(mounted, DISK), clip="torch"))

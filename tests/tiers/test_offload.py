@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 import zgraph
 from examples.benchmarks.loopback import Wire, loopback
+from tests.support.budget import long
 from tests.support.judges.happens_before import HappensBefore, judging
 from tests.support.judges.judged_lanes import JudgedLanes
 from tests.support.memory.allocations import Count, counted, steady_rise
 from tests.support.ranks import Ranks, worlds
-from tests.support.tiers import long, slow
 from tests.support.whole_steps import Case, assert_same, train
 from zgraph import codegen
 from zgraph.analysis.hardware import Link
@@ -38,11 +38,10 @@ CASES = {
     "planned": Case(frugal=True, dropout=0.5, accumulation=2, offload=True),
     "planned, loco": Case(stage=2, frugal=True, loco=True, clip="torch", offload=True),
 }
-QUICK = ("stage 3",)
 # Forward and backward alone as well, in which windows, precisions and plans are no others than in a captured step.
 IN_PARTS = ("stage 2, bf16", "stage 1, loco", "planned")
 LONG = ("stage 0, window", "autocast", "planned, loco")  # of whose features the others have each
-ROWS = [*QUICK, *slow(*(name for name in CASES if name not in (*QUICK, *LONG))), *long(*LONG)]
+ROWS = [*(name for name in CASES if name not in LONG), *long(*LONG)]
 
 
 def compare(case: Case, in_parts: bool) -> list[str]:
@@ -71,7 +70,6 @@ def close() -> None:
 
 
 @worlds(2)
-@pytest.mark.slow  # compiles islands twice
 def test_a_compiled_step_is_close_to_one_that_keeps_everything(ranks: Ranks) -> None:
     ranks.run(close)
 

@@ -12,11 +12,11 @@ from covertable import make
 from torch import nn
 
 import zgraph
+from tests.support.budget import long
 from tests.support.memory.allocations import counted
 from tests.support.memory.live_tensors import local
 from tests.support.ranks import Ranks, every_world, worlds
 from tests.support.resting import DISK, HOST, MIXED, SHARDS, STATE, under
-from tests.support.tiers import long, slow
 from tests.support.whole_steps import Case, Loop, assert_same, compare, train
 from tests.support.whole_tensors import whole
 from zgraph.sharding.scope import state_of
@@ -33,13 +33,8 @@ CASES = {
     "planned, streamed": Case(at_rest=HOST, frugal=True, streamed=True, schedule=True, accumulation=2, no_sync=True),
     "planned, stage 1": Case(at_rest=HOST, frugal=True, stage=1, precision="bf16", offload=True),
 }
-QUICK = ("planned, streamed",)  # rules alone are fast in calls of a compiled model, below
-# The pairs below have all features of the others.
-ROWS = [
-    *QUICK,
-    *slow("stage 3", "shards alone", "stage 1"),
-    *long(*(name for name in CASES if name not in (*QUICK, "stage 3", "shards alone", "stage 1"))),
-]
+SOME = ("planned, streamed", "stage 3", "shards alone", "stage 1")  # the pairs below have all features of the others
+ROWS = [*SOME, *long(*(name for name in CASES if name not in SOME))]
 
 
 @worlds(2)
@@ -80,7 +75,7 @@ def trained_on_two_threads(kind: Any, offload: zgraph.Offload | None) -> list[to
 
 
 @worlds(2)
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, *slow(torch.optim.Adam)])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
 def test_updates_on_several_threads_are_those_of_the_plain_loop(ranks: Ranks, kind: Any) -> None:
     ranks.run(updated_by_two_threads, kind)
 
@@ -94,9 +89,7 @@ DISK_CASES = {
 
 
 @worlds(2)
-@pytest.mark.parametrize(
-    "name", [*slow("stage 3"), *long(*[*DISK_CASES][1:])]
-)  # of which the pairs below have all features
+@pytest.mark.parametrize("name", ["stage 3", *long(*[*DISK_CASES][1:])])  # of which the pairs below have all features
 def test_step_with_state_on_disk_equals_the_plain_loop(ranks: Ranks, name: str, tmp_path: Path) -> None:
     at_rest = zgraph.Offload(params="disk", optimizer="disk", path=tmp_path)
     assert ranks.run(compare, replace(DISK_CASES[name], at_rest=at_rest))
@@ -160,7 +153,6 @@ def name_of(case: Case) -> str:
 
 
 @worlds(2)
-@pytest.mark.slow  # each compiles a graph or two; the tables above have the most common of them
 @pytest.mark.parametrize("case", PAIRS, ids=name_of)
 def test_any_two_features_step_as_the_plain_loop(ranks: Ranks, case: Case, tmp_path: Path) -> None:
     ranks.run(compare, replace(case, at_rest=under(tmp_path, case.at_rest)))
@@ -186,7 +178,6 @@ def beside_the_device(case: Case) -> list[int]:
 
 
 @worlds(3)
-@pytest.mark.slow  # each compiles two graphs, some by Inductor
 @pytest.mark.parametrize("case", UNEVEN, ids=name_of)
 def test_ranks_that_pad_their_rows_step_as_on_the_device(ranks: Ranks, case: Case, tmp_path: Path) -> None:
     case = replace(case, started=True, at_rest=under(tmp_path, case.at_rest))
@@ -209,12 +200,10 @@ def in_three_calls(case: Case) -> None:
     [
         Case(at_rest=HOST, clip="zgraph", resume=True),
         # The same with other features.
-        *slow(
-            Case(at_rest=DISK, precision="bf16", optimizer="sgd", accumulation=2, no_sync=True, stage=2),
-            Case(at_rest=MIXED, offload=True, optimizer="adam", precision="autocast", schedule=True),
-            Case(at_rest=DISK, offload=True, planned=True, resume=True, frozen=True, clip="torch"),
-            Case(at_rest=STATE, stage=1, optimizer="adamw_foreach", accumulation=2, no_sync=True, offload=True),
-        ),
+        Case(at_rest=DISK, precision="bf16", optimizer="sgd", accumulation=2, no_sync=True, stage=2),
+        Case(at_rest=MIXED, offload=True, optimizer="adam", precision="autocast", schedule=True),
+        Case(at_rest=DISK, offload=True, planned=True, resume=True, frozen=True, clip="torch"),
+        Case(at_rest=STATE, stage=1, optimizer="adamw_foreach", accumulation=2, no_sync=True, offload=True),
     ],
     ids=name_of,
 )
@@ -231,7 +220,6 @@ def close() -> None:
 
 
 @worlds(2)
-@pytest.mark.slow  # compiles islands
 def test_compiled_step_on_offloaded_state_is_close_to_plain(ranks: Ranks) -> None:
     ranks.run(close)
 
@@ -311,7 +299,6 @@ def held_by(at_rest: zgraph.Offload | None) -> Held:
 
 
 @worlds(2)
-@pytest.mark.slow  # six compiles of steps with enough layers to outweigh what is in flight
 def test_the_device_holds_less_by_what_rests_on_the_host(ranks: Ranks) -> None:
     everything = ranks.run(held_by, None)
     without_state = ranks.run(held_by, STATE)

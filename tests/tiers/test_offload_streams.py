@@ -27,7 +27,6 @@ from tests.support.ranks import Ranks, worlds
 from tests.support.resting import DISK, HOST, MIXED, STATE, STREAMED, under
 from tests.support.slow_disk import slow_down
 from tests.support.step_scripts import LR, Net, Setting, compare
-from tests.support.tiers import slow
 from tests.support.whole_steps import STEPS, Case, assert_same, train
 from zgraph.codegen import lower_fx as lower
 from zgraph.passes import presets
@@ -107,7 +106,6 @@ def slow_disk(at_rest: zgraph.Offload | None) -> Generator[None]:
 
 
 @worlds(2)
-@pytest.mark.slow  # what is late on streams and threads is below, and on a slow disk in test_loopback.py
 @pytest.mark.parametrize("name", ON_DISK)
 def test_a_slow_disk_and_late_copies_yield_the_same_bits(ranks: Ranks, name: str, tmp_path: Path) -> None:
     case = replace(ON_DISK[name], at_rest=under(tmp_path, ON_DISK[name].at_rest))
@@ -124,7 +122,7 @@ def rounded_on_late_streams(case: Case) -> None:
 
 
 @worlds(2)
-@pytest.mark.parametrize("at_rest", slow(DISK, HOST, MIXED))
+@pytest.mark.parametrize("at_rest", [DISK, HOST, MIXED])
 def test_moments_of_bf16_are_the_same_wherever_they_come_from(
     ranks: Ranks, at_rest: zgraph.Offload, tmp_path: Path
 ) -> None:
@@ -133,14 +131,14 @@ def test_moments_of_bf16_are_the_same_wherever_they_come_from(
 
 
 @worlds(2)
-@pytest.mark.parametrize("name", ["stage 3", *slow(*[*CASES][1:])])
+@pytest.mark.parametrize("name", ["stage 3", *[*CASES][1:]])
 def test_copies_on_streams_that_come_late_yield_the_same_bits(ranks: Ranks, name: str) -> None:
     for out, back, updates in ranks.run(on_late_streams, CASES[name]):
         assert out > 0 and back > 0 and not updates
 
 
 @worlds(2)
-@pytest.mark.parametrize("name", ["state", *slow(*(one for one in ON_HOST if one != "state"))])
+@pytest.mark.parametrize("name", ["state", *(one for one in ON_HOST if one != "state")])
 def test_late_host_updates_yield_the_same_bits(ranks: Ranks, name: str) -> None:
     for out, back, updates in ranks.run(on_late_streams, ON_HOST[name]):
         assert out > 0 and back > 0 and updates > STEPS
@@ -154,7 +152,7 @@ def on_threads(case: Case) -> None:
 
 
 @worlds(2)
-@pytest.mark.parametrize("at_rest", [STATE, *slow(HOST)])
+@pytest.mark.parametrize("at_rest", [STATE, HOST])
 def test_threads_that_copy_and_update_yield_the_same_bits(ranks: Ranks, at_rest: zgraph.Offload) -> None:
     ranks.run(on_threads, Case(at_rest=at_rest, stage=2, clip="zgraph", schedule=True))
 
@@ -195,7 +193,7 @@ def averaged_on_late_streams(offload: zgraph.Offload, twice: bool, together: boo
 
 
 @worlds(2)
-@pytest.mark.parametrize(("offload", "twice"), [(STATE, True), *slow((HOST, True), (STATE, False), (HOST, False))])
+@pytest.mark.parametrize(("offload", "twice"), [(STATE, True), (HOST, True), (STATE, False), (HOST, False)])
 def test_parameter_reads_after_an_update_wait_for_it(ranks: Ranks, offload: zgraph.Offload, twice: bool) -> None:
     assert min(ranks.run(averaged_on_late_streams, offload, twice)) > 0
 
@@ -286,9 +284,7 @@ def judged(patch: pytest.MonkeyPatch) -> HappensBefore:
     return judge
 
 
-@pytest.mark.parametrize(
-    ("stage", "planned"), [(3, False), *(pytest.param(*row, marks=pytest.mark.slow) for row in ((0, True), (1, False)))]
-)
+@pytest.mark.parametrize(("stage", "planned"), [(3, False), (0, True), (1, False)])
 def test_nothing_at_rest_is_touched_while_it_travels(
     monkeypatch: pytest.MonkeyPatch, stage: int, planned: bool
 ) -> None:
@@ -309,7 +305,8 @@ def test_nothing_at_rest_is_touched_while_it_travels(
     [
         (HOST, 3, False),
         (STATE, 2, True),
-        *(pytest.param(*row, marks=pytest.mark.slow) for row in ((HOST, 0, True), (STATE, 0, False))),
+        (HOST, 0, True),
+        (STATE, 0, False),
     ],
 )
 def test_nothing_is_touched_while_the_host_updates_it(

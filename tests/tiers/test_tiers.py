@@ -15,7 +15,6 @@ from tests.support.ranks import Ranks, worlds
 from tests.support.resting import HOST
 from tests.support.shared_memory import LANE, SharedFiles, SharedMemory
 from tests.support.step_scripts import LR, Script, Setting, compare
-from tests.support.tiers import slow
 from tests.support.whole_tensors import whole
 from zgraph.sharding.scope import state_of
 from zgraph.tiers.copy_lanes import lanes_of
@@ -40,12 +39,10 @@ def fused(groups: Any) -> optim.Optimizer:
     [
         Setting(Script, fused, at_rest=ALL),
         Setting(Script, fused, at_rest=STATE, stage=1, target=CPU),
-        *slow(
-            (Setting(Script, fused, at_rest=BESIDE_HOST, stage=2),),
-            (Setting(Script, fused, at_rest=ALL, target=CPU, activations=True),),
-            (Setting(Script, fused, at_rest=ALL, stage=0, preset={"compression": zgraph.passes.LoCo()}),),
-            (Setting(Script, fused, at_rest=ALL, close=True),),
-        ),
+        (Setting(Script, fused, at_rest=BESIDE_HOST, stage=2),),
+        (Setting(Script, fused, at_rest=ALL, target=CPU, activations=True),),
+        (Setting(Script, fused, at_rest=ALL, stage=0, preset={"compression": zgraph.passes.LoCo()}),),
+        (Setting(Script, fused, at_rest=ALL, close=True),),
     ],
 )
 def test_a_step_trains_from_a_tier_of_the_user(ranks: Ranks, setting: Setting) -> None:

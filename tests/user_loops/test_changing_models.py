@@ -354,7 +354,7 @@ REFUSED: Refused = {
     **{("new_parameter_after_shard", mode): NEW for mode in MODES},
     ("averaged_copy", "step"): OUTSIDE,  # what the copy's forward reads is no variable of the function
 }
-FAST = {
+TELLING = {
     ("transformed", "fx"): 0,
     ("new_module_after_shard", "fx"): 1,
     ("new_parameter_after_shard", "fx"): 3,
@@ -364,6 +364,6 @@ FAST = {
 }
 
 
-@pytest.mark.parametrize(("name", "mode", "stages"), rows(LOOPS, FAST))
+@pytest.mark.parametrize(("name", "mode", "stages"), rows(LOOPS, TELLING))
 def test_a_model_that_changes_between_steps(ranks: Ranks, name: str, mode: str, stages: tuple[int, ...]) -> None:
     check(ranks, LOOPS[name], mode, stages, REFUSED)

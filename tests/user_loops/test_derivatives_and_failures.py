@@ -133,9 +133,9 @@ REFUSED: Refused = {
     ("gradient_penalty", "fx"): "torch.compile with aot_autograd does not currently support double backward",
     ("gradient_penalty", "inductor"): "torch.compile with aot_autograd does not currently support double backward",
 }
-FAST = {("raised_and_caught", "fx"): 3}
+TELLING = {("raised_and_caught", "fx"): 3}
 
 
-@pytest.mark.parametrize(("name", "mode", "stages"), rows(LOOPS, FAST))
+@pytest.mark.parametrize(("name", "mode", "stages"), rows(LOOPS, TELLING))
 def test_derivatives_and_failures_of_a_loop(ranks: Ranks, name: str, mode: str, stages: tuple[int, ...]) -> None:
     check(ranks, LOOPS[name], mode, stages, REFUSED)

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zgraph
+from tests.support.budget import long
 from tests.support.ranks import Ranks, worlds
-from tests.support.tiers import long, slow
 from tests.support.whole_tensors import whole
 from zgraph.passes import presets
 
@@ -148,7 +148,8 @@ def trained(stage: int, mode: str, units: type[nn.Module], planned: bool) -> int
         *((stage, "eager") for stage in range(4)),
         (0, "step"),
         # Graphs of each way through the layers. Three ranks have compiled stage 3 below.
-        *slow((2, "compile"), (3, "step")),
+        (2, "compile"),
+        (3, "step"),
         *long((0, "compile"), (1, "compile"), (3, "compile"), (1, "step"), (2, "step")),
     ],
 )
@@ -174,7 +175,7 @@ def test_a_named_unit_breaks_no_graph(ranks: Ranks, stage: int) -> None:
 
 
 @worlds(2)
-@pytest.mark.parametrize("mode", [*slow("compile"), *long("step")])  # units of which the model consists are above
+@pytest.mark.parametrize("mode", ["compile", *long("step")])  # units of which the model consists are above
 def test_a_unit_may_be_the_whole_model(ranks: Ranks, mode: str) -> None:
     assert ranks.run(trained, 3, mode, Net, False) == [len(PLAN)] * 2
 
@@ -183,14 +184,14 @@ def test_a_unit_may_be_the_whole_model(ranks: Ranks, mode: str) -> None:
 @pytest.mark.parametrize(
     ("stage", "mode"),
     # Two ranks have stage 0, and what reduces at the others is what they have without a compiler.
-    [(3, "compile"), *slow((0, "eager"), (1, "compile"), (2, "step")), *long((2, "compile"), (3, "step"))],
+    [(3, "compile"), (0, "eager"), (1, "compile"), (2, "step"), *long((2, "compile"), (3, "step"))],
 )
 def test_three_ranks_with_rows_that_do_not_divide(ranks: Ranks, stage: int, mode: str) -> None:
     assert ranks.run(trained, stage, mode, Layers, False) == [len(PLAN)] * 3
 
 
 @worlds(2)
-@pytest.mark.parametrize("stage", [*slow(3), *long(2)])  # compiles C++; what drops gathers is before the lowering
+@pytest.mark.parametrize("stage", [3, *long(2)])  # compiles C++; what drops gathers is before the lowering
 def test_inductor_drops_no_gather_either(ranks: Ranks, stage: int) -> None:
     assert ranks.run(trained, stage, "inductor", Layers, False) == [len(PLAN)] * 2
 
@@ -205,7 +206,6 @@ def planned_or_refused(stage: int, mode: str) -> str:
 
 
 @worlds(2)
-@pytest.mark.slow  # plans and compiles twice; test_agreement.py has graphs that differ
 @pytest.mark.parametrize("mode", ["compile", "step"])
 def test_planned_order_is_right_or_refused_before_sending(ranks: Ranks, mode: str) -> None:
     found = ranks.run(planned_or_refused, 3, mode)
@@ -235,7 +235,7 @@ def accumulated(stage: int, mode: str) -> int:
 @pytest.mark.parametrize(
     ("stage", "mode"),
     # Compiled, a window is three graphs more for each rank; stage 1 keeps sums apart.
-    [(1, "eager"), (2, "eager"), *slow((1, "compile")), *long((2, "compile"), (3, "compile"))],
+    [(1, "eager"), (2, "eager"), (1, "compile"), *long((2, "compile"), (3, "compile"))],
 )
 def test_windows_may_drop_other_layers_in_each_micro_batch(ranks: Ranks, stage: int, mode: str) -> None:
     assert ranks.run(accumulated, stage, mode) == [2, 2]
@@ -258,7 +258,8 @@ def same_bits(stage: int, mode: str, narrow: str) -> list[str]:
     ("stage", "mode", "narrow"),
     [
         # Two models, each compiled for every way through the layers; that ranks exchange as many bytes is seen above.
-        *slow((3, "compile", "bf16"), (0, "step", "autocast")),
+        (3, "compile", "bf16"),
+        (0, "step", "autocast"),
         # Their modes and precisions at other stages.
         *long((3, "step", "autocast"), (2, "compile", "autocast"), (2, "step", "bf16"), (3, "compile", "autocast")),
     ],
@@ -296,7 +297,7 @@ def evaluated(stage: int, mode: str) -> list[bool]:
 @pytest.mark.parametrize(
     ("stage", "mode"),
     # Compiled, each way through the layers is two graphs more, and a unit gathers as it does above.
-    [(2, "eager"), (3, "eager"), *slow((3, "compile")), *long((2, "compile"))],
+    [(2, "eager"), (3, "eager"), (3, "compile"), *long((2, "compile"))],
 )
 def test_a_unit_gathers_alike_without_gradients_and_with_frozen_parameters(ranks: Ranks, stage: int, mode: str) -> None:
     for found in ranks.run(evaluated, stage, mode):

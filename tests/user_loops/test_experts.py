@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zgraph
+from tests.support.budget import long
 from tests.support.compiled import with_fx
 from tests.support.ranks import Ranks, worlds
-from tests.support.tiers import long, slow
 from tests.support.whole_tensors import whole
 
 ROUNDING = 1e-5
@@ -147,7 +147,10 @@ def test_a_mixture_may_return_anything_that_holds_tensors(ranks: Ranks, kind: st
     [
         ("dataclass", 3),
         # Without a compiler every kind is fast; the rest differs in the stage.
-        *slow(("object", 2), ("slots", 3), ("holder", 3), ("beside", 3)),
+        ("object", 2),
+        ("slots", 3),
+        ("holder", 3),
+        ("beside", 3),
         *long(("dataclass", 0), ("dataclass", 1), ("frozen", 3)),
     ],
 )

@@ -349,7 +349,7 @@ LOOPS = {
     )
 }
 REFUSED: Refused = {}
-FAST = {
+TELLING = {
     ("parts_alone", "fx"): 1,
     ("forwards_then_backwards", "fx"): 2,
     ("part_of_the_output", "fx"): 0,
@@ -358,6 +358,6 @@ FAST = {
 }
 
 
-@pytest.mark.parametrize(("name", "mode", "stages"), rows(LOOPS, FAST))
+@pytest.mark.parametrize(("name", "mode", "stages"), rows(LOOPS, TELLING))
 def test_forwards_and_backwards_in_any_order(ranks: Ranks, name: str, mode: str, stages: tuple[int, ...]) -> None:
     check(ranks, LOOPS[name], mode, stages, REFUSED)

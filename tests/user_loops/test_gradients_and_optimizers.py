@@ -323,13 +323,13 @@ LOOPS = {
 REFUSED: Refused = {
     ("closures", "step"): "passes a closure to optimizer.step(); compute the loss before the step",
 }
-FAST = {
+TELLING = {
     ("closures", "step"): 1,
     ("sharpness_aware", "fx"): 1,
     ("generator_and_critic", "step"): 3,
 }
 
 
-@pytest.mark.parametrize(("name", "mode", "stages"), rows(LOOPS, FAST))
+@pytest.mark.parametrize(("name", "mode", "stages"), rows(LOOPS, TELLING))
 def test_gradients_and_optimizers_of_a_loop(ranks: Ranks, name: str, mode: str, stages: tuple[int, ...]) -> None:
     check(ranks, LOOPS[name], mode, stages, REFUSED)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 
 import zgraph
+from tests.support.budget import long
 from tests.support.ranks import Ranks
-from tests.support.tiers import long, slow
 from tests.support.user_loops import Run, check_right
 
 STAGES = (3, 2, 0)
@@ -139,7 +139,7 @@ def wrapped(build: str, mode: str, stage: int) -> None:
         *((build, stage, "eager") for build in WRAPPED for stage in (0, 3)),
         ("scaling", 3, "fx"),
         ("parametrized", 0, "fx"),
-        *slow(("normed", 3, "fx")),  # what parametrized is, without classes of its own
+        ("normed", 3, "fx"),  # what parametrized is, without classes of its own
         *long(("scaling", 0, "fx"), ("parametrized", 3, "fx"), ("normed", 0, "fx")),
     ],
 )

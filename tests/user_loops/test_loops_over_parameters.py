@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import zgraph
+from tests.support.budget import long
 from tests.support.ranks import Ranks
-from tests.support.tiers import long, slow
 from tests.support.user_loops import Run, check_right
 
 
@@ -65,17 +65,14 @@ def penalty_in_forward(what: str, mode: str, stage: int) -> None:
     check_right(lambda: Net(what), train, mode, stage)
 
 
-# A graph takes seconds, and every row without a compiler is fast: compiled, three ways of reading are fast, at stages
-# that differ, the others slow at one stage, and what is left long.
-QUICK = {("zero times all", 2), ("by name", 1), ("as a vector", 3)}
-SLOW = {("squares", 0), ("of a container", 3), ("dtype", 2)}
+# A graph takes seconds: compiled, each way of reading runs at one stage, and the others are long.
+COMPILED_AT = {"zero times all": 2, "by name": 1, "as a vector": 3, "squares": 0, "of a container": 3, "dtype": 2}
 
 
 def compiled_rows() -> list[Any]:
     rows = [(what, stage, "fx") for what in WHAT for stage in range(4)]
-    others = [row for row in rows if row[:2] not in QUICK | SLOW]
-    quick, later = ([row for row in rows if row[:2] in some] for some in (QUICK, SLOW))
-    return [*quick, *slow(*later), *long(*others)]
+    others = [row for row in rows if COMPILED_AT.get(row[0]) != row[1]]
+    return [*(row for row in rows if row not in others), *long(*others)]
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,6 @@ def test_many_random_loops_are_right_or_refused(ranks: Ranks, mode: str, part: i
     assert kinds["right"] >= 0.8 * count
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", [66, 80])
 def test_drawn_loops_that_were_wrong(ranks: Ranks, seed: int) -> None:
     """Gradients of a window by torch.autograd.grad; two forwards in a window that is then set to zero in place."""

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 import zgraph
 from tests.support.ranks import Ranks
-from tests.support.tiers import slow
 from tests.support.user_loops import refusal
 
 Loop = Callable[[Any, Any, int], None]
@@ -143,12 +142,11 @@ LOOPS = (
     steps_again,
     signed_gradients,
 )
-FAST = [(own_best_weights, 3), (average_on_one_rank, 1), (cleared_state, 0)]
-EVERY = [(loop, stage) for loop in LOOPS for stage in (0, 3)]
+EVERY = [(average_on_one_rank, 1), *((loop, stage) for loop in LOOPS for stage in (0, 3))]
 
 
 # Each waits for the watch, which looks twice; every loop is a test of its own because the error ends it.
-@pytest.mark.parametrize(("loop", "stage"), [*FAST, *slow(*(row for row in EVERY if row not in FAST))])
+@pytest.mark.parametrize(("loop", "stage"), EVERY)
 def test_ranks_that_decide_otherwise_are_told(ranks: Ranks, loop: Loop, stage: int) -> None:
     for text in ranks.run(refused, loop, stage):
         assert text.startswith("zgraph: rank") and "rank 0" in text and "rank 1" in text, text
@@ -189,7 +187,7 @@ def two_optimizers(stage: int, change: str) -> str:
 
 @pytest.mark.parametrize(
     ("stage", "change"),
-    [(3, "skipped"), *slow((0, "skipped"), (3, "rate"), (0, "rate"), (0, "members"), (3, "members"))],
+    [(3, "skipped"), (0, "skipped"), (3, "rate"), (0, "rate"), (0, "members"), (3, "members")],
 )
 def test_steps_of_a_second_optimizer_are_compared(ranks: Ranks, stage: int, change: str) -> None:
     for text in ranks.run(two_optimizers, stage, change):
@@ -239,7 +237,7 @@ def by_tokens(stage: int, lowering: str, equal: bool) -> Any:
 
 @pytest.mark.parametrize(
     ("stage", "lowering"),
-    [(3, "fx"), *slow((0, "fx"), (1, "fx"), (3, "inductor"))],  # Inductor compiles C++
+    [(3, "fx"), (0, "fx"), (1, "fx"), (3, "inductor")],  # Inductor compiles C++
 )
 @pytest.mark.parametrize("equal", [True, False])
 def test_numbers_by_which_a_captured_step_changes_gradients(
@@ -338,7 +336,7 @@ def by_closures(build: Callable[[Any], torch.optim.Optimizer], stage: int, reduc
 
 @pytest.mark.parametrize(
     ("build", "stage", "reduction"),
-    [(Polyak, 3, "mean"), (Wrapped, 1, "sum"), *slow((Polyak, 0, "sum"), (line_searched, 3, "mean"))],
+    [(Polyak, 3, "mean"), (Wrapped, 1, "sum"), (Polyak, 0, "sum"), (line_searched, 3, "mean")],
 )
 def test_optimizers_step_by_the_loss_of_all_ranks(ranks: Ranks, build: Any, stage: int, reduction: str) -> None:
     ranks.run(by_closures, build, stage, reduction)
@@ -358,7 +356,7 @@ def scaled_in_a_closure(build: Callable[[Any], torch.optim.Optimizer], stage: in
     return refusal(lambda: opt.step(cast(Any, closure)))
 
 
-@pytest.mark.parametrize(("build", "stage"), [(torch.optim.AdamW, 3), *slow((torch.optim.SGD, 0), (line_searched, 3))])
+@pytest.mark.parametrize(("build", "stage"), [(torch.optim.AdamW, 3), (torch.optim.SGD, 0), (line_searched, 3)])
 def test_gradients_that_a_closure_changes_are_compared(ranks: Ranks, build: Any, stage: int) -> None:
     """Lightning passes all of a step as a closure."""
     for text in ranks.run(scaled_in_a_closure, build, stage):
@@ -409,7 +407,7 @@ def overflowed(stage: int, fused: bool) -> tuple[float, list[float]]:
 
 
 @pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("stage", [3, *slow(0)])
+@pytest.mark.parametrize("stage", [3, 0])
 def test_torchs_scaler_skips_a_step_on_all_ranks(ranks: Ranks, stage: int, fused: bool) -> None:
     """Only one rank has the infinite element."""
     for scale, steps in ranks.run(overflowed, stage, fused):

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import zgraph
 from tests.support.ranks import Ranks
-from tests.support.tiers import slow
 from tests.support.user_loops import CLASSES, FEATURES, Net, both, draw, refusal
 
 Line = Callable[[Any, Any], None]
@@ -167,7 +166,7 @@ LINES = (
 # A captured step refuses or sees these in other ways: see `test_hooks_on_parameters.py`, `test_step_effects.py`.
 IN_STEP = [line for line in LINES[: LINES.index(read_in_another_order)] if line not in (zeroed, scaled_in_a_hook)]
 READS = (read_in_another_order, read_by_another_number, read_of_another_row)  # which replicas may do
-FAST = [(scaled, "eager", 3), (read_in_another_order, "eager", 3), (cleared, "fx", 0), (clipped, "step", 3)]
+PLACES = [(scaled, "eager", 3), (read_in_another_order, "eager", 3), (cleared, "fx", 0), (clipped, "step", 3)]
 EVERY = [
     (line, mode, 3 if line in READS else (0, 1, 3)[(place + turn) % 3])
     for turn, (mode, lines) in enumerate((("eager", LINES), ("fx", LINES), ("step", IN_STEP)))
@@ -179,7 +178,7 @@ EVERY = [
 # the error ends its loop; the four in front stand for the four places where ranks are compared.
 @pytest.mark.parametrize(
     ("line", "mode", "stage"),
-    [*FAST, *slow(*(row for row in EVERY if row not in FAST))],
+    [*PLACES, *(row for row in EVERY if row not in PLACES)],
 )
 def test_ranks_that_change_otherwise_are_told(ranks: Ranks, line: Line, mode: str, stage: int) -> None:
     for text in ranks.run(refused, line, mode, stage):

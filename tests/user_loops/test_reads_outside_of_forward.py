@@ -154,10 +154,10 @@ REFUSED: Refused = {
     ("penalty_of_dtensors", mode): "Write parameter.full_tensor(), whose gradient is averaged over the ranks."
     for mode in ("eager", "fx", "inductor", "step")
 }
-FAST = {("weight_in_the_loss", "fx"): 3, ("weight_in_the_loss", "step"): 2}
+TELLING = {("weight_in_the_loss", "fx"): 3, ("weight_in_the_loss", "step"): 2}
 
 
-@pytest.mark.parametrize(("name", "mode", "stages"), rows(LOOPS, FAST))
+@pytest.mark.parametrize(("name", "mode", "stages"), rows(LOOPS, TELLING))
 def test_parameters_read_by_the_loop(ranks: Ranks, name: str, mode: str, stages: tuple[int, ...]) -> None:
     check(ranks, LOOPS[name], mode, stages, REFUSED)
 

@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 import zgraph
 from tests.support.ranks import Ranks, worlds
 from tests.support.step_loops import Loop, batch, verdict, verdicts
-from tests.support.tiers import slow
 
 ROWS = 3  # of a weight that are not to learn
 
@@ -154,7 +153,7 @@ def right(kinds: list[type[Loop]], stages: list[int]) -> dict[str, str]:
 
 
 @worlds(2)
-@pytest.mark.parametrize(("kinds", "stages"), [(RIGHT, [2]), *slow((OTHERS, [3]), (RIGHT, [0, 1, 3]), (OTHERS, [0]))])
+@pytest.mark.parametrize(("kinds", "stages"), [(RIGHT, [2]), (OTHERS, [3]), (RIGHT, [0, 1, 3]), (OTHERS, [0])])
 def test_hooks_on_parameters_run_in_a_captured_step(ranks: Ranks, kinds: list[type[Loop]], stages: list[int]) -> None:
     for wrong in ranks.run(right, kinds, stages):
         assert wrong == {}
@@ -172,7 +171,6 @@ def precise() -> dict[str, str]:
     return found | {"autocast": verdict(UnderAutocast, 2)}
 
 
-@pytest.mark.slow  # the same lines in another precision
 @worlds(2)
 def test_hooks_run_in_every_precision(ranks: Ranks) -> None:
     for found in ranks.run(precise):
@@ -188,7 +186,6 @@ def by_inductor() -> float:
     return (first - plain.model[0].weight.full_tensor()[:ROWS]).abs().max().item()
 
 
-@pytest.mark.slow  # compiles C++
 @worlds(2)
 def test_hooks_run_in_a_step_compiled_by_inductor(ranks: Ranks) -> None:
     for off in ranks.run(by_inductor):

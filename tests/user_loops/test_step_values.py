@@ -18,7 +18,6 @@ from torch import Tensor, nn
 import zgraph
 from tests.support.ranks import Ranks, worlds
 from tests.support.step_loops import Loop, verdicts
-from tests.support.tiers import slow
 
 SETTINGS = {"scale": 1.0}
 FACTOR = 1.0
@@ -371,7 +370,7 @@ class Environ(Reads):
         os.environ.pop("ZGRAPH_TEST_FACTOR", None)
 
 
-QUICK: list[type[Loop]] = [OfAConfig, KeepsALoss, Unread]
+SOME: list[type[Loop]] = [OfAConfig, KeepsALoss, Unread]
 OTHERS: list[type[Loop]] = [OfAList, OfADict, OfATuple, OfAnEnum, OfANestedObject, OfASet, OfADeque, OfNumpy, ByGetattr]
 OTHERS += [
     OfAHook,
@@ -387,7 +386,7 @@ OTHERS += [
 
 
 @worlds(2)
-@pytest.mark.parametrize(("kinds", "stage"), [(QUICK, 3), *slow((OTHERS, 2))])  # other kinds of the same snapshot
+@pytest.mark.parametrize(("kinds", "stage"), [(SOME, 3), (OTHERS, 2)])
 def test_values_that_change_between_steps_are_no_constants(ranks: Ranks, kinds: list[type[Loop]], stage: int) -> None:
     for found in ranks.run(verdicts, kinds, [stage]):
         assert {name: text for name, text in found.items() if text != "right"} == {}

@@ -314,7 +314,7 @@ REFUSED: Refused = {
     for mode in ("eager", "fx", "inductor")
 } | {("a_part_left_open", mode): {0: NOT_REDUCED, 1: NOT_REDUCED} for mode in ("eager", "fx", "inductor")}
 REFUSED |= {("gradients_by_function", mode): {0: ASKED, 1: ASKED} for mode in ("eager", "fx", "inductor")}
-FAST = {
+TELLING = {
     ("parts_accumulate", "fx"): 1,
     ("parts_accumulate", "step"): 0,
     ("gradients_by_function", "fx"): 1,
@@ -322,6 +322,6 @@ FAST = {
 }
 
 
-@pytest.mark.parametrize(("name", "mode", "stages"), rows(LOOPS, FAST))
+@pytest.mark.parametrize(("name", "mode", "stages"), rows(LOOPS, TELLING))
 def test_windows_follow_what_autograd_does(ranks: Ranks, name: str, mode: str, stages: tuple[int, ...]) -> None:
     check(ranks, LOOPS[name], mode, stages, REFUSED)

@@ -227,10 +227,10 @@ REFUSED: Refused = {
     ("rows_by_tensors", "step"): "by the values of a plain tensor",
     **{("rows_between_micro_batches", mode): IN_A_WINDOW for mode in MODES},
 }
-FAST = {("rows_of_gradients", "step"): 3, ("rows_of_weights", "fx"): 2, ("random_numbers", "step"): 0}
+TELLING = {("rows_of_gradients", "step"): 3, ("rows_of_weights", "fx"): 2, ("random_numbers", "step"): 0}
 
 
-@pytest.mark.parametrize(("name", "mode", "stages"), rows(LOOPS, FAST))
+@pytest.mark.parametrize(("name", "mode", "stages"), rows(LOOPS, TELLING))
 def test_rows_of_sharded_tensors_are_written(ranks: Ranks, name: str, mode: str, stages: tuple[int, ...]) -> None:
     check(ranks, LOOPS[name], mode, stages, REFUSED)
 
@@ -371,7 +371,6 @@ def on_four_ranks(mesh: str) -> None:
             torch.testing.assert_close(found, pick(plain).detach(), msg=lambda text, place=place: f"{place}: {text}")
 
 
-@pytest.mark.slow  # a world of four ranks
 @pytest.mark.parametrize("mesh", ["replicas", "tensor parallel"])
 @worlds(4)
 def test_rows_are_written_on_meshes_of_two_axes(ranks: Ranks, mesh: str) -> None:

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zgraph
+from tests.support.budget import long
 from tests.support.ranks import Ranks
-from tests.support.tiers import long, slow
 from tests.support.user_loops import Run, check_right, follow, refusal
 
 MODES = ("eager", "fx")
@@ -174,7 +174,8 @@ def teacher_in_place(how: str, mode: str, stage: int) -> None:
         *((how, stage, "eager") for how in ("in forward", "after the step") for stage in (0, 2, 3)),
         ("in forward", 3, "fx"),
         # What a loop writes between its steps is no part of a graph; the rest differs in the stage.
-        *slow(("after the step", 0, "fx"), ("in forward", 0, "fx")),
+        ("after the step", 0, "fx"),
+        ("in forward", 0, "fx"),
         *long(("in forward", 2, "fx"), ("after the step", 2, "fx"), ("after the step", 3, "fx")),
     ],
 )
@@ -192,7 +193,7 @@ def teacher_assigned(how: str, mode: str, stage: int) -> str:
         *((how, stage, "eager") for how in ("assign in forward", "assign after the step") for stage in (0, 2, 3)),
         ("assign in forward", 2, "fx"),
         # As above.
-        *slow(("assign after the step", 0, "fx")),
+        ("assign after the step", 0, "fx"),
         *long(("assign in forward", 0, "fx"), ("assign in forward", 3, "fx")),
         *long(("assign after the step", 2, "fx"), ("assign after the step", 3, "fx")),
     ],

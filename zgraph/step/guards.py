@@ -51,7 +51,10 @@ class Conditions:
     ambient: tuple[Any, ...]
 
     def closest(self, others: Sequence[Conditions]) -> Conditions | None:
-        """Return the one of `others` with the fewest differing fields, or the last such one; None without `others`."""
+        """Return the element of `others` with the fewest differing fields; of several such elements, the last.
+
+        Returns None if `others` is empty.
+        """
         names = [field.name for field in fields(self)]
         counts = [sum(getattr(self, name) != getattr(other, name) for name in names) for other in others]
         return min(zip(reversed(counts), reversed(others), strict=True), key=itemgetter(0))[1] if others else None
@@ -136,7 +139,7 @@ def _of_argument(leaf: Any) -> Any:
 
 
 class Modules:
-    """Numbers that modules hold, read with a single call per module."""
+    """Reader of the plain numbers in all modules of a model, such as `training` or a dropout probability."""
 
     def __init__(self, model: nn.Module) -> None:
         self.readers: list[tuple[dict[str, Any], Callable[[Any], Any]]] = []
@@ -149,7 +152,10 @@ class Modules:
 
 
 def of_variables(outside: Outside) -> tuple[Any, ...]:
-    """Return the numbers that a function reads from outside, but not those in the model's modules: see `Modules`."""
+    """Return names, types and values of the numbers that a function reads from outside, and settings of GradScalers.
+
+    Numbers in the model's modules are not included, see `Modules`.
+    """
     numbers = [(name, type(value), value) for name, value in outside.variables if isinstance(value, _NUMBERS)]
     factors = [
         (one.get_growth_factor(), one.get_backoff_factor(), one.get_growth_interval()) for one in outside.scalers
@@ -158,7 +164,7 @@ def of_variables(outside: Outside) -> tuple[Any, ...]:
 
 
 def of_tensors(outside: Outside) -> tuple[Any, ...]:
-    """Return conditions on the tensors that a function reads from outside."""
+    """Return names and layouts of the tensors that a function reads from outside."""
     return tuple(
         (name, type(one), tuple(one.shape), one.dtype, one.device, one.stride(), one.requires_grad)
         for name, one in outside.tensors.items()
@@ -166,6 +172,6 @@ def of_tensors(outside: Outside) -> tuple[Any, ...]:
 
 
 def ambient() -> tuple[Any, ...]:
-    """Return the settings of torch that a trace depends on."""
+    """Return torch's settings that affect a trace: grad mode, inference mode, default dtype, autocast."""
     autocast = [(torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)) for name in KINDS]
     return (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(), *autocast)

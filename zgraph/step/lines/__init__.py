@@ -1,1 +1,1 @@
-"""The user's lines while a step is traced: their calls are watched, redirected to stand-ins, or refused."""
+"""Interception of the user's calls while a step is traced: uses traced tensors, and refuses unsupported operations."""

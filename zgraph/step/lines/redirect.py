@@ -106,9 +106,9 @@ def _is_mask(index: Any) -> bool:
 
 
 def with_numbers(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call a fused optimizer with the values of symbolic numbers, then make the call's node read the symbolic numbers.
+    """Call a fused optimizer with plain floats for its symbolic numbers, and make its node read the symbolic numbers.
 
-    An argument of type `float` turns a symbolic number into a constant, and each value then needs another graph.
+    The operator's `float` arguments would turn symbolic numbers into constants of the graph.
     """
     numbers = {key: value for key, value in kwargs.items() if isinstance(value, torch.SymFloat)}
     before = newest_node()

@@ -1,4 +1,4 @@
-"""`zgraph.shard`: parameters become sharded DTensors and read as unsharded tensors inside forward."""
+"""`zgraph.shard`: shards a model's parameters as DTensors, and gathers them for forward."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ def _check_options(zero_stage: int, reduction: str | int, **dtypes: torch.dtype 
 
 
 def _resting(module: nn.Module, mesh: DeviceMesh, offload: Offload | None) -> Resting | None:
-    """Return the memory for offloaded tensors, shared with parts that were sharded before; None without offload."""
+    """Return the memory for offloaded tensors; all parts of a model share it. None without offload."""
     known = next(
         (state.scope.resting for part in module.modules() if (state := state_of(part)) and state.scope.resting), None
     )
@@ -253,12 +253,12 @@ def _resting(module: nn.Module, mesh: DeviceMesh, offload: Offload | None) -> Re
 
 
 def _rests_on(resting: Resting | None, mesh: DeviceMesh, parameter: nn.Parameter) -> str:
-    """Return the device type of a parameter between forwards: "cpu" if offloaded, otherwise the mesh's."""
+    """Return the device type on which a parameter is stored between forwards: "cpu" if offloaded, else the mesh's."""
     return "cpu" if resting is not None and resting.options.params and parameter.ndim else mesh.device_type
 
 
 def _place(entry: Found, spec: ParamSpec, mesh: DeviceMesh, at_rest: DeviceMesh, resting: Resting | None) -> None:
-    """Replace the parameter with its DTensor, wherever it is read."""
+    """Shard a parameter, and replace it by its DTensor in all modules that hold it."""
     placements = placements_at_rest(spec.layout, mesh.ndim, spec.split)
     shape, part, stride = entry.parameter.shape, entry.parameter.detach(), entry.parameter.stride()
     is_coded = spec.codes is not None and not entry.parameter.is_meta  # meta tensors have no values yet
@@ -288,7 +288,7 @@ def _place(entry: Found, spec: ParamSpec, mesh: DeviceMesh, at_rest: DeviceMesh,
 def _assign_to_unit(
     entry: Found, spec: ParamSpec, root: nn.Module, unit_names: tuple[str, ...], exchanges: Exchanges | None
 ) -> ShardedParam:
-    """Choose the module that gathers a parameter: the named unit around all its readers, else their common parent."""
+    """Choose the module that gathers a parameter: the unit around all its readers, else their closest common parent."""
     sites = tuple((part, attribute) for _, part, attribute in entry.sites)
     handle = make_handle(entry.name)
     attach_state(handle, *sites[0], _state(root).scope.accumulation)
@@ -309,7 +309,7 @@ def _assign_to_unit(
 
 
 def _is_tensor_parallel(part: nn.Module) -> bool:
-    """Return whether a tensor-parallel axis splits any parameter that `part` itself holds."""
+    """Return whether any of the module's own parameters is tensor-parallel."""
     state = state_of(part)
     return state is not None and any(one.spec.split is not None for one in state.by_attribute.values())
 
@@ -328,7 +328,10 @@ def _state(module: nn.Module) -> ModuleState:
 
 
 def _separate_reductions(mesh: DeviceMesh) -> str:
-    """Give gathers and reductions over the last axis a process group each; return the name of the gathers' group."""
+    """Create a second process group of the sharding axis, so that gathers and reductions use different groups.
+
+    Returns the name of the group for gathers.
+    """
     group = mesh.get_group(mesh.ndim - 1)
     device = torch.device(mesh.device_type)
     # NCCL may split the new group off the default one, which takes every rank of the world.

@@ -272,7 +272,7 @@ class _Tracer:
         return gm
 
     def _fakes_of(self, inputs: Sequence[Tensor], spaces: Sequence[Tier]) -> list[Any]:
-        """Return a fake tensor for each input. If the device is a GPU, all fake tensors are on the GPU."""
+        """Return a fake tensor for each input. Tensors that a GPU model offloads get fake tensors on the GPU."""
         resting = self.lifted.resting
         if resting is None or not resting.computes_elsewhere:
             return [fake_of(self.mode, tensor) for tensor in inputs]

@@ -1,4 +1,4 @@
-"""`zgraph.plan`: compiles a training step for a cluster on one machine, and predicts its memory, traffic and time."""
+"""`zgraph.plan`: compiles a training step of a cluster in one process, and predicts its memory, traffic and time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`zgraph.plan_pipeline`: compiles the stages of a pipeline for a cluster on one machine, and simulates schedules."""
+"""`zgraph.plan_pipeline`: compiles the stages of a pipeline in one process, and simulates schedules."""
 
 from __future__ import annotations
 

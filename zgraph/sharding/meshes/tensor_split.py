@@ -75,7 +75,7 @@ class TensorSplit:
         return tuple(rows // self.size if dim == self.dim else rows for dim, rows in enumerate(self.shape))
 
     def as_read(self, part: Tensor) -> Tensor:
-        """Return the tensor that forward reads: `part` as a DTensor on the axis, or `part` if the parameter is plain."""
+        """Return the tensor that forward reads: `part` as a DTensor on the axis, unless the parameter is plain."""
         if self.placement is None:
             return part
         return DTensor.from_local(part, self.mesh, [self.placement], run_check=False)

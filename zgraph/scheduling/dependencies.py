@@ -124,7 +124,7 @@ class Dependencies:
         return bool(after) and not self.release[start] and all(self.is_reload[one] for one in after)
 
     def output_chains(self) -> dict[tuple[int, ...], list[int]]:
-        """Return the chains of nodes that turn results of collectives into graph outputs, by the starts of the collectives.
+        """Return the chains of nodes that turn results of collectives into graph outputs, keyed by the collectives.
 
         Waits that free memory are included, because no node before the output needs them.
         """

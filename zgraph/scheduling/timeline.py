@@ -107,7 +107,7 @@ class Timeline:
         return self.busy_us.get(lane, 0.0) / self.step_us if self.step_us else 0.0
 
     def critical_path(self, end: fx.Node | None = None) -> list[fx.Node]:
-        """Return the chain of nodes up to `end` (default: `last`), in which each node had to wait for the previous one."""
+        """Return the chain of nodes up to `end` (default: `last`), in which each node waited for the previous one."""
         node = self.last if end is None else end
         path: list[fx.Node] = []
         while node is not None:

@@ -1,4 +1,4 @@
-"""`zgraph.Offload`: where parameters and optimizer state are stored while a step does not need them."""
+"""`zgraph.Offload`: options to store parameters and optimizer state on the host or on disk."""
 
 from __future__ import annotations
 
@@ -87,19 +87,19 @@ class Offload:
 
     @property
     def params_tier(self) -> Tier | None:
-        """The tier of parameters; None if they stay on the device."""
+        """Tier in which parameters are stored; None for the device."""
         return self._tier(self.params)
 
     @property
     def optimizer_tier(self) -> Tier | None:
-        """The tier of the optimizer's state; None if it stays on the device."""
+        """Tier in which optimizer state is stored; None for the device."""
         return self._tier(self.optimizer)
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
-        """The tiers in use, each once, with the host last.
+        """Tiers in use, each once; the host is always the last.
 
-        The host is always one of them: on a GPU its store claims every CPU tensor that no earlier store holds.
+        The host must be last: on a GPU its store claims every CPU tensor that no earlier store holds.
         """
         used = [tier for tier in (self.params_tier, self.optimizer_tier) if tier is not None]
         return (*dict.fromkeys(tier for tier in used if tier != HOST), HOST)
@@ -123,10 +123,10 @@ class Offload:
             )
 
     def check_updates(self, optimizer: optim.Optimizer) -> None:
-        """Check that an optimizer whose parameters are on a GPU can run its updates where the option `update` says.
+        """Check that an optimizer's updates can run on the host if the option `update` is "host".
 
         Raises:
-            ValueError: update="host" for an unfused optimizer, whose updates are many small calls.
+            ValueError: the optimizer is not fused: its updates are many small calls.
         """
         if self.update == "host" and not all(group.get("fused") for group in optimizer.param_groups):
             name = type(optimizer).__name__

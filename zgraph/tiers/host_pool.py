@@ -24,7 +24,7 @@ class HostPool:
     _held: set[int] = field(default_factory=set[int])  # addresses of blocks in use
 
     def empty_like(self, tensor: Tensor) -> Tensor:
-        """Return an uninitialised tensor in the pool, with the shape and dtype of `tensor`; if dense, also its strides."""
+        """Return an uninitialised tensor in the pool, with shape and dtype of `tensor`; if dense, also its strides."""
         layout = torch.empty_like(tensor, device="meta")
         nbytes = layout.untyped_storage().nbytes()
         if not nbytes:

@@ -151,7 +151,7 @@ class FramePlanner:
 
     @property
     def curves(self) -> list[MemoryCurve]:
-        """Memory over each frame."""
+        """Memory curve of each frame."""
         return [frame.curve for frame in self.frames]
 
     def _keep(self, plan: FramePlan, late: Sequence[int]) -> None:

@@ -10,7 +10,7 @@ from zgraph.reporting.tables import Table, duration, size
 
 
 def pipeline_lines(plan: PipelinePlan) -> list[str]:
-    """Return lines of text about the step, each other schedule and each rank; with a budget, also about each stage."""
+    """Return a plan as lines of text: the step, every other schedule, every rank, and with a budget every stage."""
     run = plan.run
     return [
         f"{len(plan.stages)} stages, {plan.micro_batches} micro-batches, {plan.schedule}: bubble {run.bubble:.1%}",

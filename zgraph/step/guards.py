@@ -1,4 +1,4 @@
-"""Conditions under which a graph of a step is valid: a call that differs in any of them needs another graph."""
+"""Conditions of a call for which a graph was captured; a call under other conditions needs another graph."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ _NUMBERS = (bool, int, float, complex, str, type(None), torch.dtype, torch.devic
 
 @dataclass(frozen=True)
 class Conditions:
-    """Conditions under which a graph was captured; compared field by field.
+    """Conditions of a call for which a graph was captured; compared field by field.
 
     Attributes:
         arguments: structure of the arguments, layouts of tensors, values of all other arguments.
-        modes: training or evaluation, and the numbers that each module holds, such as a dropout's probability.
+        modes: training or evaluation, and the numbers that each module holds, such as a dropout probability.
         trainable: `requires_grad` of each parameter.
         hooks: hooks on parameters, as returned by `parameter_hooks.conditions`.
         options: options of the optimizers, except parameters and options that are inputs of the graph.
-        state: entries of the optimizers' state.
+        state: entries of optimizer state, see `StateLayout.conditions`.
         layouts: shapes and dtypes of parameters and buffers.
         outside: names and layouts of tensors that the function reads from outside.
         variables: numbers that the function reads from outside.
-        spaces: memory spaces in which inputs are stored; () if all are on the device.
-        ambient: grad mode, autocast, default dtype.
+        spaces: memory space of each input of the graph; () if all are on the device.
+        ambient: settings of torch, see `ambient`.
     """
 
     arguments: tuple[Any, ...]
@@ -73,12 +73,12 @@ class Conditions:
 
 @dataclass(frozen=True)
 class Variant:
-    """A compiled graph of a step, and the calls for which it is valid.
+    """One compiled graph of a step, with everything that decides for which calls it is valid.
 
     Attributes:
         conditions: conditions under which the graph was captured.
-        captured: the graph, with its assumptions about options.
-        program: the compiled graph.
+        captured: the graph before compilation, with its assumptions about options.
+        program: the compiled graph, as a callable.
         lowering: lowering that compiled the graph, "inductor" or "fx".
         values: Python values that are constants of the graph.
     """
@@ -101,7 +101,7 @@ class Variant:
 def why_another(
     others: Sequence[Variant], conditions: Conditions, options: OptionInputs, tensors: Sequence[Tensor]
 ) -> str:
-    """Explain why no earlier graph is valid, by comparison with the closest one; "" for the first graph."""
+    """Describe why a call needs another graph, by comparison with the most similar one; "" if there is none yet."""
     closest = conditions.closest([one.conditions for one in others])
     if closest is None:
         return ""
@@ -114,7 +114,7 @@ def why_another(
 
 
 def of_arguments(leaves: Sequence[Any], tree: Any) -> tuple[Any, ...]:
-    """Return conditions on the arguments of a call.
+    """Return the structure of a call's arguments, with layouts of tensors and values of all others, for comparison.
 
     Raises:
         ZgraphError: an argument can neither be an input of a graph nor be compared.

@@ -137,7 +137,7 @@ def _recorder_of(model: nn.Module) -> Recorder:
 
 
 def _drawn(model: nn.Module, optimizer: optim.Optimizer) -> dict[int, rounded_adam.Drawn]:
-    """Return the keys of the random numbers that round moments, by id of the parameter."""
+    """Return the seeds of the stochastic rounding of moments, by id of the parameter."""
     lifted = Lifted.of(model, [optimizer])
     return {id(lifted.held[position]): one for position, one in (lifted.drawn() or {}).items()}
 
@@ -209,7 +209,7 @@ class TrainingStep(Generic[P, R]):
         return result
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], lowering: str) -> Any:
-        """Run the step as a graph."""
+        """Run one call of the step as a graph; capture and compile the graph if no earlier one is valid."""
         current = self._current()
         lifted = current.lifted
         leaves, tree = tree_flatten((list(args), kwargs))

@@ -23,20 +23,20 @@ class Offload:
     Attributes:
         params: storage of parameters: "host", "disk", a `zgraph.Tier` of your own, or None for the device.
         optimizer: storage of optimizer state with one value per element, such as moments; choices as for `params`.
-        path: folder for tensors on disk; it is made if only the last part of the path is missing. Each rank writes one
-            file there, which is deleted when the process ends.
+        path: folder for tensors on disk, created if its parent exists. Each rank writes one file there, which is
+            deleted when the process ends.
         host_budget_bytes: limit of bytes that a rank may keep on the host; a step that would exceed it is refused
             before it runs. None: no limit.
-        update: where a `zgraph.training_step` runs updates whose state is on the host: "host", or "device", which
-            copies parameters and state to the device and back. None: `presets.planned` runs each fused update where
-            the step is fastest, and other presets on the host; unfused updates run on the device if it is a GPU.
-            A GPU and its host round an update differently.
+        update: device that updates parameters whose optimizer state is on the host, in a `zgraph.training_step`:
+            "host", or "device", which copies parameters and state to the device and back. None: `presets.planned` runs
+            each fused update where the step is fastest, and other presets run it on the host; unfused updates run on
+            the device if it is a GPU. A GPU and its host round an update differently.
         moments_dtype: torch.bfloat16 for both moments of fused Adam or AdamW, which halves the memory and disk traffic
             of the moments. Updates compute in fp32, and round moments stochastically. This changes results. Needs
             `zgraph.training_step`. None: moments have the parameter's dtype.
-        param_bits: for inference: store and send weights as codes of 8 or 4 bits with a scale for each group, and
-            decode them on the device where they are read. Lossy. Applies to floating-point parameters of two or more
-            dims and 4096 or more elements. None: parameters are stored as they are.
+        param_bits: 8 or 4: for inference, store and send weights as codes (integers of so many bits, with a scale for
+            each group), and decode them on the device where they are read. Lossy. Applies to floating-point parameters
+            of two or more dims and 4096 or more elements. None: parameters are stored as they are.
         full_precision: shell patterns of the names of parameters to store uncoded, such as ("*.wte.weight",).
 
     Raises:

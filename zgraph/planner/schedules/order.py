@@ -29,12 +29,12 @@ class Action:
 
 
 def schedules_for(ranks: int, stages: int, micro_batches: int) -> tuple[str, ...]:
-    """Return the names of the schedules that torch can run with these numbers."""
+    """Return the schedules that torch can run with these numbers of ranks, stages and micro-batches."""
     return tuple(name for name in SCHEDULES if not why_not(name, ranks, stages, micro_batches))
 
 
 def why_not(schedule: str, ranks: int, stages: int, micro_batches: int) -> str:
-    """Return why torch cannot run a schedule with these numbers; "" if torch can."""
+    """Return why torch cannot run a schedule with these numbers of ranks, stages and micro-batches; "" if it can."""
     if schedule not in SCHEDULES:
         near = difflib.get_close_matches(schedule.removeprefix("Schedule"), SCHEDULES, 1)
         guess = f"; did you mean {near[0]!r}?" if near else ""

@@ -90,7 +90,7 @@ class PipelinePlan:
 
     @property
     def run(self) -> PipelineRun:
-        """The step under the planned schedule."""
+        """The simulated step under the planned schedule."""
         return next(run for run in self.runs if run.schedule == self.schedule)
 
     @property

@@ -23,7 +23,7 @@ _NAMES = MappingProxyType({"a100": r"\bA100-SXM\d*-80GB\b", "h100": r"\bH100 80G
 
 
 def preset_of(device_name: str) -> str | None:
-    """Return the preset for a GPU's name; None if the name does not tell the GPU's links, as for PCIe cards."""
+    """Return the hardware preset for a GPU's name; None if the name does not determine how GPUs are linked."""
     return next((preset for preset, pattern in _NAMES.items() if re.search(pattern, device_name)), None)
 
 

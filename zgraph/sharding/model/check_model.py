@@ -66,7 +66,7 @@ def _check_kinds(found: Mapping[str, nn.Parameter], ignored: Container[int]) -> 
 
 
 def _check_memory(found: Mapping[str, nn.Parameter], module: nn.Module) -> None:
-    """Check that no two parameters, and no parameter and buffer, are views of the same elements."""
+    """Refuse parameters that share elements with another parameter or with a buffer."""
     by_storage: dict[int, list[tuple[str, Tensor]]] = {}
     for name, tensor in (*found.items(), *module.named_buffers()):
         key = storage_key(tensor) if _has_memory(tensor) else None

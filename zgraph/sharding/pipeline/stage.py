@@ -28,16 +28,16 @@ class PipelineStage(NoMessageToItself, TorchStage):
         stage = zgraph.PipelineStage(torch.compile(chunk, backend="zgraph"), index, count, device, group=group)
         schedule = Schedule1F1B(stage, n_microbatches=8, loss_fn=loss_fn)
 
-    All micro-batches of a `schedule.step` form one window, as if all forwards but one had run under `zgraph.no_sync`:
-    at ZeRO stages 0 and 1 gradients are reduced once per step, in the last backward; at stages 1 and 2 parameters are
-    gathered once; at stage 3 each micro-batch gathers, unless `keep_bytes` has room, and reduces. A step inside
-    `zgraph.no_sync` leaves the window open for the next one.
+    All micro-batches of a `schedule.step` form one accumulation window, as if all forwards but one had run under
+    `zgraph.no_sync`. At ZeRO stages 0 and 1 gradients are reduced once per step, in the last backward. At stages 1 and
+    2 parameters are gathered once per step. At stage 3 each micro-batch gathers the parameters that `keep_bytes` does
+    not keep, and reduces. A step inside `zgraph.no_sync` leaves the window open for the next step.
 
-    Schedules that split a backward in two, for inputs and for weights, are supported. A compiled backward is split into
-    two graphs; the second has the reductions. If that is not possible (with tensor parallelism, with parameters read
-    outside compiled code, or if the module was compiled before the stage was created), the whole backward runs when the
-    schedule requests the gradients of inputs. The backward of weights is then empty, which is correct but does not fill
-    the bubble.
+    Schedules that split a backward into two halves, for inputs and for weights, are supported. A compiled backward is
+    split into two graphs; the second has the reductions. A backward cannot be split with tensor parallelism, with
+    parameters read outside compiled code, or if the module was compiled before the stage was created. Then the whole
+    backward runs when the schedule requests the gradients of inputs, and the half for weights is empty, which is
+    correct but does not fill the bubble.
 
     Args:
         submodule, stage_index, num_stages, device: as for torch's `PipelineStage`.
@@ -50,10 +50,10 @@ class PipelineStage(NoMessageToItself, TorchStage):
         options: further arguments of torch's `PipelineStage`, such as `group`.
 
     Raises:
-        ValueError: a `dw_builder` is given, `closes` is unknown, or `keep_bytes` is not a number of bytes or there is
-            no parameter at ZeRO stage 3.
-        ZgraphError: from `schedule.step`, if the last backward is not that of the micro-batch named by `closes`;
-            from `optimizer.step()`, if the schedule's step has failed.
+        ValueError: a `dw_builder` is given, `closes` is unknown, `keep_bytes` is not a number of bytes, or it is given
+            without parameters at ZeRO stage 3.
+        ZgraphError: from `schedule.step`, if the last backward is of another micro-batch than `closes` says; from
+            `optimizer.step()`, if the schedule's step has failed.
     """
 
     def __init__(

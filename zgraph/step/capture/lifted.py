@@ -124,7 +124,7 @@ class Lifted:
 
     @cached_property
     def held(self) -> list[Tensor]:
-        """Tensors of the parameters."""
+        """Parameters as tensors, in the order of `parameters`."""
         return [one.tensor for one in self.parameters]
 
     @cached_property
@@ -213,10 +213,7 @@ class Lifted:
         return [*range(len(self.parameters)), *others, *state]
 
     def drawn(self) -> dict[int, Drawn] | None:
-        """Return the keys of the random numbers that round moments, by index of the parameter.
-
-        Returns None if moments are not rounded.
-        """
+        """Return the seeds of the stochastic rounding of moments, by index of the parameter; None: no rounding."""
         if self.resting is None or self.resting.options.moments_dtype is None:
             return None
         found: dict[int, Drawn] = {}
@@ -236,7 +233,7 @@ class Lifted:
                 self.resting.settle_counts(one.optimizer)
 
     def check_host(self, plan: FramePlan, late: Sequence[int] = ()) -> None:
-        """Refuse a step that would exceed the host budget, before it runs.
+        """Refuse a step that would keep more bytes on the host than `Offload.host_budget_bytes`.
 
         Args:
             plan: plan of the step.
@@ -389,7 +386,7 @@ def local(tensor: Any) -> Tensor:
 
 
 def name_part(name: str) -> str:
-    """Turn a qualified name into part of a node's name."""
+    """Replace all characters of a qualified name that node names cannot have by "_"."""
     return re.sub(r"\W", "_", name)
 
 

@@ -106,7 +106,7 @@ class Assumed:
         self._held, self._count = tuple(values), guards.current()  # the last values that held, and the number of guards
 
     def hold(self, values: tuple[float | Tensor, ...], tensors: Sequence[Tensor]) -> bool:
-        """Return whether the graph may be called with these options and tensors."""
+        """Return whether the assumptions hold for these option values and input tensors."""
         count = self._guards.current()
         if count == self._count and (not count or (not self._read and all(map(_is_same, values, self._held)))):
             return True

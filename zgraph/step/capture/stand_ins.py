@@ -144,7 +144,7 @@ class StandIns:
         return [(number, *entry) for number, one in enumerate(self.optimizers) for entry in one.new_state()]
 
     def step_unless(self, optimizer: optim.Optimizer, found_inf: Tensor) -> None:
-        """Run an optimizer's step, and undo it if an inf was found."""
+        """Run an optimizer's step on its stand-in; the graph undoes it if `found_inf` is nonzero."""
         for one in self.optimizers:
             if one.lifted.optimizer is optimizer:
                 one.step_unless(found_inf)

@@ -35,7 +35,7 @@ class TracedOptimizer:
         state: traced state, with the tensors of `stepped_on` as keys; it includes entries that the step adds.
         stepped: whether the optimizer has stepped.
         skip: whether the step is skipped, as a 0-d bool tensor; None if it is never skipped.
-        drawn: keys of the random numbers that round moments, by index of the parameter; None: no rounding.
+        drawn: seeds of the stochastic rounding of moments, by index of the parameter; None: no rounding.
     """
 
     lifted: LiftedOptimizer
@@ -81,7 +81,7 @@ class TracedOptimizer:
 
     @property
     def is_element_wise(self) -> bool:
-        """Whether the optimizer may step on shards."""
+        """Whether the optimizer computes element by element, and can therefore step on local shards."""
         return type(self.lifted.optimizer) in ELEMENT_WISE
 
     @property
@@ -143,7 +143,7 @@ class TracedOptimizer:
         return parameter if isinstance(parameter, DTensor) and key not in SCALARS else None
 
     def step_unless(self, found_inf: Tensor) -> None:
-        """Run the optimizer's step, and undo it if an inf was found.
+        """Run the optimizer's step; the graph undoes it if `found_inf` is nonzero.
 
         The optimizer works on copies, which are copied back to parameters and state unless the step is skipped. An inf
         or NaN in the copies is thus discarded, and the host need not wait for `found_inf`.

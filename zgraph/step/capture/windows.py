@@ -17,8 +17,8 @@ aten = torch.ops.aten
 def resolve_windows(graph: fx.Graph) -> None:
     """Sum the gradients of each `zgraph.no_sync` window inside the graph, so that no state is needed between calls.
 
-    Afterwards every marker has the window position ALONE: no marker refers to other forwards of its window. The sum has
-    the order and the dtypes of `zgraph.runtime.window_state`. Each parameter has its own window.
+    Afterwards every marker has the window position ALONE. The sum has the order and the dtypes of
+    `zgraph.runtime.window_state`. Each parameter has its own window.
 
     Raises:
         ZgraphError: gradients are read, or the step ends, before they are reduced over the ranks.

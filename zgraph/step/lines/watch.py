@@ -187,7 +187,7 @@ def _is_foreign(tensor: Tensor) -> bool:
 
 
 def _indexes_by_numbers(func: OpOverload, args: Sequence[Any]) -> bool:
-    """Return whether elements are selected by positions, not by a mask, so that the result's shape is known."""
+    """Return whether an operator indexes by position, not by mask, so that the shape of its result is known."""
     return func is aten.index.Tensor and all(index is None or not _is_mask(index) for index in args[1])
 
 
@@ -257,7 +257,7 @@ class KnownValues:
                     self._known[id(one)] = replace(known, added=known.added + added)
 
     def _added(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float | None:
-        """Return the number that an operator adds to its first argument; None if it does anything else."""
+        """Return the number that an operator adds in place to its first argument; None if it does anything else."""
         if func not in _ADDITIONS or len(args) < 2:
             return None
         other, factor = args[1], kwargs.get("alpha", 1)
@@ -267,7 +267,7 @@ class KnownValues:
         return other * factor if isinstance(other, int | float) and isinstance(factor, int | float) else None
 
     def decide(self, tensor: Any) -> bool | None:
-        """Return the outcome if `tensor` compares a known number with a constant, and add a guard; else return None."""
+        """Return the outcome and add a guard if `tensor` is the result of comparing a known number; else None."""
         if id(tensor) not in self._compared:
             return None
         _, compare, known, other = self._compared[id(tensor)]

@@ -64,7 +64,7 @@ class Calls:
 
 @functools.cache
 def computes_names(code: CodeType) -> bool:
-    """Return whether `code` may read attributes that it does not name, like `getattr(self, f"w{number}")`."""
+    """Return whether `code` may read attributes by computed names, as `getattr(self, f"w{number}")` does."""
     asks = names_of(code)
     if not _BY_ANY_NAME.isdisjoint(asks):
         return True

@@ -23,7 +23,7 @@ _CALLED_BY_PYTHON = frozenset({"forward", "backward", "setup_context", "__call__
 
 @dataclass
 class Functions:
-    """Functions that a step may call, found by the names in the code of functions found earlier.
+    """All functions that a step may call, found by the names in the code of the step and of these functions.
 
     Attributes:
         names: attribute names in the code of all functions, and the code's strings, which may be attribute names.
@@ -50,7 +50,7 @@ class Functions:
         return bool(found)
 
     def follows(self, function: FunctionType) -> bool:
-        """Return whether a function has run and belongs to the user, or to a package that the model comes from."""
+        """Return whether a function has run, and is defined by the user or in a package that the model comes from."""
         code = function.__code__
         return self.is_users(code.co_filename, function.__module__) and self.has_run(code)
 
@@ -131,7 +131,7 @@ def _plain(value: Any) -> list[FunctionType]:
 
 
 def is_library_module(value: ModuleType, functions: Functions) -> bool:
-    """Return whether a Python module belongs neither to the user nor to a package that the model comes from."""
+    """Return whether a Python module is a library: not the user's, and not in a package that the model comes from."""
     file = getattr(value, "__file__", None)
     return file is None or not functions.is_users(file, value.__name__)
 

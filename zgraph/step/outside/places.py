@@ -190,7 +190,7 @@ class Compared:
         )
 
     def are_same(self) -> bool:
-        """Return whether all entries are the same objects."""
+        """Return whether all places still have the same contents as when this check was created."""
         return (
             all(map(is_, map(cast(Any, call), self._readers, self._keys), self._values))
             and list(map(len, self._sized)) == self._sizes

@@ -92,7 +92,7 @@ class Outside:
     Attributes:
         variables: names and values from `variables_of`.
         scalers: enabled GradScalers among the variables, each once.
-        tensors: tensors by name: among the variables, and in their lists, tuples, dicts, modules and GradScalers.
+        tensors: tensors by name: the variables, and the tensors in their lists, tuples, dicts, modules and GradScalers.
     """
 
     variables: list[tuple[str, Any]]
@@ -114,7 +114,7 @@ class Outside:
             function: the user's function.
             model: the step's model, whose attributes are left out.
             own: ids of the tensors that belong to the model, which are left out, too.
-            device: device for the scales of scalers that have not been used yet.
+            device: device for the scales of GradScalers that have not been used yet.
             hooks: hooks on parameters, which may read more variables.
         """
         variables = list(variables_of(function, but=model))

@@ -6,7 +6,7 @@
 
 Between these operators, `left` and `right` are reduced over the ranks like replicated gradients. Letters are those of
 `zgraph.compression.low_rank.LowRank`. The error and Q are state attached to the parameters' handles: the first
-operator reads it, the second replaces the error, and the third replaces Q.
+operator reads both, the second replaces the error, and the third replaces Q.
 """
 
 from __future__ import annotations

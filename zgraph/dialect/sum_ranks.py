@@ -9,7 +9,7 @@ from zgraph.dialect.wire_dtypes import accumulate_dtype
 
 
 def divisor_like(total: Tensor, divisor: int) -> Tensor:
-    """Return the divisor as a 0-d tensor like `total`, with which every device divides correctly rounded (IEEE).
+    """Return the divisor as a 0-d tensor like `total`, so that every device rounds divisions correctly (IEEE).
 
     Given a Python number instead, torch on CUDA would multiply by its reciprocal, as Inductor does for constants.
     Unless the divisor is a power of two, the bits would differ.

@@ -36,7 +36,7 @@ Graphs = dict[Direction, PlannedGraph]
 class PlannedHalves:
     """Times and memory of a backward in two halves: first the gradients of inputs, then those of weights.
 
-    No number of bytes includes values that the first half returns.
+    All byte counts leave out the values that the first half returns.
 
     Attributes:
         inputs_us, weights_us: time of the first and of the second half.
@@ -100,7 +100,7 @@ class FramePlanner:
         allocator: how sizes are rounded.
         axes: axes of the cluster; None: only data parallelism.
         host_budget_bytes: most bytes that a rank may keep on the host; None: no limit.
-        update: device ("host" or "device") that updates parameters stored on the host; None: the passes decide.
+        update: where parameters with state on the host are updated, "host" or "device"; None: the passes decide.
         prefix: prefix of the frames' names.
         report: report of all compiled graphs.
         frames: planned frames, in the order of compilation.

@@ -45,8 +45,8 @@ def plan(
 
     Parameters and activations have shapes but no values, and collectives send nothing. The step is the model's forward
     and the backward of its result, as `torch.compile` runs them. With an optimizer it is the whole step as one graph,
-    as `zgraph.training_step` runs it. torch.compile's caches are reset, so other models of this process are
-    compiled anew afterwards.
+    as `zgraph.training_step` runs it. torch.compile's caches are reset, so other models of this process are compiled
+    anew afterwards.
 
     `zgraph.plan_pipeline` plans the step of a pipeline of stages.
 

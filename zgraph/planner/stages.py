@@ -385,7 +385,7 @@ def _gradient_bytes(stage: nn.Module) -> int:
 
 
 def _waiting_bytes(stage: nn.Module, zero_stage: int) -> int:
-    """Return the bytes of unsharded gradient sums at a ZeRO stage that wait for the last backward."""
+    """Return the bytes of unsharded gradients, at one ZeRO stage, that wait for the last backward."""
     layouts = [(param.spec.layout, param.spec.dtype) for param in sharded_parameters(stage).values()]
     return sum(
         math.prod(layout.shape) * dtype.itemsize

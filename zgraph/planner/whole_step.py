@@ -1,4 +1,4 @@
-"""Plan a whole training step, as it runs after its first call, which creates optimizer state."""
+"""Plan a whole training step, as it runs in all calls but the first, which creates optimizer state."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def limited_bytes(start: fx.Node) -> int:
 
 
 def _returned_bytes(start: fx.Node) -> int:
-    """Return the bytes of those graph outputs that only communication nodes compute from a collective's result."""
+    """Return the bytes of the graph outputs that are made from a collective's result without compute."""
     pending, seen = [start], {start}
     returned = 0
     while pending:

@@ -36,9 +36,9 @@ def materialize(
         zgraph.shard(model, mesh)
         zgraph.materialize(model)
 
-    The result has the same bits as `model.apply(init)` on the unsharded model followed by `zgraph.shard`; so have later
-    draws from torch's default generators. Besides the shards, memory holds at most the parameters of the largest
-    module, or the tensors that a single operator of `init` reads and writes.
+    The result has the same bits as `model.apply(init)` on the unsharded model followed by `zgraph.shard`. Later draws
+    from torch's default generators are the same, too. Besides the shards, memory holds at most the parameters of the
+    largest module, or the tensors that a single operator of `init` reads and writes.
 
     All ranks use rank 0's random numbers, and their own generators advance by the same number of draws. `init` must run
     the same operators on all ranks, because a parameter that is used again, after it was reduced to shards, is

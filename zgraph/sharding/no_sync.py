@@ -31,7 +31,7 @@ def no_sync(module: nn.Module) -> Generator[None]:
     - Stage 2 reduces gradients in every backward; parameters are gathered once and kept.
     - Stage 3 is not changed by `no_sync`.
 
-    Only forwards must run inside or outside the context; where a backward runs does not matter. All other backwards of
+    Only the place of a forward counts; its backward may run inside or outside the context. All other backwards of
     the window must run before the closing one. Each parameter closes its own window, so the parts of a model may be
     called separately and in any order. `zero_grad()` discards pending gradients, even with `set_to_none=False`. Scaling
     `.grad` in place scales the pending gradient.

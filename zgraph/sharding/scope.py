@@ -377,7 +377,7 @@ def window_is_open(module: nn.Module) -> bool:
 
 
 def scopes_of(module: nn.Module) -> list[Scope]:
-    """Return the shared state of each part of a module that was sharded separately; of a single root, one element."""
+    """Return the shared states of a module's parts: one, unless parts were sharded without a common root."""
     states = (state_of(part) for part in module.modules())
     return list(dict.fromkeys(state.scope for state in states if state is not None))
 

@@ -72,7 +72,7 @@ def training_step(
 
     The decorated function computes the same as the plain one. zgraph traces it on fake tensors whenever a call needs a
     new graph, for example for new input shapes. Python side effects, such as counting or printing, happen only during a
-    trace, so the result must depend only on the arguments and the training state. Operations that a graph cannot
+    trace. The function must compute the same result from equal arguments at every call. Operations that a graph cannot
     represent are refused; the error message names the line.
 
     Args:

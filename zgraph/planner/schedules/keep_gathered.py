@@ -30,9 +30,9 @@ def next_room(sizes: Sequence[int], room_bytes: int) -> int | None:
 def most_kept(sizes: Sequence[int], left_with: Callable[[int], float], kept: int = 0) -> int:
     """Return the most bytes of parameters that can be kept within a budget.
 
-    Larger values are tried until one fits, while each needs less memory than the last: keeping a little may need less
-    memory than keeping nothing, for example if a bucket's buffer becomes smaller. Above the first value that fits, the
-    search assumes that memory grows with the kept bytes.
+    If `kept` does not fit, larger values are tried, as long as each needs less memory than the last: keeping a little
+    may need less memory than keeping nothing, for example if a bucket's buffer becomes smaller. Above the first value
+    that fits, the search assumes that memory grows with the kept bytes.
 
     Args:
         sizes: bytes of each parameter, in the order in which `first_fit` keeps them.

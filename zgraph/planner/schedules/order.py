@@ -111,7 +111,7 @@ def _of_rank(schedule: str, rank: int, ranks: int, chunks: int, micro_batches: i
 
 
 def _of_v(rank: int, ranks: int, micro_batches: int) -> list[Action]:
-    """Return the actions of a rank in a V-shaped schedule, with two stages: `rank`, and the same one from the end."""
+    """Return the actions of a rank in a V-shaped schedule, where rank r has stage r and the r-th from the end."""
     down, up = rank, 2 * ranks - 1 - rank
     order: list[Action] = []
     done: dict[tuple[str, int], int] = {}

@@ -45,7 +45,7 @@ class Uncompiled:
         """Begin a forward that is not traced.
 
         Args:
-            is_compiled: whether the model is compiled, so that Dynamo has skipped the frame.
+            is_compiled: whether the model is compiled; Dynamo has then skipped the frame.
         """
         self.warn()
         self.is_skipped = is_compiled and not is_in_backward()

@@ -25,7 +25,7 @@ class Way:
 
     Attributes:
         nodes: all nodes of this part.
-        readers: nodes among these of compiled functions that also return gradients of parameters.
+        readers: the nodes that are compiled functions and also return gradients of parameters.
         begins: edges of the outputs. In torch 2.11 and 2.12 a node of a Python function is freed with the nodes that
             lead to it, even if Python refers to it; these edges keep all nodes alive.
     """

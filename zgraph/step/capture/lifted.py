@@ -283,8 +283,8 @@ class StateLayout:
         keys, kinds: name and type of each entry.
         are_dtensors, are_plain, are_numbers: whether each entry is a DTensor, another tensor, or not a tensor.
         numbers: values of the entries that are not tensors.
-        order: for each state input of the graph, its index in the list of all local parts of DTensors, followed by all
-            other tensors.
+        order: for each state input of the graph, its index in a list of the local parts of all DTensors, followed by
+            all other tensors.
         conditions: (index of the optimizer, index of the parameter, key, number or None) of each entry, in the order
             of the graph's inputs.
     """

@@ -154,7 +154,7 @@ def _wrapped(value: Tensor, like: Tensor | None) -> Tensor:
 def holds_traced(value: object, depth: int = 4) -> bool:
     """Return whether a Python object holds fake tensors of the trace.
 
-    Searches containers, attributes, closures and generators, `depth` levels deep, and finds tensors printed to strings.
+    Searches containers, attributes, closures and generators, `depth` levels deep, and strings that show a fake tensor.
     """
     if isinstance(value, Tensor):
         return is_fake(local(value))

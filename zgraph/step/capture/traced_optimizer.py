@@ -217,7 +217,7 @@ class TracedOptimizer:
                 self._take_over(one, copy, state[copy])
 
     def _state_of(self, given: Sequence[Tensor]) -> dict[Tensor, dict[str, Any]]:
-        """Return the optimizer's state with the tensors of `given` as keys; with copied entries if these are copies."""
+        """Return the optimizer's state with the tensors of `given` as keys; copy its entries if these are copies."""
         if given is self.stepped_on:
             return self.state
         found: dict[Tensor, dict[str, Any]] = defaultdict(dict)
@@ -232,7 +232,7 @@ class TracedOptimizer:
         return found
 
     def _take_over(self, one: Tensor, copy: Tensor, entries: dict[str, Any]) -> None:
-        """Copy the result of a step on copies to the real tensor `one` and its state, unless the step is skipped."""
+        """Copy a step's results, `copy` and `entries`, back to the tensor `one` and its state, unless it is skipped."""
         self._write(one, copy)
         known = self.state[one]
         for key, value in entries.items():

@@ -1,1 +1,1 @@
-"""Interception of the user's calls while a step is traced: uses traced tensors, and refuses unsupported operations."""
+"""Handle the user's calls while a step is traced: pass traced tensors, and refuse unsupported operations."""

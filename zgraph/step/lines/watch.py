@@ -203,7 +203,7 @@ def _draws_nothing(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, A
 
 @dataclass(frozen=True)
 class _Known:
-    """A 0-d tensor with a known value: `added`, plus the value of the input with index `place` unless that is None."""
+    """A 0-d tensor with a known value: graph input `place` plus `added`; just `added` if `place` is None."""
 
     tensor: Tensor  # kept alive, so that its id is not reused
     place: int | None
@@ -213,8 +213,8 @@ class _Known:
 class KnownValues:
     """0-d tensors on the CPU, such as step counts, whose values Python may compare during a trace.
 
-    Each is an input of the graph to which the step at most adds a constant, or a constant. The outcome of a comparison
-    becomes a guard: before a later call, the guard is checked on the inputs.
+    A value is known if the tensor is a constant, or an input of the graph to which the step has added only constants.
+    The outcome of a comparison becomes a guard, which is checked on the inputs of later calls.
 
     Args:
         mode: result of `step_mode`.

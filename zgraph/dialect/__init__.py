@@ -1,4 +1,4 @@
-"""The operators of zgraph's graphs, with eager kernels; importing the room registers all of them."""
+"""Operators of zgraph's graphs, with eager kernels; importing this package registers all of them."""
 
 from zgraph.dialect import (
     compressed,

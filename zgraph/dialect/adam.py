@@ -2,9 +2,9 @@
 
     fused_adam_([shard, ...], [grad, ...], [exp_avg, ...], [exp_avg_sq, ...], [step, ...], ...)
 
-`fused_adam_` computes the same as `aten::_fused_adamw_`, with almost the same arguments. Moments are rounded
-stochastically, because with rounding to nearest a second moment that decays by 0.999 stops changing: each change is
-less than half a unit in the last place, 1/512, and is lost.
+`fused_adam_` computes the same as `aten::_fused_adamw_`, except for the rounding of moments. With rounding to nearest,
+a bf16 second moment that decays by 0.999 would stop changing: each change is smaller than half a unit in the last place
+(1/512), and would be lost.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ def _(
     firsts: Sequence[int],
     **options: Any,
 ) -> None:
-    """Update parameters and moments in place by one step of Adam or AdamW.
+    """Update parameters and moments in place by one step of Adam or AdamW (`zgraph::fused_adam_`).
 
     Args:
         parameters: fp32, contiguous, of any shapes; written to.
         grads: fp32, of the same shapes; if `grad_scale` is given, divided by it in place.
         exp_avgs, exp_avg_sqs: bf16, of the same shapes; written to.
-        state_steps: 0-d fp32 for each parameter, the number of this update, counted from 1.
-        salts: a 32-bit number for each parameter, so that parameters draw different random numbers.
-        firsts: index of this rank's first element in the unsharded parameter, for each parameter, so that ranks draw
-            different random numbers.
+        state_steps: 0-d fp32 for each parameter: the number of this update, counted from 1.
+        salts: a 32-bit seed for each parameter, so that parameters draw different random numbers.
+        firsts: for each parameter, the index of this rank's first element in the unsharded parameter, so that ranks
+            draw different random numbers.
         lr, beta1, beta2, weight_decay, eps, maximize, grad_scale, found_inf: as in `aten::_fused_adamw_`.
         decoupled: whether weight decay shrinks parameters (AdamW), or is added to gradients (Adam).
     """
 
 
 def fused_adam_op(lr: object) -> Any:
-    """The overload of zgraph::fused_adam_ for this learning rate, which is a number or a tensor."""
+    """Return the overload of `zgraph::fused_adam_` for a learning rate that is a number or a tensor."""
     packet = torch.ops.zgraph.fused_adam_
     return packet.tensor_lr if isinstance(lr, Tensor) else packet.default

@@ -4,8 +4,9 @@
     received = wait(all_to_all(payload))                                a row of bytes from each rank
     shard, ... = dequantize_sum(received, draw, ...)                    this rank's part of each summed gradient
 
-`quantize_grads` reads and updates the state attached to the parameters' handles, as `accumulate_grad` does. `draw` is
-the number of the reduction, on the host. All ranks count alike, so each rank can compute the random signs of others.
+`quantize_grads` reads and updates the error-feedback state of the parameters, which is attached to their handles.
+`draw` is the number of earlier reductions, on the host; all ranks have the same number, and seed the random signs with
+it.
 
     payload = quantize_shards([shard, ...], ...)                        one row, for all ranks
     received = wait(all_gather(payload))
@@ -53,7 +54,7 @@ torch.library.define(
 
 @functools.cache
 def layout_of(method: str, numels: tuple[int, ...], world: int, stretches: int) -> BucketLayout:
-    """Payload layout for these arguments of an operator, with the compression method as text."""
+    """Return the payload layout for these arguments of an operator; `method` is the compression method as text."""
     return BucketLayout(from_text(method), numels, world, stretches)
 
 
@@ -71,21 +72,24 @@ def _(
     salt: int,
     window: str,
 ) -> tuple[Tensor, Tensor]:
-    """Quantize gradients for every rank of a group, and keep the error for the next reduction.
+    """Quantize gradients for all ranks of a group (`zgraph::quantize_grads`).
+
+    The quantization error is kept as error-feedback state for the next reduction.
 
     Args:
         grads: contiguous, any shape and floating-point dtype; a gradient with fewer than `stretches * world * numel`
             elements is padded with zeros.
         handles: handles of the gradients' parameters.
-        errors: results of `load_errors` if state is kept on the host, else empty; updated, then copied to the host.
-        method: text from `zgraph.compression.method_text.to_text`.
-        slot: name of the reduction among the parameter's reductions.
+        errors: results of `load_errors` if error-feedback state is kept on the host, else empty. They are updated, then
+            copied to the host.
+        method: compression method, as `zgraph.compression.method_text.to_text` writes it.
+        slot: name of the reduction, unique among a parameter's reductions.
         numels, world, stretches: see `BucketLayout`.
         rank, salt: see `zgraph.compression.methods.RngKey`.
-        window: position of the backward in its window, see runtime/window_state.py.
+        window: window position of the backward, see `zgraph.runtime.window_state`.
 
     Returns:
-        Payload [world * payload_bytes] uint8, and `draw` [1] int64 on the host, the number of earlier reductions.
+        Payload [world * payload_bytes] uint8; and `draw` [1] int64 on the host, the number of earlier reductions.
     """
     payload = layout_of(method, tuple(numels), world, stretches).payload_bytes
     return grads[0].new_empty((world * payload,), dtype=torch.uint8), torch.empty((1,), dtype=torch.int64, device="cpu")
@@ -95,7 +99,7 @@ def _(
 def _(
     handles: Sequence[Tensor], method: str, slot: str, numels: Sequence[int], chunks: int, device: torch.device
 ) -> list[Tensor]:
-    """Copy error-feedback state that is kept on the host to the device, for the next reduction of the gradients.
+    """Copy error-feedback state from the host to the device, for the next reduction (`zgraph::load_errors`).
 
     Args:
         handles: handles of the parameters.
@@ -122,7 +126,7 @@ def _(
     divisor: int,
     dtype: torch.dtype,
 ) -> list[Tensor]:
-    """Decode the payloads of all ranks, sum the gradients in fp32 and in rank order, and divide once.
+    """Decode all ranks' payloads, sum the gradients in fp32 and in rank order, and divide (`zgraph::dequantize_sum`).
 
     Args:
         received: [world * payload_bytes] uint8, by rank.
@@ -147,33 +151,33 @@ def _(
     salt: int,
     dtype: torch.dtype,
 ) -> list[Tensor]:
-    """Decode each rank's payload, in rank order: the receiving end of a compressed all_gather.
+    """Decode all ranks' payloads after a compressed all_gather (`zgraph::dequantize_each`).
 
     Args:
-        received: [world * payload_bytes] uint8: each rank's payload of `quantize_grads` with world=1, by rank.
+        received: [world * payload_bytes] uint8, by rank; each rank's payload comes from `quantize_grads` with world=1.
         draw, method, numels, world, salt: as in `dequantize_sum`.
         dtype: dtype of the results.
 
     Returns:
-        [world * numel] for each tensor.
+        [world * numel] for each tensor, in rank order.
     """
     return [received.new_empty((world * numel,), dtype=dtype) for numel in numels]
 
 
 def shard_bytes(method: str, numel: int) -> int:
-    """Bytes of a quantized shard of `numel` elements, padding included, in a rank's payload of a gather."""
+    """Return the bytes of a quantized shard of `numel` elements in the payload of a gather, including padding."""
     return layout_of(method, (numel,), 1, 1).payload_bytes
 
 
 @torch.library.register_fake("zgraph::quantize_shards")
 def _(shards: Sequence[Tensor], method: str, numels: Sequence[int], rank: int) -> Tensor:
-    """Quantize this rank's shards into one payload, which is sent to every rank of a group.
+    """Quantize this rank's shards into one payload, which is sent to all ranks of a group (`zgraph::quantize_shards`).
 
     Args:
-        shards: any shape and floating-point dtype; padded with zeros to `numel` elements.
-        method: text from `zgraph.compression.method_text.to_text`, of a method that keeps no state.
+        shards: shard of each parameter, any shape and floating-point dtype; padded with zeros to its `numels`.
+        method: compression method without state, as `zgraph.compression.method_text.to_text` writes it.
         numels: for each parameter, the elements of its longest shard on any rank.
-        rank: this rank's number in the group; it determines the signs of rotations, which are equal in every call.
+        rank: this rank's index in the group; it seeds the signs of rotations, so they are equal in every call.
 
     Returns:
         [sum of `shard_bytes`] uint8, parameter by parameter, so that each parameter can be decoded separately.
@@ -183,7 +187,7 @@ def _(shards: Sequence[Tensor], method: str, numels: Sequence[int], rank: int) -
 
 @torch.library.register_fake("zgraph::dequantize_shards")
 def _(received: Tensor, method: str, numel: int, offset: int, world: int, dtype: torch.dtype) -> Tensor:
-    """Decode one parameter from the payloads of all ranks.
+    """Decode one parameter from the payloads of all ranks (`zgraph::dequantize_shards`).
 
     Args:
         received: [world * payload bytes] uint8, by rank.
@@ -193,6 +197,6 @@ def _(received: Tensor, method: str, numel: int, offset: int, world: int, dtype:
         dtype: dtype of the result.
 
     Returns:
-        [world * numel], padding included.
+        [world * numel], including padding.
     """
     return received.new_empty((world * numel,), dtype=dtype)

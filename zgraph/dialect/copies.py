@@ -1,17 +1,17 @@
 """Operators that copy tensors between device, host and disk: each copy is a start and a wait, like a collective.
 
-    out   = offload_start(activation)     starts a copy to the host; the activation must not be written to meanwhile
+    out   = offload_start(activation)     starts a copy to the host; the activation must not change until the wait
     kept  = wait_copy(out)                the copy on the host; the activation may be freed
     back  = reload_start(kept, device)    starts a copy to the device
     again = wait_copy(back)               the same values, in new memory of the device
 
-    back  = store_start(again, kept)      starts a copy of `again` over `kept`; write to neither, and do not read `kept`
+    back  = store_start(again, kept)      starts a copy of `again` over `kept`; do not use either until the wait
     done  = wait_copy(back)               `kept` has the values; `again` may be freed
 
     back  = return_start(kept, tensor)    starts a copy over a device tensor, for example after an update on the host
 
-The result of a start is read only by its wait. In a compiled graph these copies run concurrently with compute
-(`zgraph.tiers`); the kernels here copy immediately.
+Only the wait may read the result of a start. In a compiled graph these copies run concurrently with compute
+(`zgraph.tiers`); the eager kernels in this file copy immediately.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ from zgraph.tiers.copy_lanes import lanes_of
 
 @torch.library.custom_op("zgraph::offload_start", mutates_args=())
 def offload_start(tensor: Tensor) -> Tensor:
-    """Copy a device tensor to host memory, which is pinned on CUDA: same shape, dtype and, if dense, strides."""
+    """Copy a device tensor to new host memory, pinned if the device is a GPU.
+
+    The copy has the same shape and dtype, and the same strides if the tensor is dense.
+    """
     return lanes_of(tensor.device).offload(tensor).wait()
 
 
@@ -38,7 +41,7 @@ def _(tensor: Tensor) -> Tensor:
 
 @torch.library.custom_op("zgraph::reload_start", mutates_args=())
 def reload_start(kept: Tensor, device: torch.device) -> Tensor:
-    """Copy a host tensor into new memory of a device: same shape, dtype and strides."""
+    """Copy a host or disk tensor to new memory of a device, with the same shape, dtype and strides."""
     return lanes_of(device).reload(kept).wait()
 
 
@@ -49,7 +52,7 @@ def _(kept: Tensor, device: torch.device) -> Tensor:
 
 @torch.library.custom_op("zgraph::spill_start", mutates_args=())
 def spill_start(tensor: Tensor, folder: str) -> Tensor:
-    """Copy a device tensor to a new, contiguous tensor on disk, in a folder in which a model already keeps tensors."""
+    """Copy a device tensor to a new, contiguous tensor on disk, in a folder that a model already uses."""
     return lanes_of(tensor.device).spill(tensor, folder).wait()
 
 
@@ -104,7 +107,7 @@ torch.library.define("zgraph::wait_copy", "(Tensor started) -> Tensor")
 
 @torch.library.impl("zgraph::wait_copy", "CompositeExplicitAutograd")
 def wait_copy(started: Tensor) -> Tensor:
-    """Wait for a started copy, and return the same tensor, which may be read from now on."""
+    """Wait for a started copy, and return its result, which may be read from now on."""
     return started
 
 
@@ -115,7 +118,7 @@ def _(started: Tensor) -> Tensor:
 
 @torch.library.custom_op("zgraph::wait_update", mutates_args=("written",))
 def wait_update(written: Sequence[Tensor], read: Sequence[Tensor]) -> None:
-    """Wait for an optimizer update that runs on the host, concurrently with compute; this eager kernel does nothing.
+    """Wait for an optimizer update that runs on the host concurrently with compute. In eager mode this does nothing.
 
     Args:
         written: tensors that the update writes to; they may be read after the wait.
@@ -129,35 +132,35 @@ def _(written: Sequence[Tensor], read: Sequence[Tensor]) -> None:
 
 
 def wait_update_op() -> Any:
-    """zgraph::wait_update(written, read)"""
+    """Return the operator `zgraph::wait_update(written, read)`."""
     return torch.ops.zgraph.wait_update.default
 
 
 def offload_op() -> Any:
-    """zgraph::offload_start(tensor) -> its copy on the host"""
+    """Return the operator `zgraph::offload_start(tensor)`, whose result is a copy on the host."""
     return torch.ops.zgraph.offload_start.default
 
 
 def reload_op() -> Any:
-    """zgraph::reload_start(kept, device) -> its copy on the device"""
+    """Return the operator `zgraph::reload_start(kept, device)`, whose result is a copy on the device."""
     return torch.ops.zgraph.reload_start.default
 
 
 def spill_op() -> Any:
-    """zgraph::spill_start(tensor, folder) -> its copy on disk"""
+    """Return the operator `zgraph::spill_start(tensor, folder)`, whose result is a copy on disk."""
     return torch.ops.zgraph.spill_start.default
 
 
 def return_op() -> Any:
-    """zgraph::return_start(kept, tensor) -> a tensor; once it is waited for, `tensor` holds the values of `kept`"""
+    """Return the operator `zgraph::return_start(kept, tensor)`, which copies `kept` over `tensor`."""
     return torch.ops.zgraph.return_start.default
 
 
 def store_op() -> Any:
-    """zgraph::store_start(source, kept) -> a tensor; once it is waited for, `kept` holds the values of `source`"""
+    """Return the operator `zgraph::store_start(source, kept)`, which copies `source` over `kept`."""
     return torch.ops.zgraph.store_start.default
 
 
 def wait_copy_op() -> Any:
-    """zgraph::wait_copy(started) -> the same tensor, usable"""
+    """Return the operator `zgraph::wait_copy(started)`, which waits for a copy and returns its result."""
     return torch.ops.zgraph.wait_copy.default

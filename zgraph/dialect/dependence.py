@@ -1,4 +1,4 @@
-"""The operator that makes one value depend on others, such as on all gathers of a unit of layers, even unused ones."""
+"""The operator `zgraph::depend`, which makes one value depend on others, for example on unused gathers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 
 @torch.library.custom_op("zgraph::depend", mutates_args=())
 def depend(value: Tensor, on: Sequence[Tensor]) -> Tensor:
-    """Return a copy of `value` that becomes available only after all tensors in `on` are available.
+    """Return a copy of `value` that is available only after all tensors in `on` are available.
 
-    Dynamo, AOTAutograd and passes remove an unused gather as dead code, but not a gather that a value depends on. In a
-    graph the result counts as a view of `value`, and lowering replaces the result by `value` (`drop_dependences` in
-    codegen/lower_fx.py). This kernel copies, because torch does not allow operators to return their input.
+    A gather that a value depends on is not removed as dead code by Dynamo, AOTAutograd or passes. In a graph the result
+    counts as a view of `value`, and lowering replaces it by `value` (`drop_dependences` in codegen/lower_fx.py). This
+    eager kernel copies, because torch does not allow operators to return their input.
 
     Args:
         value: any tensor.

@@ -1,10 +1,9 @@
 """Grouped gathers: one start, one wait, and one kernel that casts all members to the wire dtype.
 
-On NCCL a grouped gather is one kernel, which occupies multiprocessors for as long as it runs. Copy engines could
-transfer the data instead, through symmetric memory (torch 2.13) or NCCL's NCCL_CTA_POLICY_ZERO (NCCL 2.28). Neither way
-is used, because:
+On NCCL a grouped gather is one kernel, which occupies multiprocessors while it runs. Copy engines could transfer the
+data instead, through symmetric memory (torch 2.13) or NCCL's NCCL_CTA_POLICY_ZERO (NCCL 2.28). Neither is used:
 
-- Both need the sent tensors, and NCCL also the received ones, at equal offsets of windows that all ranks have
+- Both need the sent tensors, and NCCL also the received tensors, at equal offsets of windows that all ranks have
   registered together (ncclCommWindowRegister; torch's `rendezvous`). The caching allocator places a gathered parameter
   wherever it has room, which differs between ranks with different numbers of rows. Registering is a collective: if only
   one rank compiles, or allocates more, the others hang.
@@ -12,12 +11,11 @@ is used, because:
   workspace that grows with the largest member, with a rendezvous each time the workspace grows. It also puts a barrier
   of all ranks before and after each member, and gathers one member at a time, within one host.
 
-A possible design is one arena for each compiled frame. Live ranges of gathered parameters, on which ranks agree
-(`storages.as_all_ranks_count`), give equal offsets on all ranks. The arena is allocated and registered once, after the
-ranks' agreement on collectives and before the first call. The start becomes an all_gather of views on a communicator
-whose `cta_policy` is zero, and the wait stays. Two things must first be shown on several GPUs: that no window is
-written while a slower rank still reads its previous contents, and that copy engines beat the kernel at these sizes.
-Neither has been shown, so there is no such mode, and `Hardware` has no field to choose it.
+A possible design is one arena for each compiled frame. All ranks can compute equal offsets in it from the live ranges
+of gathered parameters (`storages.as_all_ranks_count`). The arena is allocated and registered once, after the ranks'
+agreement on collectives and before the first call. The start becomes an all_gather of views on a communicator whose
+`cta_policy` is zero, and the wait stays. Two things must first be shown on several GPUs: that no window is written
+while a slower rank still reads its previous contents, and that copy engines are faster than the kernel at these sizes.
 """
 
 from __future__ import annotations
@@ -55,7 +53,7 @@ def cast_each(shards: Sequence[Tensor], rows: Sequence[int], dtype: torch.dtype)
 
 @torch.library.custom_op("zgraph::cast_shards", mutates_args=())
 def cast_shards(shards: Sequence[Tensor], rows: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
-    """Copy shards into chunks of another dtype, padded with zeros: `cast_each` as an operator."""
+    """Copy shards into chunks of another dtype, padded with zeros: the operator for `cast_each`."""
     return cast_each(shards, rows, dtype)
 
 
@@ -74,7 +72,7 @@ torch.library.define("zgraph::wait_group", "(Tensor[] started) -> Tensor[]")
 
 @torch.library.impl("zgraph::wait_group", "CompositeExplicitAutograd")
 def wait_group(started: Sequence[Tensor]) -> list[Tensor]:
-    """Wait for all results of a grouped gather, however the gather was started, and return the results."""
+    """Wait for all results of a grouped gather, and return the results."""
     for one in started:
         wait(one)
     return list(started)
@@ -86,5 +84,5 @@ def _(started: Sequence[Tensor]) -> list[Tensor]:
 
 
 def wait_group_op() -> Any:
-    """zgraph::wait_group(started) -> the same tensors, usable"""
+    """Return the operator `zgraph::wait_group(started)`, which waits for tensors and returns them."""
     return torch.ops.zgraph.wait_group.default

@@ -4,9 +4,9 @@
     basis, right = low_rank_right(mean of left, [delta, ...], ...)          P orthonormal, and M^T P
     mean, ... = low_rank_means(basis, mean of right, ...)                   P Q^T, or this rank's rows of it
 
-Between these operators the factors are reduced like replicated gradients; letters as in
-`zgraph.compression.low_rank.LowRank`. The first operator reads the state attached to the parameters' handles. The
-second operator replaces the error in that state, and the third replaces Q.
+Between these operators, `left` and `right` are reduced over the ranks like replicated gradients. Letters are those of
+`zgraph.compression.low_rank.LowRank`. The error and Q are state attached to the parameters' handles: the first
+operator reads both, the second replaces the error, and the third replaces Q.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ torch.library.define(
 
 
 def layout_of(rows: Sequence[int], columns: Sequence[int], rank: int) -> FactorLayout:
-    """Layout of the factors for these arguments of an operator."""
+    """Return the layout of the factors for these arguments of an operator."""
     return FactorLayout(tuple(rows), tuple(columns), rank)
 
 
@@ -41,7 +41,9 @@ def layout_of(rows: Sequence[int], columns: Sequence[int], rank: int) -> FactorL
 def _(
     grads: Sequence[Tensor], handles: Sequence[Tensor], rows: Sequence[int], columns: Sequence[int], rank: int
 ) -> list[Tensor]:
-    """Add the kept errors to gradients, M = G + E, and multiply each M by the right factor Q of the last step.
+    """Add the kept errors E to gradients G, and multiply each M = G + E by its right factor Q.
+
+    The operator is `zgraph::low_rank_left`.
 
     Args:
         grads: any shape of rows * columns elements, any floating-point dtype.
@@ -70,11 +72,13 @@ def _(
     columns: Sequence[int],
     rank: int,
 ) -> list[Tensor]:
-    """Orthonormalize the left factors, compute this rank's right factors, and keep as errors what their products miss.
+    """Orthonormalize the left factors P, and compute this rank's right factors M^T P (`zgraph::low_rank_right`).
+
+    The difference between M and the product of its factors is kept as error for the next reduction.
 
     Args:
         left: first result of `low_rank_left`, averaged or summed over the ranks.
-        deltas: the other results of `low_rank_left`; overwritten by the errors, so not to be read afterwards.
+        deltas: the other results of `low_rank_left`; overwritten by the errors.
         handles, rows, columns, rank: as in `low_rank_left`.
 
     Returns:
@@ -96,7 +100,7 @@ def _(
     dtype: torch.dtype,
     window: str,
 ) -> list[Tensor]:
-    """Multiply the factors to mean gradients, and keep the right factors for the next step.
+    """Multiply the factors to mean gradients, and keep the right factors for the next step (`zgraph::low_rank_means`).
 
     Args:
         basis: first result of `low_rank_right`.
@@ -105,7 +109,7 @@ def _(
         first_rows, kept_rows: for each matrix, the first row and the number of rows to compute on this rank; rows after
             the end of the matrix are zeros.
         dtype: dtype of the results.
-        window: position of the backward in its window, see runtime/window_state.py.
+        window: window position of the backward, see `zgraph.runtime.window_state`.
 
     Returns:
         [kept_rows, columns] for each matrix.

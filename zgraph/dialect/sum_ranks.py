@@ -1,4 +1,4 @@
-"""The sum over ranks, in rank order, whose bits every compiled form of a reduction must reproduce."""
+"""The sum over ranks, in rank order; every compiled form of a reduction must give the same bits."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from zgraph.dialect.wire_dtypes import accumulate_dtype
 
 
 def divisor_like(total: Tensor, divisor: int) -> Tensor:
-    """Make a 0-d tensor of the divisor, so that every device divides a sum with correct IEEE rounding.
+    """Return the divisor as a 0-d tensor like `total`, so that every device rounds divisions correctly (IEEE).
 
-    To divide by a Python number, torch on CUDA multiplies by the number's reciprocal, as Inductor does for constants.
-    The bits then differ if the divisor is not a power of two: 3, 5, 6, 7 ...
+    Given a Python number instead, torch on CUDA would multiply by its reciprocal, as Inductor does for constants.
+    Unless the divisor is a power of two, the bits would differ.
     """
     return torch.full((), divisor, dtype=total.dtype, device=total.device)
 
 
 def sum_pieces(received: Tensor, world: int, divisor: int, dtype: torch.dtype) -> Tensor:
-    """Compute `zgraph::sum_ranks` with torch's operators, adding one rank's piece after the other."""
+    """Compute `zgraph::sum_ranks` with torch's operators, one rank's piece after another."""
     wide = accumulate_dtype(received.dtype)
     first, *others = received.unflatten(0, (world, -1))
     total = first + others.pop(0) if others and received.dtype == wide else first.to(wide, copy=True)
@@ -36,9 +36,9 @@ def divide_in_place(total: Tensor, world: int, divisor: int, dtype: torch.dtype)
 
 @torch.library.custom_op("zgraph::sum_ranks", mutates_args=())
 def sum_ranks(received: Tensor, world: int, divisor: int, dtype: torch.dtype) -> Tensor:
-    """Sum equally long pieces in rank order and divide once; every compiled form must keep this order of summation.
+    """Sum pieces of equal length in rank order, then divide; compiled forms must keep the order of summation.
 
-    Every division of uncompressed gradients happens here. If a backend has computed the sum, `world` is 1.
+    All uncompressed gradients are divided here, even if a backend has computed the sum (`world` is 1 then).
 
     Args:
         received: [world * n, ...] pieces of ranks 0, 1, ... one after the other.
@@ -47,7 +47,7 @@ def sum_ranks(received: Tensor, world: int, divisor: int, dtype: torch.dtype) ->
         dtype: dtype of the result.
 
     Returns:
-        [n, ...] in `dtype`; summed in fp32 (fp64 for fp64 input), divided once.
+        [n, ...] in `dtype`; summed in fp32 (fp64 for fp64 input).
     """
     return sum_pieces(received, world, divisor, dtype)
 

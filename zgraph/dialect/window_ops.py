@@ -1,4 +1,4 @@
-"""Operators of accumulation windows, in which parameters stay gathered and gradients wait to be reduced."""
+"""Operators for accumulation windows: keep gathered parameters, and accumulate unreduced gradients."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from zgraph.runtime.window_state import OPEN, state_behind
 
 @torch.library.custom_op("zgraph::all_gather_kept", mutates_args=())
 def all_gather_kept(chunk: Tensor, handle: Tensor, world: int, window: str, group_name: str) -> Tensor:
-    """Start gathering a parameter, or return the copy that this window has already gathered.
+    """Start gathering a parameter, or return the copy that was gathered earlier in this window.
 
     Args:
         chunk: [n, ...] this rank's padded rows.
-        handle: handle of the parameter, whose state keeps the result.
+        handle: handle of the parameter; its state keeps the copy.
         world: number of ranks.
-        window: "open" keeps the result in the state, "closing" removes it from the state.
-        group_name: name of the group that gathers.
+        window: "open" keeps the copy for later forwards, "closing" is the last use.
+        group_name: name of the process group.
 
     Returns:
-        [world * n, ...], usable after a wait; all forward passes of the window share this memory.
+        [world * n, ...], usable after a wait; all forwards of the window share this memory.
     """
     state = state_behind(handle)
     unsharded = state.gathered(chunk.dtype)
@@ -45,12 +45,12 @@ def _(chunk: Tensor, handle: Tensor, world: int, window: str, group_name: str) -
 
 @torch.library.custom_op("zgraph::accumulate_grad", mutates_args=())
 def accumulate_grad(grad: Tensor, handle: Tensor, dtype: torch.dtype, zero_stage: int, rows: int) -> Tensor:
-    """Keep an unsharded gradient until the closing backward pass of the window.
+    """Keep an unsharded gradient until the window's closing backward.
 
     Args:
         grad: [*shape], gradient of this rank only.
-        handle: handle of the parameter, whose state keeps the sum of gradients at stage 1.
-        dtype: dtype of that sum, the parameter's dtype.
+        handle: handle of the parameter; at stage 1 its state keeps the sum of gradients.
+        dtype: dtype of the sum, which is the parameter's.
         zero_stage: 0 or 1.
         rows: number of rows of this rank's shard; 0 at stage 0.
 
@@ -80,10 +80,10 @@ def _(grad: Tensor, handle: Tensor, dtype: torch.dtype, zero_stage: int) -> Tens
 
 @torch.library.custom_op("zgraph::wait_in_grad", mutates_args=())
 def wait_in_grad(handles: Sequence[Tensor]) -> None:
-    """At stage 0, prepare `.grad` of parameters for gradients that wait there until the closing backward pass.
+    """At stage 0, prepare `.grad` of parameters to accumulate gradients until the closing backward.
 
-    Runs before autograd adds the gradients that a graph returns. `accumulate_grad` prepares `.grad` for one gradient,
-    and has to copy that gradient.
+    A graph calls this before autograd adds its gradients to `.grad`. (`accumulate_grad` does the same for one gradient,
+    which it has to copy.)
     """
     with announcing(handles):
         for handle in handles:

@@ -1,4 +1,4 @@
-"""Dtypes in which gradients are sent and summed, and in which the means of gradients are sent back."""
+"""Dtypes in which gradients are sent and summed, and in which mean gradients are gathered."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import torch
 
 
 def accumulate_dtype(wire: torch.dtype) -> torch.dtype:
-    """Dtype of sums over ranks: fp64 if fp64 is sent, else fp32."""
+    """Return the dtype of sums over ranks: fp64 if fp64 is sent, else fp32."""
     return torch.float64 if wire == torch.float64 else torch.float32
 
 
 def wire_dtype_of(grad: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
-    """Dtype in which a gradient is sent: the requested dtype, unless that is wider than the gradient's.
+    """Return the dtype in which a gradient is sent: `asked`, or the gradient's own dtype if this is narrower.
 
     Receivers sum in fp32, so widening a gradient before it is sent changes no bit of the result.
     """
@@ -23,16 +23,16 @@ def wire_dtype_of(grad: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
 def mean_dtype_of(
     grad: torch.dtype, dtype: torch.dtype, wire_dtype: torch.dtype | None, asked: torch.dtype | None
 ) -> torch.dtype:
-    """Dtype in which ranks gather a mean gradient of which each rank has computed a part.
+    """Return the dtype in which ranks gather a mean gradient after each rank has computed a part.
 
-    Choose the first that is given: `asked`, `wire_dtype`, `grad`. If the choice is not narrower than `dtype`, return
-    `dtype`, because widening changes no bit.
+    This is `asked`, else `wire_dtype`, else `grad`. If it is not narrower than `dtype`, the result is `dtype`, because
+    widening changes no bit.
 
     Args:
         grad: dtype of the unsharded gradient, before it is sent.
-        dtype: dtype of the result.
-        wire_dtype: dtype that the user requests for sent gradients; None for no request.
-        asked: dtype that the user requests for the mean; None for no request.
+        dtype: dtype of the final gradient.
+        wire_dtype: dtype that the user requests for sent gradients; None: no request.
+        asked: dtype that the user requests for the mean; None: no request.
     """
     found = asked or wire_dtype or grad
     return found if found.itemsize < dtype.itemsize else dtype

@@ -1,1 +1,1 @@
-"""`zgraph.plan`: compiles a step for a cluster that does not exist, and predicts its memory, traffic and time."""
+"""`zgraph.plan`: compiles a training step for a planned cluster, and predicts its memory, traffic and time."""

@@ -1,4 +1,4 @@
-"""The cluster of a plan: its axes, machine and passes, and a process group whose collectives send nothing."""
+"""The cluster that a plan is for, with a fake process group whose collectives send nothing."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ SHARD_ON_AXES = (
 
 @dataclass
 class Cluster:
-    """A planned cluster, which does not exist.
+    """Description of the cluster that a plan is for.
 
     Attributes:
-        name: name of the planning function, for errors.
+        name: name of the planning function, for error messages.
         axes: axes of the cluster; None if only the number of ranks was given.
         ranks: number of ranks.
         machine: hardware of each rank.
@@ -60,7 +60,7 @@ class Cluster:
         """Check the options of a plan, and return the cluster that they describe.
 
         Raises:
-            ValueError: there is no such hardware, or passes are not a list of passes.
+            ValueError: the hardware preset is unknown, or passes are not a list of passes.
             ZgraphError: this process is in a process group.
         """
         if is_distributed_ready():
@@ -76,15 +76,15 @@ class Cluster:
 
     @contextmanager
     def joined(self) -> Generator[tuple[DeviceMesh | None, Any]]:
-        """Make this process rank 0 of the cluster; yield the mesh of the axes, and a fake mode for tensors."""
+        """Make this process rank 0 of a fake cluster inside the `with`; yield the mesh of its axes, and a fake mode."""
         with fake_world(self.ranks):
             yield None if self.axes is None else self.axes.mesh(), fake_mode()
 
     def made(self, mode: Any, model_fn: Callable[[], Any], batch: Callable[[], Any]) -> tuple[Any, tuple[Any, ...]]:
-        """Make the model and its inputs, without values.
+        """Return the model and the inputs of its forward, as fake tensors.
 
         Raises:
-            ValueError: batch returns anything but a tuple.
+            ValueError: `batch` returns anything but a tuple.
         """
         with mode:
             model, inputs = model_fn(), batch()
@@ -96,11 +96,11 @@ class Cluster:
         return model, tuple(inputs)
 
     def libraries_bytes(self) -> tuple[int, int]:
-        """Bytes that libraries hold on each rank: cuBLAS workspaces, and NCCL communicators."""
+        """Bytes that cuBLAS workspaces and NCCL communicators use on each rank."""
         return resting_bytes(self.machine.backend, self.machine.flops_per_us, groups_of_ranks())
 
     def shard(self, shard_fn: Sharder, model: nn.Module, mesh: DeviceMesh | None) -> None:
-        """Call the user's function to shard a model over all axes except the pipeline's.
+        """Call the user's `shard_fn` on a model, with the mesh of all axes except the pipeline's.
 
         Raises:
             ValueError: the function accepts no mesh although there are several axes, or shards over the wrong axes.
@@ -128,7 +128,7 @@ class Cluster:
                 )
 
     def check_tensor_parallel(self, graphs: Sequence[PlannedGraph]) -> None:
-        """Refuse a tensor-parallel axis along which nothing is sent: all ranks of the axis would compute the same."""
+        """Refuse a tensor-parallel axis without any communication: all its ranks would compute the same."""
         sizes: Mapping[str, int] = {} if self.axes is None else self.axes.sizes
         if sizes.get("tp", 1) > 1 and not any("tp" in graph.traffic for graph in graphs):
             raise ValueError(
@@ -138,7 +138,7 @@ class Cluster:
 
 
 def check_functions(name: str, model_fn: object, batch: object) -> None:
-    """Refuse a model or a batch in place of a function that makes one: tensors made outside the plan have values."""
+    """Refuse a model or a batch where a function that makes one is expected, since a plan needs fake tensors."""
     if isinstance(model_fn, nn.Module) or not callable(model_fn):
         raise ValueError(
             f"{name}: model_fn is a {type(model_fn).__name__}; pass a function that makes the model, such as "

@@ -1,4 +1,4 @@
-"""Compiles the frames of a planned step for ranks that do not exist, and keeps facts about their final graphs."""
+"""Compile the frames of a planned step, and collect times and memory of their final graphs."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ Graphs = dict[Direction, PlannedGraph]
 
 @dataclass(frozen=True)
 class PlannedHalves:
-    """A backward in two halves: gradients of inputs, then those of weights.
+    """Times and memory of a backward in two halves: first the gradients of inputs, then those of weights.
+
+    All byte counts leave out the values that the first half returns.
 
     Attributes:
-        inputs_us, weights_us: time of each half.
-        left_bytes: bytes alive between the halves. Neither values that the first half returns nor gathered parameters
-            that the window keeps are counted.
+        inputs_us, weights_us: time of the first and of the second half.
+        left_bytes: bytes alive between the halves, without gathered parameters that the window keeps.
         kept_bytes: bytes of gathered parameters that the window keeps and the second half reads.
-        inputs_peak_bytes: most bytes alive while the first half runs, without parameters kept by the window.
-        first_peak_bytes, later_peak_bytes, closing_peak_bytes: peaks of the second half, defined as in `PlannedFrame`,
-            without values returned by the first half.
+        inputs_peak_bytes: peak of the first half, without parameters that the window keeps.
+        first_peak_bytes, later_peak_bytes, closing_peak_bytes: peaks of the second half, as in `PlannedFrame`.
     """
 
     inputs_us: float
@@ -58,21 +58,23 @@ class PlannedHalves:
 
 @dataclass(frozen=True)
 class PlannedFrame:
-    """Facts about the final graphs of one frame.
+    """Graphs and memory of one compiled frame.
+
+    Gradient sums are the gradients that wait until the last micro-batch's backward reduces them.
 
     Attributes:
         graphs: graphs by direction.
-        later: graphs of later micro-batches; an earlier micro-batch has gathered the parameters that the window keeps.
+        later: the same graphs for later micro-batches, which do not gather the parameters that the window keeps.
         curve: memory over the frame, forward and backward together.
         kept_bytes: bytes of gathered parameters that the window keeps.
         saved_bytes: bytes alive between forward and backward, without kept parameters.
         kept_for_backward_bytes: the part of `kept_bytes` that backward reads.
-        forward_peak_bytes: most bytes alive while forward runs, without kept parameters.
-        first_peak_bytes: most bytes alive while the first backward runs, which creates the waiting gradient sums.
-        later_peak_bytes: most bytes alive, without these sums, while a later backward runs and adds to them.
-        closing_peak_bytes: most bytes alive while the last backward runs, including the kept parameters and sums
-            that it frees.
-        halves: halves of the frame's backward; None: backward is not split.
+        forward_peak_bytes: peak of a forward, without kept parameters.
+        first_peak_bytes: peak of the first backward, without kept parameters, but with the gradient sums that it
+            creates.
+        later_peak_bytes: peak of a later backward, without kept parameters and gradient sums.
+        closing_peak_bytes: peak of the last backward, with the kept parameters and gradient sums that it frees.
+        halves: the backward in two halves; None: it is not split.
     """
 
     graphs: Graphs
@@ -90,7 +92,7 @@ class PlannedFrame:
 
 @dataclass
 class FramePlanner:
-    """Compiles models, and keeps the plans of their frames.
+    """Compiles models for a planned cluster, and keeps the plans of their frames.
 
     Attributes:
         machine: hardware of each rank.
@@ -98,9 +100,9 @@ class FramePlanner:
         allocator: how sizes are rounded.
         axes: axes of the cluster; None: only data parallelism.
         host_budget_bytes: most bytes that a rank may keep on the host; None: no limit.
-        update: where state that is stored on the host is updated; None: the passes decide.
+        update: where parameters with state on the host are updated, "host" or "device"; None: the passes decide.
         prefix: prefix of the frames' names.
-        report: report of everything that is compiled.
+        report: report of all compiled graphs.
         frames: planned frames, in the order of compilation.
     """
 
@@ -118,7 +120,7 @@ class FramePlanner:
         self._costs = CostModel(self.machine)
 
     def compiler_of(self, frame: Frame) -> FrameCompiler:
-        """Return a compiler that adds the plan of `frame` to `frames`, and lowers to fx, which is fast."""
+        """Return a compiler for a frame that appends the plan to `frames`. It lowers to fx, because that is fast."""
         options = CompileOptions(lowering="fx", report=self.report, passes=self.passes)
         known = PassContext(
             machine=self.machine,
@@ -130,7 +132,7 @@ class FramePlanner:
         return FrameCompiler(frame, options, known=known, on_plan=self._keep)
 
     def compile(self, model: nn.Module, inputs: Sequence[Any]) -> Any:
-        """Compile a model's forward and backward; return the result of forward, without values."""
+        """Compile a model's forward and backward; return the result of forward as fake tensors."""
 
         def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
             frame = Frame.of_dynamo(gm)
@@ -149,15 +151,15 @@ class FramePlanner:
 
     @property
     def curves(self) -> list[MemoryCurve]:
-        """Memory over each frame."""
+        """Memory curve of each frame."""
         return [frame.curve for frame in self.frames]
 
     def _keep(self, plan: FramePlan, late: Sequence[int]) -> None:
-        """Add the facts about a frame's final graphs to `frames`, before lowering changes the graphs.
+        """Append a `PlannedFrame` to `frames`; called before lowering changes the final graphs.
 
         Args:
             plan: plan of the frame.
-            late: positions of weight gradients among the outputs of a backward that may be split.
+            late: indices of the weight gradients among the outputs of a backward that may be split.
         """
         curve = self._curve(plan)
         forward = next(iter(plan.graphs.values())).graph
@@ -242,7 +244,13 @@ class FramePlanner:
 
 
 def peak_of(frames: Sequence[PlannedFrame], of_frame: Callable[[PlannedFrame], int], *, with_kept: bool = False) -> int:
-    """Most bytes alive while a micro-batch runs, including values that earlier frames have saved."""
+    """Return the most bytes alive while a micro-batch runs one frame after another.
+
+    Args:
+        frames: frames, in the order in which they run.
+        of_frame: returns the peak of one frame.
+        with_kept: whether to count the gathered parameters that the window keeps for earlier frames.
+    """
     peak, beside = 0, 0
     for frame in frames:
         peak = max(peak, beside + of_frame(frame))
@@ -251,7 +259,7 @@ def peak_of(frames: Sequence[PlannedFrame], of_frame: Callable[[PlannedFrame], i
 
 
 def _kept_by_window(curve: MemoryCurve) -> list[int]:
-    """Bytes of the gathered parameters that a window keeps, at each position of a frame."""
+    """Return, for each node of a frame, the bytes of the gathered parameters that the window keeps alive."""
     kept = [0] * len(curve.nodes)
     for entry in curve.ranges:
         if nodes.is_kept_gather(entry.node) and not entry.held:
@@ -261,10 +269,10 @@ def _kept_by_window(curve: MemoryCurve) -> list[int]:
 
 
 def _sums_that_wait(order: Sequence[fx.Node]) -> tuple[list[int], list[int]]:
-    """Bytes of the waiting unsharded gradient sums, at each position of a frame.
+    """Return, for each node of a frame, the bytes of gradient sums that wait for the last backward.
 
     Returns:
-        Two lists: bytes of sums that the graph has created so far; bytes of earlier sums that are not read yet.
+        Two lists: sums that the graph has created so far; and sums of earlier backwards that it will still read.
     """
     made, found = [0] * len(order), [0] * len(order)
     for place, node in enumerate(order):

@@ -1,4 +1,4 @@
-"""Memory of a planned cluster's ranks: where parameters and state are stored, and advice if they do not fit."""
+"""Memory of a planned cluster's ranks: sizes in each memory space, and advice if a rank's memory is too small."""
 
 from __future__ import annotations
 
@@ -22,11 +22,14 @@ ADAM_MOMENTS = 2  # moments of each trained element
 
 
 def rest_on_paper(model: nn.Module, offload: Offload | None) -> Resting | None:
-    """Assign memory spaces to a sharded model's parameters, which have no values.
+    """Assign the fake parameters of a sharded model to memory spaces, as offload options say.
 
     Args:
         model: sharded model, possibly with an offload of its own.
         offload: offload to plan; None: the model's own, if it has one.
+
+    Returns:
+        Record of the memory space of each tensor; None without offload.
 
     Raises:
         ValueError: nothing is sharded, the model has another offload, or the offload is not available for training.
@@ -67,12 +70,12 @@ def plan_ledger(
     *,
     pinned: bool = False,
 ) -> tuple[SpaceUse, ...]:
-    """Return the bytes that this rank holds in each memory space.
+    """Return the bytes that this rank uses in each memory space.
 
     Args:
         model: sharded model.
         optimizer: optimizer with its state; None: two moments of each trained element are counted instead.
-        resting: where parameters and state are stored; None: on the device.
+        resting: record of the memory space of each offloaded tensor; None: there is no offload.
         curves: memory curves of the step's frames.
         pinned: whether host memory is pinned, as with GPUs.
     """
@@ -98,11 +101,11 @@ def plan_ledger(
 
 
 def what_would_fit(ledger: Sequence[SpaceUse], libraries_bytes: int, machine: Hardware) -> str:
-    """Return advice if a rank's memory is too small; "" if the memory is large enough.
+    """Return advice to the user if a rank needs more memory than it has; "" if the memory is large enough.
 
     Args:
-        ledger: ledger of the rank.
-        libraries_bytes: additional device memory of libraries.
+        ledger: bytes used in each memory space.
+        libraries_bytes: further device memory, of libraries.
         machine: hardware of the rank. If the device is a CPU, tensors stored on the host use its memory too.
     """
     device, host = (next(line for line in ledger if line.space == tier.name) for tier in (DEVICE, HOST))
@@ -133,10 +136,12 @@ def _alive(curve: MemoryCurve, space: str) -> Sequence[int]:
 def _state_of(
     model: nn.Module, optimizer: optim.Optimizer | None, dtype: torch.dtype | None
 ) -> Iterator[tuple[Tensor, int]]:
-    """Yield (tensor, count) for this rank's part of the optimizer's state: `count` tensors are like `tensor`.
+    """Yield (tensor, count): this rank's optimizer state contains `count` tensors of the size of `tensor`.
 
     Args:
-        dtype: dtype of moments; None: the dtype of their parameters.
+        model: sharded model.
+        optimizer: optimizer with its state; None: two moments are assumed for each parameter.
+        dtype: dtype of assumed moments; None: the dtype of their parameters.
     """
     if optimizer is None:
         trained = [_local(value) for value in model.parameters() if value.requires_grad]

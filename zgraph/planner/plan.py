@@ -1,4 +1,4 @@
-"""`zgraph.plan`: compiles a training step for a cluster on one machine, and predicts its memory, traffic and time."""
+"""`zgraph.plan`: compiles a training step of a cluster in one process, and predicts its memory, traffic and time."""
 
 from __future__ import annotations
 
@@ -44,14 +44,15 @@ def plan(
     """Compile a training step as rank 0 of a cluster would, without a cluster, a GPU or the model's memory.
 
     Parameters and activations have shapes but no values, and collectives send nothing. The step is the model's forward
-    and the backward of its result, as `torch.compile` runs them; with an optimizer it is the whole step, one graph, as
-    `zgraph.training_step` runs it. Models that this process has compiled before are compiled anew afterwards.
+    and the backward of its result, as `torch.compile` runs them. With an optimizer it is the whole step as one graph,
+    as `zgraph.training_step` runs it. torch.compile's caches are reset, so other models of this process are compiled
+    anew afterwards.
 
     `zgraph.plan_pipeline` plans the step of a pipeline of stages.
 
     Args:
-        model_fn: makes the model; its dtype comes from its options or torch.set_default_dtype, for torch cannot convert
-            modules without values.
+        model_fn: makes the model. Its dtype must come from its options or from torch.set_default_dtype, because torch
+            cannot convert modules without values.
         world_size: number of ranks of a cluster with only data parallelism.
         world: alternatively, sizes of the cluster's axes, the outermost first, such as {"dp": 8, "tp": 2}.
             Further axes are "replicate" and "ep", for hybrid sharding and experts.
@@ -153,7 +154,7 @@ def plan(
 
 
 def _axes_of(world_size: object, world: Mapping[str, int] | None) -> Axes | None:
-    """The axes of the cluster; None if only the number of ranks is given."""
+    """Return the axes of the cluster; None if only the number of ranks is given."""
     if world is not None and world_size is not None:
         raise ValueError(f"zgraph.plan: world_size={world_size!r} and world={world!r}; write one of them.")
     if world is not None:

@@ -1,4 +1,4 @@
-"""`zgraph.plan_pipeline`: compiles the stages of a pipeline for a cluster on one machine, and simulates schedules."""
+"""`zgraph.plan_pipeline`: compiles the stages of a pipeline in one process, and simulates schedules."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def plan_pipeline(
     """Compile a pipeline's step as its ranks would, without a cluster, a GPU or the model's memory.
 
     In a step, stages of type `zgraph.PipelineStage` run forward and backward for each micro-batch, in the order of a
-    schedule of torch. Stages that are made alike are planned once. Neither an optimizer's update nor a loss computed
-    outside of the stages is included; two moments of AdamW are counted. If passes have a target with budget_bytes,
+    schedule of torch. Equal stages are planned once. The plan includes neither the optimizer's update nor a loss
+    outside the stages; optimizer state is counted as two moments of AdamW. If passes have a target with budget_bytes,
     `plan.pipeline.stages[i].keep_bytes` is the largest value for which no rank exceeds the budget.
 
     Args:
         model_fn: makes the model: an `nn.Sequential`, which `zgraph.split_stages` cuts, or a list of stages. Rank r
-            has the stages r, r + ranks, ...; under "ZBVZeroBubble", the r-th from the front and the r-th from the end.
+            has the stages r, r + ranks, ...; under "ZBVZeroBubble", stage r and the r-th stage from the end.
         world: axes of the cluster and their sizes, the outermost first, such as {"pp": 4, "dp": 8, "tp": 2}.
         batch: makes the arguments of forward for one micro-batch of one rank.
         micro_batches: number of micro-batches in a step.

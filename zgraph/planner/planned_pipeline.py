@@ -1,4 +1,4 @@
-"""The plan of a pipeline as text, as tables, and as data for the page of a report."""
+"""Text, tables and JSON for the plan of a pipeline."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zgraph.reporting.tables import Table, duration, size
 
 
 def pipeline_lines(plan: PipelinePlan) -> list[str]:
-    """Return lines of text about the step, each other schedule and each rank; with a budget, also about each stage."""
+    """Return a plan as lines of text: the step, every other schedule, every rank, and with a budget every stage."""
     run = plan.run
     return [
         f"{len(plan.stages)} stages, {plan.micro_batches} micro-batches, {plan.schedule}: bubble {run.bubble:.1%}",
@@ -26,7 +26,7 @@ def pipeline_lines(plan: PipelinePlan) -> list[str]:
 
 
 def _kept(plan: PipelinePlan) -> list[str]:
-    """Return lines of text about the gathered parameters that stages may keep within the budget."""
+    """Return lines of text about the gathered parameters that stages keep during a step, within the budget."""
     if plan.unkept is None:
         return []
     if not any(stage.stage_3_bytes for stage in plan.stages):
@@ -64,7 +64,7 @@ def _figures(run: PipelineRun) -> tuple[str, str, str]:
 
 
 def pipeline_tables(plan: PipelinePlan) -> list[Table]:
-    """Tables of schedules, ranks and stages."""
+    """Return tables of a plan's schedules, ranks and stages."""
     micro_batches = plan.micro_batches
     budget = () if plan.budget_bytes is None else (f"within {size(int(plan.budget_bytes))}",)
     return [
@@ -116,11 +116,12 @@ def pipeline_tables(plan: PipelinePlan) -> list[Table]:
 
 
 def pipeline_document(plan: PipelinePlan) -> dict[str, Any]:
-    """Return the content of `pipeline.json` without its format key: `PipelinePlan.as_json`, and all timed actions.
+    """Return the content of `pipeline.json`, without its format key.
 
     Returns:
-        The document. `unkept` is the step without kept parameters, with a schedule's fields. `actions` is a table of
-        columns, with a row for each forward and backward that takes time.
+        The entries of `PipelinePlan.as_json`, and two more. `unkept` is the step without kept parameters, with the
+        fields of a schedule. `actions` has a list per column, with an element for each forward and backward that takes
+        time.
     """
     timed = [one for one in plan.run.actions if one.end_us > one.start_us]
     return {

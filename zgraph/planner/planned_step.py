@@ -1,4 +1,4 @@
-"""The plan of a training step for a cluster: its memory, traffic and time on each rank, to print and to read."""
+"""`Plan`, the result of `zgraph.plan`: predicted memory, traffic and time of a training step on each rank."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LARGEST = 3  # storages that tables name at each frame's peak
 
 @dataclass(frozen=True)
 class PlannedGraph:
-    """One graph of the step.
+    """One graph of a planned step.
 
     Attributes:
         direction: "forward", "backward", "inference" or "step".
@@ -35,7 +35,7 @@ class PlannedGraph:
         sent_bytes: bytes sent by one rank in one run.
         timeline: simulated timeline.
         traffic: traffic along each axis of the cluster, if its axes are named.
-        stage: stage of a pipeline; None: there is no pipeline.
+        stage: index of the pipeline stage; None: there is no pipeline.
         runs: number of runs in a step.
     """
 
@@ -63,9 +63,10 @@ class Plan:
 
     Attributes:
         world_size, hardware: number of ranks in the cluster, and the hardware of each.
-        ledger: memory of the rank that holds most: bytes at rest on the device, on the host and on disk, and the step's
-            additional peak: activations, gathered parameters, gradients, copies of offloaded tensors. Frames separated
-            by a graph break are counted one by one. State is that of the planned optimizer, else AdamW's two moments.
+        ledger: bytes in each memory space (device, host, disk) on the rank that needs most: parameters, optimizer
+            state, and the step's additional peak (activations, gathered parameters, gradients, copies of offloaded
+            tensors). The peak is the largest of any one frame. State is that of the planned optimizer, else AdamW's two
+            moments.
         cublas_bytes, communicator_bytes: GPU memory besides tensors: workspaces in the allocator, NCCL buffers outside.
         graphs: graphs in the order of compilation.
         curves: memory over each frame, forward and backward together.
@@ -102,14 +103,14 @@ class Plan:
 
     @property
     def step_bytes(self) -> int:
-        """Peak of the step on the device, not counting parameters and state."""
+        """Peak bytes of the step on the device, not counting parameters and optimizer state."""
         return self._device.step
 
     @property
     def peak_bytes(self) -> int:
-        """Most bytes on one rank's device: parameters, state, the step's peak and libraries, not the driver's context.
+        """Peak bytes on one rank's device: parameters, optimizer state, the step and libraries; no driver context.
 
-        `host_bytes` and `disk_bytes` are the bytes that the rank has elsewhere.
+        Bytes in other memory spaces are counted by `host_bytes` and `disk_bytes`.
         """
         return self._device.together + self._libraries
 
@@ -123,7 +124,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether everything fits into the rank's memory; on a CPU, tensors stored on the host count too."""
+        """Whether a rank's memory is large enough; on a CPU, tensors stored on the host count too."""
         return not self._advice
 
     @property
@@ -143,7 +144,7 @@ class Plan:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that one rank sends on the wire in one step."""
+        """Bytes that one rank sends in one step."""
         if self.pipeline is not None:
             of_ranks = map(self.pipeline.traffic_of, range(self.pipeline.ranks))
             return max(sum(sent.sent_bytes for sent in found.values()) for found in of_ranks)
@@ -151,7 +152,7 @@ class Plan:
 
     @property
     def step_us(self) -> float:
-        """Time of the whole step; without the optimizer if none was planned."""
+        """Time of the whole step in microseconds; without the optimizer if none was planned."""
         if self.pipeline is not None:
             return self.pipeline.run.step_us
         return sum(graph.timeline.step_us for graph in self.graphs)
@@ -168,10 +169,10 @@ class Plan:
         return found
 
     def report(self, directory: str | Path) -> Path:
-        """Write the plan to a folder, as `zgraph.report` does for a compiled model; return the folder of rank 0.
+        """Write the plan to files, as `zgraph.report` does for a compiled model, and return the folder of rank 0.
 
-        The folder of a pipeline has an additional page, `index.html`: the timeline of micro-batches on each rank, the
-        costs of ranks, stages and schedules, and after these the graphs of each stage.
+        For a pipeline there is an additional page, `index.html`: a timeline of micro-batches on each rank, the costs of
+        ranks, stages and schedules, and the graphs of each stage.
 
         Args:
             directory: parent of the folder of rank 0.
@@ -334,7 +335,7 @@ class Plan:
 
 
 def _peak(curve: MemoryCurve) -> str:
-    """Return a line of text: the peak of a frame, the node that runs then, and the largest storages alive."""
+    """Return a line of text about a frame's memory peak: its bytes, the running node, and the largest live storages."""
     position = curve.peak_position
     largest = ", ".join(f"{entry.node.name} {size(entry.bytes)}" for entry in curve.alive_at(position)[:LARGEST])
     unknown = f"; without {', '.join(curve.unknown)}, whose size depends on data" if curve.unknown else ""

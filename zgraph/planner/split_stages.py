@@ -23,11 +23,11 @@ def split_stages(
     batch: Callable[[], tuple[Any, ...]],
     hardware: Hardware | str = "h100",
 ) -> list[nn.Sequential]:
-    """Cut a sequence of layers into stages, so that the slowest stage takes as little time as possible.
+    """Cut a sequence of layers into stages such that the slowest stage takes as little time as possible.
 
-    Each layer's forward and backward is traced without values and costed; equal layers are traced once. Of equally fast
-    cuts, the most even is chosen; of equally even cuts, the one with the shortest early stages, because early stages
-    keep the activations of most micro-batches.
+    The time of each layer's forward and backward is predicted from a trace on fake tensors; equal layers are traced
+    once. Among cuts with the same slowest time, the most even one is chosen; among equally even cuts, the one with the
+    shortest early stages, because early stages keep the activations of most micro-batches.
 
         chunks = zgraph.split_stages(nn.Sequential(embed, *blocks, head), 4, batch=lambda: (tokens,))
         stage = zgraph.PipelineStage(chunks[rank], rank, 4, device)
@@ -62,10 +62,10 @@ def split_stages(
 
 
 def even_cuts(times: Sequence[int], stages: int) -> list[int]:
-    """Return the cuts of a sequence: the first item of each stage, then the number of items.
+    """Return the index of the first item of each stage, followed by the number of items.
 
-    No stage is empty. The cuts minimize the time of the slowest stage, then the sum of the squares of all times, then
-    the times of early stages.
+    No stage is empty. The cuts minimize the time of the slowest stage, then the sum of the squares of all stages'
+    times, then the times of early stages.
 
     Args:
         times: time of each item.
@@ -75,7 +75,7 @@ def even_cuts(times: Sequence[int], stages: int) -> list[int]:
     count = len(times)
 
     def best(stages_left: int, cost: Callable[[int, int], Any], join: Callable[[Any, Any], Any]) -> list[list[Any]]:
-        """Return a table [number of stages][first item]: the least cost of the items from the first item to the end."""
+        """Return a table [number of stages][first item] of the least cost of all items from the first one on."""
         found: list[list[Any]] = [[None] * (count + 1) for _ in range(stages_left + 1)]
         found[0][count] = 0
         for number in range(1, stages_left + 1):
@@ -111,7 +111,7 @@ def even_cuts(times: Sequence[int], stages: int) -> list[int]:
 
 
 def _layers(model: nn.Module | Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
-    """Layers by name, in the order in which they run."""
+    """Return the layers by name, in the order in which they run."""
     if isinstance(model, nn.Module):
         is_sequence = isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
         if not (is_sequence or isinstance(model, nn.ModuleList)):

@@ -1,4 +1,4 @@
-"""Plans the stages of a pipeline one by one, each as compiled by the rank that holds it."""
+"""Plan the stages of a pipeline, each as the rank that holds the stage compiles it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from zgraph.torch_compat.groups import stages_hold_messages
 
 @dataclass(frozen=True, kw_only=True)
 class _Compiled:
-    """A stage compiled for its micro-batches: `closing` is for the last micro-batch, `frames` for all others."""
+    """A compiled pipeline stage: `closing` are the frames for a step's last micro-batch, `frames` for all others."""
 
     module: nn.Module
     frames: Sequence[PlannedFrame]
@@ -48,7 +48,7 @@ class _Compiled:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedPipeline:
-    """The stages of a pipeline, and everything that was compiled for them."""
+    """The plan of a pipeline, with all compiled graphs and their memory curves."""
 
     plan: PipelinePlan
     graphs: tuple[PlannedGraph, ...]
@@ -56,7 +56,7 @@ class PlannedPipeline:
 
     @property
     def ledger(self) -> tuple[SpaceUse, ...]:
-        """Memory of the rank with the highest peak."""
+        """Bytes in each memory space on the rank with the highest peak."""
         peaks = self.plan.run.peak_bytes
         rank = peaks.index(max(peaks))
         parameters = sum(stage.parameter_bytes for stage in self.plan.stages_of(rank))
@@ -78,19 +78,19 @@ def plan_stages(
     schedule: str | None,
     chunks: int | None,
 ) -> PlannedPipeline:
-    """Plan the stages of a model, and simulate the schedules.
+    """Compile the stages of a model, and simulate the schedules.
 
     Args:
-        model: an `nn.Sequential` to cut, or the stages.
+        model: an `nn.Sequential` to cut into stages, or the stages.
         inputs: inputs of the first stage for one micro-batch.
         planner: planner with the machine, passes and report for all stages.
-        axes: axes of the cluster, whose default group exists.
-        mode: fake mode that made model and inputs.
-        shard_stage: shards a stage.
+        axes: axes of the cluster; the default process group has its size.
+        mode: fake mode of the model's and the inputs' tensors.
+        shard_stage: function that shards a stage.
         micro_batches, schedule, chunks: as for `zgraph.plan_pipeline`.
 
     Raises:
-        ValueError: the model cannot be made into the stages, a stage returns anything but tensors or is offloaded,
+        ValueError: the model cannot be cut into the stages, a stage returns anything but tensors or is offloaded,
             torch has no such schedule for the stages, or the step does not fit into the target's budget.
         ZgraphError: a stage has no compiled graph.
     """
@@ -139,7 +139,7 @@ def plan_stages(
 
 
 class _Stage:
-    """A stage, compiled anew for each requested number of kept bytes."""
+    """A stage, compiled once for each `keep_bytes` (bytes of gathered parameters to keep during a step)."""
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class _Stage:
         self.keeping(0)
 
     def keeping(self, keep_bytes: int) -> _Compiled:
-        """The stage compiled as `zgraph.PipelineStage(..., keep_bytes=keep_bytes)` runs it."""
+        """Return the stage, compiled as `zgraph.PipelineStage(..., keep_bytes=keep_bytes)` runs it."""
         if keep_bytes not in self._known:
             keep_gathered(self._params, keep_bytes)
             self._known[keep_bytes] = self._compile(name=f"keep{keep_bytes}." if keep_bytes else "")
@@ -201,7 +201,7 @@ def _compiled(
     *,
     name: str,
 ) -> _Compiled:
-    """Compile a stage for each position of a micro-batch in the window of a step; see `zgraph.PipelineStage`."""
+    """Compile a stage for the last micro-batch of a step, and for all others, as `zgraph.PipelineStage` runs it."""
     if rest_on_paper(stage, None) is not None:
         raise ValueError(
             "zgraph.plan_pipeline: "
@@ -317,15 +317,15 @@ def _planned(
 def _split_cost(
     compiled: _Compiled, whole: StageCost, micro_batches: int, placeholders: int, sent_by_first: int | None
 ) -> SplitCost | None:
-    """Return the cost of a backward in two halves; None if it cannot be split.
+    """Return the cost of a backward in two halves; None if the backward cannot be split.
 
     Args:
         compiled: the stage.
         whole: cost of the stage if each backward runs in one piece.
         micro_batches: number of micro-batches in a step.
-        placeholders: bytes of gradients that the first backward creates.
-        sent_by_first: bytes that the first stage sends to the next one. That stage has no gradients of inputs, so
-            its whole backward runs as the second half. None for other stages.
+        placeholders: bytes of `.grad` placeholders that the first backward creates.
+        sent_by_first: for the first stage, the bytes that it sends to the next stage; its inputs need no gradients, so
+            the whole backward runs as the second half. None for other stages.
     """
     if sent_by_first is not None:
         return SplitCost(
@@ -355,7 +355,7 @@ def _split_cost(
 
 
 def _parts(compiled: _Compiled, micro_batches: int) -> list[tuple[list[PlannedGraph], int]]:
-    """Return (graphs, number of micro-batches) of the first micro-batch, of all between, and of the last."""
+    """Return (graphs, number of micro-batches that run them) for the first, the middle and the last micro-batches."""
     first = [
         (frame.later if direction == "backward" else frame.graphs)[direction]
         for frame in compiled.frames
@@ -376,7 +376,7 @@ def _times(parts: Sequence[tuple[list[PlannedGraph], int]], directions: tuple[Di
 
 
 def _gradient_bytes(stage: nn.Module) -> int:
-    """Bytes of a rank's `.grad` tensors."""
+    """Return the bytes of a rank's `.grad` tensors."""
     return sum(
         (local_of(value) if isinstance(value, DTensor) else value).nbytes
         for value in stage.parameters()
@@ -385,7 +385,7 @@ def _gradient_bytes(stage: nn.Module) -> int:
 
 
 def _waiting_bytes(stage: nn.Module, zero_stage: int) -> int:
-    """Return the bytes of unsharded gradient sums that wait for the last backward (stage 0: in `.grad`)."""
+    """Return the bytes of unsharded gradients, at one ZeRO stage, that wait for the last backward."""
     layouts = [(param.spec.layout, param.spec.dtype) for param in sharded_parameters(stage).values()]
     return sum(
         math.prod(layout.shape) * dtype.itemsize
@@ -395,14 +395,14 @@ def _waiting_bytes(stage: nn.Module, zero_stage: int) -> int:
 
 
 def _placeholder_bytes(stage: nn.Module) -> int:
-    """Return the bytes of `.grad` at ZeRO stage 1 while sums wait elsewhere: a placeholder of each shard's size."""
+    """Return the bytes of `.grad` placeholders at ZeRO stage 1; each has a shard's size."""
     params = sharded_parameters(stage).values()
     waiting = [param.sharded for param in params if param.spec.layout.zero_stage == 1 and param.spec.layout.is_reduced]
     return sum(local_of(one).nbytes for one in waiting if one.requires_grad)
 
 
 def _graphs(compiled: _Compiled, number: int, micro_batches: int) -> list[PlannedGraph]:
-    """Graphs of a stage, each with its number of runs in a step."""
+    """Return the graphs of a stage, each with its number of runs in a step."""
     return [
         replace(graph, stage=number, runs=runs)
         for graphs, runs in _parts(compiled, micro_batches)

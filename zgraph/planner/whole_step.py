@@ -1,4 +1,4 @@
-"""Plans a whole training step. The step is captured twice if its first call creates the optimizer's state."""
+"""Plan a whole training step, as it runs in all calls but the first, which creates optimizer state."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ StepMaker = Callable[[nn.Module, optim.Optimizer], Callable[..., Any]]
 
 
 def loop_body(model: nn.Module, optimizer: optim.Optimizer) -> Callable[..., Any]:
-    """Return a training step for a model whose forward returns the loss, or a result with an attribute `loss`."""
+    """Return a training step for a model whose forward returns the loss, or an object with an attribute `loss`."""
 
     def step(*inputs: Any) -> Any:
         returned = model(*inputs)
@@ -47,13 +47,14 @@ def plan_whole_step(
     inputs: Sequence[Any],
     compiler_of: Callable[[Frame], FrameCompiler],
 ) -> None:
-    """Capture and plan a step that finds the optimizer's state, as every call but the first does.
+    """Capture and compile a training step. If its first call creates optimizer state, the second call is planned.
 
     Args:
         function: function with the lines of the training loop.
-        model, optimizer: the trained model, without values, and its optimizer, which gets its state.
+        model: model with fake tensors.
+        optimizer: optimizer of the model; its state is created.
         inputs: inputs of the function.
-        compiler_of: makes the compiler of a frame.
+        compiler_of: function that returns the compiler of a frame.
     """
     check_optimizer(optimizer)
     check_function(function, [optimizer])
@@ -73,7 +74,7 @@ def plan_whole_step(
 
 
 def _put_state(captured: Captured, lifted: Lifted) -> None:
-    """Give the optimizers the state that a step has created, without values."""
+    """Add the state that a captured step creates to its optimizers, as fake tensors."""
     states = [one.optimizer.state for one in lifted.optimizers]
     for output, node in values_of(NewState, captured.outputs, nodes.returned_by(captured.gm.graph)):
         value, like = meta.tensor_value(node), output.like

@@ -1,1 +1,1 @@
-"""Searches over schedules and lifetimes: what runs when, what is saved for backward, and what is recomputed there."""
+"""Search for schedules (orders of a graph's nodes), and for tensors to keep, gather again or recompute in backward."""

@@ -1,4 +1,4 @@
-"""Beam search for a schedule: extends many partial schedules together, ranked by a bound on their final score."""
+"""Beam search for a schedule: extends several partial schedules in parallel, and keeps those with the best bounds."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ AHEAD = 16  # collectives of each queue that a bound considers one by one
 
 
 class Promise(NamedTuple):
-    """Lower bound on the score of a partial schedule; less is better.
+    """Lower bound on the score of all schedules that extend a partial schedule; less is better.
 
     Attributes:
         excess_bytes: bytes above the limits so far.
-        end_us: least time of the step. It follows from the remaining compute, from the remaining work of each link, and
-            from the compute that must follow each collective not yet started.
+        end_us: lower bound on the time of the step, from the remaining compute, the remaining transfers on each link,
+            and the compute that must follow each remaining collective.
         left_us: total time of collectives that have not started.
-        alive_bytes: bytes that are alive now.
+        alive_bytes: bytes alive after the last issued node.
     """
 
     excess_bytes: int
@@ -34,12 +34,12 @@ class Promise(NamedTuple):
 
 
 class Bounds:
-    """Computes the `Promise` of each partial schedule of a problem; what all of them share is computed once.
+    """Computes the `Promise` of partial schedules of one problem.
 
     Attributes:
-        ahead: for each queue, and for each number of its starts already issued, a list of the next starts. Each start
-            is given as a pair: its time on the link, and the compute before its use.
-        todo: for each queue, and for each number of its starts already issued, the link time of all remaining starts.
+        ahead: [queue][number of issued starts]: list of the next starts, each as (time on the link in microseconds,
+            microseconds of compute before the node that needs the result).
+        todo: [queue][number of issued starts]: microseconds that the remaining starts take on the link.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -77,9 +77,9 @@ class Bounds:
 
 
 class Beam:
-    """Fills one slot (gap between compute nodes) after another, and keeps the most promising of many partial schedules.
+    """Beam search that fills one slot (gap between compute nodes) after another.
 
-    Half of the kept schedules have the least left to communicate; the other half use the least memory.
+    Half of the partial schedules that it keeps have the best bound on time, the other half use the least memory.
     """
 
     STEPS = 5  # most options taken in one slot
@@ -105,10 +105,7 @@ class Beam:
         return choose(states)
 
     def _fill(self, states: list[Builder], slot: int, steps: int) -> list[Builder]:
-        """The best states that result from taking at most `steps` options in `slot`.
-
-        In each of them the compute node that follows the slot has been issued, too.
-        """
+        """Return the best states after at most `steps` options in `slot` and the compute node that follows the slot."""
         behind = self.problem.dependencies.compute_order[slot]
         filled = [_with(state, [behind]) for state in states]
         for _ in range(steps):
@@ -119,7 +116,10 @@ class Beam:
         return self._best(filled)
 
     def _options(self, state: Builder, slot: int) -> Iterator[list[int]]:
-        """Yield what may be issued next: a start, a wait, a copy out of a buffer, or the end of a reduction."""
+        """Yield lists of nodes that may be issued next.
+
+        Each is the start of a collective, a wait, a copy out of a buffer, or the chain of nodes that ends a reduction.
+        """
         problem, dependencies, wait_of = self.problem, self.problem.dependencies, self.problem.queues.wait_of
         last = slot == len(dependencies.compute_order) - 1
         for start in state.next_starts():

@@ -1,10 +1,10 @@
-"""A schedule under construction: which nodes are issued, which may come next, and what the schedule costs so far.
+"""A schedule under construction: which nodes are issued, which may be issued next, and the costs so far.
 
-Compute keeps its order. Between compute nodes a scheduler places the starts of collectives, with the copies into
-buffers, and the waits, with the copies out of buffers:
+Compute nodes keep their order. Into the slots between compute nodes, a scheduler places the starts of collectives (with
+copies into buffers) and their waits (with copies out of buffers):
 
     slot 0   slot 1   slot 2
-      |  mm_0  |  mm_1  |  output          the start of w1 goes to slot 0, its wait to where mm_1 needs it
+      |  mm_0  |  mm_1  |  output          a gather of w1 starts in slot 0; its wait is in slot 1, as mm_1 reads w1
 """
 
 from __future__ import annotations
@@ -24,7 +24,13 @@ from zgraph.scheduling.timeline import Sharing
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Score of a schedule, less is better: bytes above the limits, then time, then the peak."""
+    """Score of a schedule, compared field by field; less is better.
+
+    Attributes:
+        excess_bytes: bytes above the limits.
+        step_us: time of the schedule.
+        peak_bytes: most bytes alive.
+    """
 
     excess_bytes: int
     step_us: float
@@ -38,9 +44,9 @@ def problem_of(
     storages: Iterable[Storage],
     limits: Limits,
 ) -> Problem:
-    """Make the scheduling problem of a graph.
+    """Return the scheduling problem of a graph.
 
-    The problem does not depend on where communication is placed now, so a scheduled graph yields the same plan again.
+    The problem does not depend on the present places of collectives, so scheduling a scheduled graph changes nothing.
     """
     storages = list(storages)
     builder = Builder(Problem.of(Work.of(order, costs, sharing), storages, limits))
@@ -50,18 +56,17 @@ def problem_of(
 
 
 class Builder:
-    """A schedule under construction: issues nodes to the clock and the ledger, each after the nodes that it needs.
+    """A schedule under construction: issues nodes one after another, and simulates their time and memory.
 
     Attributes:
         order: nodes issued so far.
         peaks: bytes alive while each node of `order` runs.
-        in_flight: the starts without an issued wait, oldest first, with their bytes as `limited_bytes` counts them.
-        heads: number of starts issued, for each queue.
-        unfinished: keys of the `output_chains` that are begun but not finished, oldest first. The collectives of such a
-            chain have started, and some of its nodes are not issued.
-        pending_copies: copies out of buffers that can be issued, but are not.
-        compute_us: compute issued so far.
-        most_in_flight: most bytes of `in_flight` at any moment with more than two collectives that count.
+        in_flight: starts whose wait is not issued yet, oldest first, with their bytes as `limited_bytes` counts them.
+        heads: number of issued starts of each queue.
+        unfinished: keys of those `output_chains` whose starts are all issued, but not all other nodes; oldest first.
+        pending_copies: copies out of buffers that can be issued next.
+        compute_us: microseconds of compute issued so far.
+        most_in_flight: maximum of the bytes of `in_flight`, over all moments with more than two collectives that count.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -83,7 +88,7 @@ class Builder:
                 self.issue(number)
 
     def copy(self) -> Builder:
-        """An independent copy of this state."""
+        """Return an independent copy of this state."""
         new = object.__new__(Builder)
         new.__dict__.update(self.__dict__)  # faster than copy.copy, and searches copy often
         new.clock, new.ledger = self.clock.copy(), self.ledger.copy()
@@ -93,17 +98,17 @@ class Builder:
         return new
 
     def next_starts(self) -> Iterator[int]:
-        """The next start of each queue."""
+        """Yield the next start of each queue."""
         for queue, head in zip(self.problem.queues.queues, self.heads, strict=True):
             if head < len(queue):
                 yield queue[head]
 
     def is_there(self, starts: Iterable[int]) -> bool:
-        """Whether all these collectives have finished. Waits for them then do not block."""
+        """Return whether all these collectives have finished, so that their waits would not block."""
         return all(map(self.clock.is_done, starts))
 
     def missing(self, wanted: Iterable[int]) -> list[int]:
-        """The nodes that must still be issued for the `wanted` nodes, including these nodes themselves."""
+        """Return all nodes that must still be issued so that the `wanted` nodes are issued."""
         needs = self.problem.dependencies.needs
         pending, found = list(wanted), dict[int, None]()
         while pending:
@@ -114,12 +119,12 @@ class Builder:
         return list(found)
 
     def new_bytes(self, wanted: Iterable[int]) -> int:
-        """Bytes that would be allocated if the `wanted` nodes, and all nodes that they need, were issued now."""
+        """Return the bytes that issuing the `wanted` nodes, and all nodes that they need, would allocate."""
         ledger = self.ledger
         return sum(ledger.sizes[storage] for number in self.missing(wanted) for storage in ledger.allocates[number])
 
     def pull(self, number: int) -> None:
-        """Issue a node, after all nodes that it needs. Nodes that are already issued are skipped."""
+        """Issue a node, and before it all nodes that it needs, unless they are already issued."""
         needs = self.problem.dependencies.needs
         pending = [number]
         while pending:
@@ -133,12 +138,17 @@ class Builder:
                 self.issue(node)
 
     def finish(self, after: tuple[int, ...]) -> None:
-        """Issue the nodes that turn the results of the starts `after` into outputs of the graph."""
+        """Issue the nodes of the output chain `after`, which turn results of collectives into graph outputs."""
         for number in self.problem.output_chains[after]:
             self.pull(number)
 
     def issue(self, number: int, *, views_along: bool = True) -> None:
-        """Issue a node. All nodes that it needs must be issued already. With `views_along`, issue its views, too."""
+        """Issue a node.
+
+        Args:
+            number: the node; all nodes that it needs must already be issued.
+            views_along: whether to issue also the views of a collective's input or result that become possible.
+        """
         problem, dependencies, start_of = self.problem, self.problem.dependencies, self.problem.queues.start_of
         self.clock.issue(number)
         self.peaks.append(self.ledger.issue(number))
@@ -185,18 +195,18 @@ class Builder:
         return [self.problem.work.nodes[number] for number in self.order]
 
     def excess_bytes(self, limits: Limits) -> int:
-        """Largest excess over the limits so far, in bytes."""
+        """Return the largest excess over the limits so far, in bytes."""
         memory = 0 if limits.budget_bytes is None else self.peak_bytes - limits.budget_bytes
         return max(0, memory, self.most_in_flight - limits.in_flight_bytes)
 
     def score(self, limits: Limits | None = None) -> Score:
-        """Score of the complete schedule against the given limits, by default the problem's."""
+        """Return the score of the complete schedule; `limits` are by default those of the problem."""
         self.clock.drain()
         return Score(self.excess_bytes(limits or self.problem.limits), self.clock.now, self.peak_bytes)
 
 
 def scheduled(problem: Problem, order: Iterable[fx.Node]) -> Builder:
-    """The schedule that issues all nodes in exactly the given order."""
+    """Return a schedule with all nodes in exactly the given order."""
     builder = Builder(problem)
     for node in order:
         number = problem.work.numbers[node]
@@ -209,8 +219,9 @@ def choose(found: Sequence[Builder], known: Builder | None = None, limits: Limit
     """Return the best schedule: least excess over the limits, then shortest time, then lowest peak.
 
     Args:
-        found: candidates. Of equally good ones, the first is chosen.
-        known: one of the candidates. The result is not worse than `known`, unless `known` exceeds the limits by more.
+        found: candidates; of equally good ones, the first is returned.
+        known: candidate that the result must not be worse than, unless `known` exceeds the limits by more; None: any
+            result is allowed.
         limits: limits for the scores; None: the limits of each schedule's problem.
     """
     scores = [builder.score(limits) for builder in found]
@@ -225,12 +236,12 @@ def choose(found: Sequence[Builder], known: Builder | None = None, limits: Limit
 
 
 def is_worse(score: Score, known: Score) -> bool:
-    """Whether a schedule is worse than a known one: slower, or as fast with a higher peak. Limits are not compared."""
+    """Return whether a schedule is slower than a known one, or equally fast with a higher peak."""
     if score.step_us > known.step_us and not math.isclose(score.step_us, known.step_us, rel_tol=1e-9):
         return True
     return score.peak_bytes > known.peak_bytes and _is_as_fast(known.step_us, score.step_us)
 
 
 def _is_as_fast(us: float, fastest_us: float) -> bool:
-    """Whether `us` exceeds `fastest_us` by no more than predictions may err."""
+    """Return whether a time exceeds `fastest_us` by no more than the error of predictions."""
     return us <= fastest_us * (1 + SAME)

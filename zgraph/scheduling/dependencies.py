@@ -1,4 +1,4 @@
-"""The dependency graph of a program: which nodes precede which, which may move, and how far."""
+"""Dependency graph of a program: the order that nodes must keep, and the slots into which each movable node may go."""
 
 from __future__ import annotations
 
@@ -15,27 +15,28 @@ from zgraph.scheduling.simulate import Work
 
 @dataclass(frozen=True, kw_only=True)
 class Dependencies:
-    """The dependency graph of a program; nodes are identified by number (see `Work`).
+    """Dependency graph of a program. Nodes are numbers, see `Work`.
+
+    Slot p is the gap before the p-th compute node. Compute nodes keep their order; movable nodes are placed in slots.
 
     Attributes:
-        needs: nodes that must be issued before each node. They are its inputs, earlier nodes whose accesses to the same
-            memory must come first and, if starts are in queues, the previous start of the queue.
-        users: nodes that need each node, except as the next start of a queue.
-        given: whether each node is an input of the graph, and so has no place in the order.
-        movable: whether the scheduler chooses the node's place.
-        is_start: whether the node starts a movable collective, or a movable copy between memory spaces.
-        is_reload: whether the node starts a copy to the device.
+        needs: for each node, the nodes that must be issued earlier: its inputs, conflicting earlier accesses to the
+            same memory, and for a start in a queue the previous start of the queue.
+        users: the reverse of `needs`, without the order of queues.
+        given: whether each node is an input of the graph, which is never issued.
+        movable: whether the scheduler chooses the place of each node.
+        is_start: whether each node starts a movable collective, or a movable copy between memory spaces.
+        is_reload: whether each node starts a copy to the device.
         feeds: for each copy to the device, the gathers of its result.
-        is_release: whether the node is a wait that frees memory: for a copy from the device, or for an update
+        is_release: whether each node is a wait that frees memory: for a copy from the device, or for an update
             concurrent with compute. The output needs all of these waits.
-        comes_along: whether the node is a view of a collective's input or result. Views are issued together with the
-            collective, and not placed by the scheduler, because they may differ between ranks.
-        compute_order: nodes that are neither inputs nor movable, in program order; the last is the output. Slot p is
-            the gap before the p-th of these nodes.
-        rank: position of each node in the compute order.
-        after: for each movable node, the nearest starts on which it depends through movable nodes alone.
-        release: for each movable node, the first slot in which everything that it needs has been computed.
-        use: for each movable node, the slot of the first node in the compute order that needs it.
+        comes_along: whether each node is a view of a collective's input or result. Such views are issued together with
+            the collective, because their number may differ between ranks.
+        compute_order: compute nodes (neither inputs nor movable) in program order; the last is the output.
+        rank: index of each compute node in `compute_order`.
+        after: for each movable node, the nearest starts on which it depends without compute in between.
+        release: for each movable node, the first slot in which all compute that it needs is done.
+        use: for each movable node, the slot before the first compute node that needs it.
     """
 
     needs: Sequence[Sequence[int]]
@@ -55,7 +56,7 @@ class Dependencies:
 
     @classmethod
     def of(cls, work: Work) -> Dependencies:
-        """Find the dependencies without queues, which `in_queues` adds."""
+        """Return the dependencies of a program, without the order of queues, which `in_queues` adds."""
         ahead = hazards(work.nodes)
         given = [node.op in ("placeholder", "get_attr") for node in work.nodes]
         movable = [traits.is_movable(node) for node in work.nodes]
@@ -99,7 +100,7 @@ class Dependencies:
         return replace(found, feeds=found._fed())
 
     def in_queues(self, queues: Sequence[Sequence[int]]) -> Dependencies:
-        """The same dependencies, with each start of a queue depending on the start before it."""
+        """Return the same dependencies, in which each start of a queue also needs the previous start of the queue."""
         needs, release = list(self.needs), list(self.release)
         following: dict[int, int] = {}
         for queue in queues:
@@ -110,20 +111,20 @@ class Dependencies:
         return replace(self, needs=needs, release=release, use=self._look_ahead(following))
 
     def reads_inputs_alone(self, start: int) -> bool:
-        """Whether a collective needs only inputs of the graph, so that it can start at the beginning, like a gather."""
+        """Return whether a collective needs only inputs of the graph, as the gather of a parameter does."""
         return not self.release[start] and not self.after[start]
 
     def is_fetch(self, start: int) -> bool:
-        """Whether a start only fetches data for a later node. It is early enough if that node does not have to wait."""
+        """Return whether a start only fetches data for later compute, so that it need not run as early as possible."""
         return self.is_reload[start] or self.reads_inputs_alone(start) or self.is_fed(start)
 
     def is_fed(self, start: int) -> bool:
-        """Whether a collective depends on copies to the device, and on no compute."""
+        """Return whether a collective needs copies to the device, and no compute."""
         after = self.after[start]
         return bool(after) and not self.release[start] and all(self.is_reload[one] for one in after)
 
     def output_chains(self) -> dict[tuple[int, ...], list[int]]:
-        """The nodes that turn results of starts into outputs of the graph, keyed by these starts.
+        """Return the chains of nodes that turn results of collectives into graph outputs, keyed by the collectives.
 
         Waits that free memory are included, because no node before the output needs them.
         """

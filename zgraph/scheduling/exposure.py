@@ -1,4 +1,4 @@
-"""Explains why a collective is exposed, that is, not hidden by compute."""
+"""Explain why a collective is exposed, that is, not hidden by compute."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from zgraph.scheduling.timeline import Timeline
 
 
 def why_exposed(start: fx.Node, order: Sequence[fx.Node], timeline: Timeline, limits: Limits | None) -> str:
-    """Return the reason, as a phrase, why a collective is exposed.
+    """Return a phrase that gives the reason why a collective is exposed.
 
     Args:
         start: start of a collective that the compute lane waits for.
         order: nodes of the graph in the order in which they run.
-        timeline: simulation of that order.
-        limits: limits for which `order` was planned; None if `order` was made by rules, which ignore costs.
+        timeline: simulation of `order`.
+        limits: memory limits for which `order` was planned; None: fixed rules made `order`, without a cost model.
     """
     if nodes.is_marker(start):
         return "a marker gathers or reduces on the spot; lower_gathers and lower_reductions let it overlap"
@@ -63,7 +63,7 @@ def why_exposed(start: fx.Node, order: Sequence[fx.Node], timeline: Timeline, li
 def _waited_before(
     start: fx.Node, order: Sequence[fx.Node], place_of: Mapping[fx.Node, int], timeline: Timeline
 ) -> fx.Node | None:
-    """The first compute node after a collective's wait, if that node does not depend on the wait; else None."""
+    """Return the first compute node after a collective's wait if it does not depend on the wait, else None."""
     wait = nodes.wait_of(start)
     if wait is None:
         return None

@@ -1,4 +1,4 @@
-"""Finds the fastest order of a graph within memory limits, never worse than the order made by rules."""
+"""Find the fastest order of a graph within memory limits that is never worse than the order made by fixed rules."""
 
 from __future__ import annotations
 
@@ -17,7 +17,14 @@ from zgraph.scheduling.timeline import Sharing
 
 @dataclass(frozen=True)
 class Plan:
-    """The order in which to run a graph. Scores: of the previous order, of this order, and of the order by rules."""
+    """The planned order of a graph, with scores.
+
+    Attributes:
+        order: nodes in the planned order.
+        before: score of the previous order.
+        after: score of the planned order.
+        by_rules: score of the order made by fixed rules; None: there is no such order.
+    """
 
     order: list[fx.Node]
     before: Score
@@ -34,11 +41,14 @@ def plan_overlap(
     by_rules: Sequence[fx.Node] | None = None,
     search: Search | None = None,
 ) -> Plan:
-    """Return the best order found, or the given order if none is better.
+    """Return the best order found; this is the present order if none is better.
 
     Args:
-        order, costs, sharing, storages: present state of the graph.
-        limits: memory limits of the order. The bytes in flight of `by_rules` are always allowed.
+        order: nodes of the graph in their present order.
+        costs: cost of each call.
+        sharing: how lanes slow each other down.
+        storages: storages of the graph.
+        limits: memory limits of the plan. The bytes in flight of `by_rules` are always allowed.
         by_rules: an order that the plan must not be worse than; None: `order`.
         search: search that caches the schedules of earlier problems; None: a new search.
     """

@@ -1,4 +1,4 @@
-"""Finds good schedules: a greedy look-ahead in several styles, and a beam search if the graph is small enough."""
+"""Find good schedules, by greedy searches in several styles, and by a beam search if the graph is small enough."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ SLOTS = 600  # slots that it may fill over all kept schedules: a second or two
 
 
 def find_schedules(problem: Problem) -> list[Builder]:
-    """Find candidate schedules: one by greedy search in each style, and one by beam search. Some may exceed the limits.
+    """Return candidate schedules, some of which may exceed the limits: one for each style, and one by beam search.
 
-    The result depends only on the problem, which is equal on ranks that make different numbers of copies of their rows.
-    The time is nearly linear in the number of nodes.
+    All ranks get the same result, even if they make different numbers of copies for their rows. The time is nearly
+    linear in the number of nodes.
     """
     frugal = Greedy(problem, FRUGAL)
     found = [frugal.run()]
@@ -32,16 +32,16 @@ def find_schedules(problem: Problem) -> list[Builder]:
 
 
 class Search:
-    """Finds schedules, and caches them: passes try copies of a graph before they order the graph itself.
+    """Search for schedules with a cache, for passes that schedule copies of a graph before the graph itself.
 
-    The keys of the cache are problems with numbers in place of nodes, so the cache refers to no graph.
+    The keys of the cache are problems with numbers in place of nodes, so the cache keeps no graph alive.
     """
 
     def __init__(self) -> None:
         self._known: list[tuple[Problem, list[list[int]]]] = []
 
     def schedules(self, problem: Problem) -> list[Builder]:
-        """Return the result of `find_schedules`, from the cache if an equal problem is known."""
+        """Return the result of `find_schedules`; from the cache if an equal problem is in it."""
         numbers = problem.by_numbers()
         orders = next((orders for known, orders in self._known if known == numbers), None)
         if orders is not None:
@@ -53,7 +53,7 @@ class Search:
 
 
 def _is_perfect(found: Builder) -> bool:
-    """Whether a schedule is within the limits and as fast as its lower bound."""
+    """Return whether a schedule keeps the limits and is as fast as the lower bound of its problem."""
     score = found.score()
     least = Bounds(found.problem).of(Builder(found.problem)).end_us
     return not score.excess_bytes and math.isclose(score.step_us, least, rel_tol=1e-9)
@@ -61,15 +61,15 @@ def _is_perfect(found: Builder) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Style:
-    """One way to fill the slots, that is, the gaps between compute nodes.
+    """Rules of one greedy search, which fills the slots (gaps between compute nodes).
 
     Attributes:
-        gathers: when to start each gather: where its result is needed ("at_use"), early enough to be hidden ("ahead"),
-            just before its link becomes idle ("in_time"), or as soon as the limits allow ("at_once"). A gather that
-            starts while its link is busy holds memory without progress. Copies from the host start "at_use" if gathers
-            do, else "ahead".
-        finish: when to run nodes that turn results of collectives into outputs: immediately ("at_once"), when the
-            collective has finished ("done"), or when memory is needed or compute has to wait anyway ("late").
+        gathers: when to start each gather: where its result is needed ("at_use"), just early enough to be hidden
+            ("ahead"), just before its link becomes idle ("in_time"), or as soon as the limits allow ("at_once"). Copies
+            from the host start "at_use" if gathers do, else "ahead".
+        finish: when to run the nodes that turn results of collectives into outputs: immediately, even if this blocks
+            ("at_once"); when the collective has finished ("done"); or when memory is needed or compute must wait anyway
+            ("late").
     """
 
     gathers: Literal["at_use", "ahead", "in_time", "at_once"]
@@ -92,7 +92,7 @@ class Greedy:
     """Greedy search in one style, which fills one slot (gap between compute nodes) after another.
 
     Attributes:
-        slot_peaks: most bytes alive in each slot.
+        slot_peaks: most bytes alive between the begin of each slot and the end of the compute node after the slot.
     """
 
     def __init__(self, problem: Problem, style: Style, frugal_peaks: Sequence[int] | None = None) -> None:
@@ -122,7 +122,7 @@ class Greedy:
         return builder
 
     def _fill(self, slot: int) -> None:
-        """Start the collectives that are due in this slot. Gathers go first, because compute needs them."""
+        """Start all collectives that are due in this slot, in the order of the queues."""
         again = True
         while again:
             again = False
@@ -151,10 +151,9 @@ class Greedy:
         return self.builder.is_there(self.problem.dependencies.after[start])
 
     def _runs_dry(self, start: int, slot: int) -> bool:
-        """Whether a start is due because its link may otherwise become idle.
+        """Return whether `start` must be issued now to keep its link busy until the program can next issue a start.
 
-        It is due if too little will be queued when the program can issue its next start: less than this start, plus the
-        transfers that fill the link.
+        The estimate has a margin of (1 + the link's capacity) times the time of `start`.
         """
         queues, clock, work = self.problem.queues, self.builder.clock, self.problem.work
         link = queues.link_of[start]
@@ -172,7 +171,7 @@ class Greedy:
         return (queued_us - turn_us) / capacity < until_next_us
 
     def _fits(self, start: int, slot: int) -> bool:
-        """Whether the limits allow the start in this slot. Finishes reductions that are done if this makes room."""
+        """Return whether the limits allow `start` in this slot, after finishing reductions if this makes room."""
         while not (self._fits_in_flight(start) and self._fits_in_memory(start, slot)):
             if not self._finish_oldest(wait=False):
                 return False
@@ -203,7 +202,7 @@ class Greedy:
         self.builder.pull(start)
 
     def _make_room(self, number: int) -> None:
-        """Finish reductions if node `number` needs their memory, or while that node has to wait anyway."""
+        """Finish reductions if node `number` needs their memory, or while it must wait for collectives anyway."""
         builder, start_of = self.builder, self.problem.queues.start_of
         missing = builder.missing([number])
         waited_for = dict.fromkeys(start_of[one] for one in missing if one in start_of)
@@ -219,7 +218,10 @@ class Greedy:
                 pass
 
     def _finish_oldest(self, *, wait: bool) -> bool:
-        """Finish the oldest reduction. Return False if there is none, or if this would block and `wait` is False."""
+        """Finish the oldest reduction, and return whether one was finished.
+
+        If `wait` is False, a reduction that would block is not finished.
+        """
         after = next(iter(self.builder.unfinished), None)
         if after is None or not (wait or self.builder.is_there(after)):
             return False
@@ -227,7 +229,7 @@ class Greedy:
         return True
 
     def _wind_up(self, slot: int) -> None:
-        """Issue all remaining nodes: due starts, then finished reductions, then the start that is ready first."""
+        """Issue all remaining nodes: due starts, finished reductions, then the start whose inputs are ready first."""
         while True:
             self._fill(slot)
             if self._finish_oldest(wait=False):
@@ -239,12 +241,12 @@ class Greedy:
                 return
 
     def _ready(self, start: int) -> float:
-        """The time, in microseconds, at which the last of the collectives began on which the start depends."""
+        """Return the latest begin, in microseconds, of the collectives on which `start` depends."""
         return max((self.builder.clock.begin[before] for before in self.problem.dependencies.after[start]), default=0.0)
 
 
 class Skyline:
-    """A row of heights. Raising a range and finding the maximum of a range take logarithmic time."""
+    """List of heights in which raising a range and finding the maximum of a range take logarithmic time."""
 
     def __init__(self, heights: Sequence[int]) -> None:
         self.size = len(heights)
@@ -255,7 +257,7 @@ class Skyline:
             self._highest[node] = max(self._highest[2 * node], self._highest[2 * node + 1])
 
     def raise_by(self, amount: int, begin: int, end: int) -> None:
-        """Raise the heights begin ... end - 1."""
+        """Add `amount` to the heights with indices begin to end - 1."""
         left, right = begin + self.size, end + self.size
         for node in self._cover(begin, end):
             self._highest[node] += amount
@@ -268,7 +270,7 @@ class Skyline:
                 self._highest[node] = below + self._raised[node]
 
     def highest(self, begin: int, end: int) -> int:
-        """The highest of the heights begin ... end - 1; the range must not be empty."""
+        """Return the maximum of the heights with indices begin to end - 1; the range must not be empty."""
         found = [self._raised_above(node) + self._highest[node] for node in self._cover(begin, end)]
         return max(found)
 
@@ -290,10 +292,10 @@ class Skyline:
 
 
 def latest_starts(problem: Problem) -> dict[int, float]:
-    """For each gather and each copy from the host, the latest start time at which it is still hidden.
+    """Return the latest start time of each gather, and of each copy from the host, at which compute still hides it.
 
     Times are microseconds of compute done. Each gather or copy must end before its result is needed, and before the
-    next one on its link starts. Reductions are assumed to start as early as possible, and occupy their link meanwhile.
+    next one on its link starts. Reductions are assumed to start as early as possible and to occupy their link.
     """
     dependencies = problem.dependencies
     starts: dict[str, list[int]] = {}
@@ -312,7 +314,14 @@ def latest_starts(problem: Problem) -> dict[int, float]:
 def _latest_on(
     problem: Problem, on_link: Sequence[int], fetches: Sequence[int], known: Mapping[int, float]
 ) -> dict[int, float]:
-    """The latest start times on one link. A copy must end before the gathers that it feeds start, as `known` tells."""
+    """Return the latest start times on one link.
+
+    Args:
+        problem: the scheduling problem.
+        on_link: all starts on the link.
+        fetches: those of `on_link` that fetch data: gathers, or copies to the device.
+        known: latest start times of gathers on other links; a copy must end before the gathers of its result.
+    """
     dependencies = problem.dependencies
     busy = _reserved(problem, [start for start in on_link if not dependencies.is_fetch(start)])
     until = math.inf
@@ -325,13 +334,13 @@ def _latest_on(
 
 
 def _hides(problem: Problem, start: int) -> float:
-    """Microseconds of compute that can run during one collective if its link is never idle."""
+    """Return the microseconds of compute that can run during one collective, if its link is never idle."""
     work = problem.work
     return work.us[start] * max(0.0, 1 / problem.queues.capacity_of[start] - work.sharing.compute_share)
 
 
 def _reserved(problem: Problem, reductions: Sequence[int]) -> list[tuple[float, float]]:
-    """Intervals in which a link carries reductions, in microseconds of compute done."""
+    """Return the intervals in which reductions occupy a link, in microseconds of compute done."""
     release = problem.dependencies.release
     busy: list[tuple[float, float]] = []
     free = 0.0
@@ -343,9 +352,9 @@ def _reserved(problem: Problem, reductions: Sequence[int]) -> list[tuple[float, 
 
 
 def _back(until: float, us: float, busy: list[tuple[float, float]]) -> float:
-    """The latest time such that `us` microseconds outside of the intervals `busy` lie between it and `until`.
+    """Return the latest time that is followed by `us` free microseconds before `until`; time inside `busy` is not free.
 
-    Removes from `busy` the intervals that lie after the result.
+    Intervals of `busy` that end after the result are removed from the list.
     """
     while busy:
         begin, end = busy[-1]

@@ -1,4 +1,4 @@
-"""The scheduling problem: dependencies between nodes, queues of collectives, and memory limits."""
+"""The scheduling problem of a graph: dependencies between nodes, queues of collectives, and memory limits."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Limits:
     """Memory limits of a schedule.
 
     Attributes:
-        budget_bytes: most bytes alive at any moment, as the memory curve counts; None: no limit.
-        in_flight_bytes: most bytes of collectives in flight, that is, of unsharded parameters and gradients, as
-            `limited_bytes` counts them. Two collectives may always be in flight: the awaited one and the next.
+        budget_bytes: most bytes alive at any moment; None: no limit.
+        in_flight_bytes: most bytes of collectives in flight, as `limited_bytes` counts them. Two collectives may always
+            be in flight: the awaited one and the next.
     """
 
     budget_bytes: int | None = None
@@ -31,19 +31,19 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """A graph to be scheduled. Nodes are numbers, see `Work`.
+    """The scheduling problem of a graph. Nodes are numbers, see `Work`.
 
     Attributes:
         work: the nodes with their lanes and times.
-        ledger: storages of the nodes, before anything is issued.
+        ledger: storages of the nodes, before any node is issued.
         dependencies: dependencies between the nodes, including the order of the queues.
         queues: queues of the movable collectives.
         limits: memory limits.
         output_chains: see `Dependencies.output_chains`.
         output_chains_of: for each start, the keys of `output_chains` that contain it.
         compute_at: microseconds of compute before each slot (gap between compute nodes); the last entry is the total.
-            Every copy counts where its result is needed.
-        compute_order_at: like `compute_at`, without copies, because copies may run in another slot.
+            Movable copies count in the slot where their result is needed.
+        compute_order_at: like `compute_at`, but without movable copies.
     """
 
     work: Work
@@ -81,7 +81,7 @@ class Problem:
         )
 
     def by_numbers(self) -> Problem:
-        """The same problem with numbers in place of nodes. If two problems are then equal, so are their schedules."""
+        """Return the problem without its nodes; problems that are then equal have the same schedules, as numbers."""
         return replace(self, work=replace(self.work, nodes=(), numbers={}))
 
 

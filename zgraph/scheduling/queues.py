@@ -1,4 +1,4 @@
-"""The collectives that a scheduler places: their order on each link, and how much of the link each uses."""
+"""Queues of the collectives that a scheduler places, and the capacity of their links."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from zgraph.scheduling.simulate import Work
 
 @dataclass(frozen=True, kw_only=True)
 class Queues:
-    """Starts of collectives, by number (see `Work`), in queues.
+    """Queues of collectives, each given by the number of its start (see `Work`).
 
     Attributes:
-        queues: lists of starts that keep their order. All starts of a queue have the same lane, and the same number of
-            collectives in the chain before them. Starts that read only graph inputs have queues of their own. Queues of
-            parameter gathers come first.
-        queue_of: index in `queues` of each start's queue, in program order.
-        start_of: start that each wait waits for.
-        wait_of: wait of each start, the first one if there are several.
-        link_of: link that each start's lane uses; "" if the start takes no time.
-        capacity_of: throughput of each start's link, as a multiple of one transfer's speed; 1 if the start takes no
-            time.
+        queues: starts of each queue, which keep their order. Starts of a queue have the same lane, and depend on
+            equally long chains of collectives. Starts that read only graph inputs have queues of their own, which come
+            first.
+        queue_of: index in `queues` of each start's queue.
+        start_of: for each wait, the start of its collective.
+        wait_of: for each start, its wait; the first one if there are several.
+        link_of: link that each start uses; "" if the start takes no time.
+        capacity_of: throughput of each start's link, as a multiple of the speed of one transfer; 1 if the start takes
+            no time.
         limited_bytes: bytes of each start, as `limited_bytes` counts them.
     """
 
@@ -68,11 +68,11 @@ class Queues:
 
 
 def limited_bytes(start: fx.Node) -> int:
-    """Bytes of a collective that count against `Limits.in_flight_bytes`: in general those of the unsharded tensor.
+    """Return the bytes of a collective that count against `Limits.in_flight_bytes`: those of its unsharded tensor.
 
-    A reduction counts 0 if its result is as large as its input, because waiting for it then frees no memory. This holds
-    for codes, and for replicated gradients, of which each rank keeps the whole mean. Copies between memory spaces count
-    0, because the activation needs the same bytes without a copy.
+    A reduction counts 0 if its result is at least as large as its input (codes of compressed gradients, replicated
+    gradients), because waiting for it then frees no memory. Copies between memory spaces count 0, because the copied
+    tensor needs the same bytes without a copy.
     """
     if nodes.is_copy_start(start):
         return 0
@@ -81,7 +81,7 @@ def limited_bytes(start: fx.Node) -> int:
 
 
 def _returned_bytes(start: fx.Node) -> int:
-    """Bytes of the graph outputs that are a collective's result, or that communication nodes alone make from it."""
+    """Return the bytes of the graph outputs that are made from a collective's result without compute."""
     pending, seen = [start], {start}
     returned = 0
     while pending:

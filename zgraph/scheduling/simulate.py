@@ -1,14 +1,14 @@
-"""Simulates a schedule: lanes, exposed time, memory curve.
+"""Simulate a schedule: time on each lane, exposed time, memory curve.
 
-The simulated machine: a host program issues nodes in order. Compute runs in that order on its own lane. The start of a
-collective appends it to the queue of its group, which is processed concurrently with compute; a wait blocks the compute
-lane until its collective is done:
+The simulated program issues nodes in order. Compute runs in this order on its own lane. The start of a collective is
+added to the queue of its process group, which runs concurrently with compute. A wait blocks the compute lane until its
+collective has ended:
 
     compute   [mm][mm]......[mm]          . exposed: the compute lane waits
     group:0    [-----gather----]
 
-Copies to and from host and disk have lanes of their own, with queues like those of groups. A reader of a copy's result
-waits for the copy. Host updates also have a lane of their own, and run concurrently with compute until their wait.
+Copies to and from host and disk have their own lanes, with queues like those of groups. Nodes that read a copy's result
+wait for the copy. Host updates have their own lane, too, and run concurrently with compute until their wait.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def simulate(
     Args:
         order: all nodes of a graph, each after its inputs.
         costs: cost of every call; other nodes take no time.
-        sharing: how lanes slow each other down; None: not at all.
+        sharing: how lanes slow each other down; None: they do not.
         storages: storages for the memory curve; None: `storages_of(order)`.
 
     Raises:
@@ -55,18 +55,18 @@ def simulate(
 
 @dataclass(frozen=True)
 class Work:
-    """The nodes of a graph, numbered, with everything that the simulation needs.
+    """The nodes of a graph as numbers, with their times and lanes.
 
     Attributes:
         nodes: nodes by number.
         numbers: numbers by node.
         us: microseconds of each node.
         lanes: all lanes but compute.
-        links: link that each of these lanes uses.
-        capacities: capacity of each link.
+        links: link that each lane of `lanes` uses.
+        capacities: throughput of each link, as a multiple of the speed of one transfer.
         lane: lane of each node: an index into `lanes`, or one of ON_COMPUTE, IN_NO_TIME and WAITS.
         pending: for each node, the collectives and copies whose results it reads, directly or through views.
-        update_of: the update for which each update wait waits.
+        update_of: for each wait for a host update, the update.
         sharing: how lanes slow each other down.
     """
 
@@ -148,12 +148,12 @@ _NOTHING = -1
 
 
 class Clock:
-    """State of the simulated machine while nodes are issued to it; times are in microseconds.
+    """State of the simulated program while nodes are issued. Times are in microseconds.
 
     Attributes:
         now: time at which the program issues its next node.
         end: end of each node; infinite until it is known.
-        exposed: how long compute waited for each collective or copy.
+        exposed: for each collective or copy, the time for which compute waited.
     """
 
     def __init__(self, work: Work) -> None:
@@ -181,7 +181,7 @@ class Clock:
         self._idle = 0.0  # how long the compute lane has waited so far
 
     def issue(self, node: int) -> None:
-        """Issue a node, and advance the time to where the program can issue the next one."""
+        """Issue a node, and advance `now` to the time at which the program can issue the next one."""
         lane = self.work.lane[node]
         if lane == Work.IN_NO_TIME:
             self.begin[node] = self.end[node] = self.now
@@ -204,7 +204,7 @@ class Clock:
             self.end[node] = self.now
 
     def copy(self) -> Clock:
-        """An independent copy of this state."""
+        """Return an independent copy of this state."""
         new = object.__new__(Clock)
         new.__dict__.update(self.__dict__)  # faster than copy.copy, and searches copy often
         new.begin, new.end = self.begin.copy(), self.end.copy()
@@ -215,7 +215,12 @@ class Clock:
         return new
 
     def backlog_us(self, lane: int, until: int | None = None) -> float:
-        """Time that a lane needs for its queue, one node at a time; with `until`, up to the end of node `until`."""
+        """Return the time that a lane needs to run its queue, one node at a time.
+
+        Args:
+            lane: index of the lane.
+            until: node at whose end to stop; None: the end of the queue.
+        """
         passed = self.now - self._stamp
         backlog = 0.0
         for node, left in self._left.items():  # ordered by when they began
@@ -233,12 +238,12 @@ class Clock:
         return self.end[node] <= self.now
 
     def drain(self) -> None:
-        """Let everything in flight finish."""
+        """Advance the time until all running and queued nodes have ended."""
         while self._left:
             self._advance_idle()
 
     def timeline(self, memory: MemoryCurve) -> Timeline:
-        """Return the timeline. All nodes must have been issued, and have ended."""
+        """Return the timeline. All nodes must have been issued, and must have ended."""
         work = self.work
         lane_of = {Work.ON_COMPUTE: COMPUTE, Work.IN_NO_TIME: None, Work.WAITS: None} | dict(enumerate(work.lanes))
         spans = {
@@ -286,7 +291,7 @@ class Clock:
         self._finish_due()
 
     def _begin(self, lane: int, cause: int) -> None:
-        """Begin nodes from the head of a lane's queue, as long as the lane has room and their inputs are ready."""
+        """Begin nodes from the head of a lane's queue while the lane has room and the nodes' inputs are ready."""
         queue = self._queues[lane]
         while queue and self._free[lane]:
             node = queue[0]
@@ -306,7 +311,7 @@ class Clock:
             self._finish_first()
 
     def _finish_first(self) -> None:
-        """Finish the node that ends now, and begin the nodes that waited for it."""
+        """End the node that is due, and begin queued nodes that can run now."""
         left, speed, link, lane_of = self._left, self._speed, self._link, self.work.lane
         node = min(left, key=lambda node: left[node] / speed[link[lane_of[node]]])
         lane = lane_of[node]
@@ -329,14 +334,14 @@ class Clock:
             self._speed[link] = min(1.0, self._gain[link] / self._on_link[link])
 
     def _catch_up(self) -> None:
-        """Update the remaining time of all running nodes to the present moment."""
+        """Subtract the time that has passed from the remaining time of all running nodes."""
         passed, lane_of = self.now - self._stamp, self.work.lane
         for node, left in self._left.items():
             self._left[node] = max(0.0, left - passed * self._speed[self._link[lane_of[node]]])
         self._stamp = self.now
 
     def _look_ahead(self) -> None:
-        """Compute when the first running node ends, and how fast compute is until then."""
+        """Compute when the next running node ends, and the speed of compute until then."""
         self._next, taken = math.inf, 0.0
         for node, left in self._left.items():
             lane = self.work.lane[node]

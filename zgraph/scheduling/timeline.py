@@ -1,4 +1,4 @@
-"""The result of a simulation: when each node ran and what was exposed; and how lanes slow each other down."""
+"""Result of a simulation: when each node ran, and what was exposed; also a model of how lanes slow each other down."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from zgraph.tiers.lanes import Lane
 
 @dataclass(frozen=True, kw_only=True)
 class Sharing:
-    """How lanes share links and compute.
+    """How concurrent lanes slow each other down.
 
     Attributes:
-        links: link that each lane uses. A lane that is not listed has its own link, of the same name.
+        links: link that each lane uses; a lane that is not listed has a link of its own.
         at_once: how many collectives of one group run concurrently; they begin in order.
-        gains: for each link, throughput of concurrent transfers divided by that of a single transfer, which may not
+        gains: for each link, the throughput of concurrent transfers divided by that of a single transfer, which may not
             fill the link. Each of n transfers runs at min(1, gain/n) of its full speed. A link that is not listed has a
             gain of 1.
-        issue_us: time that the program spends on the compute lane to issue each collective.
-        compute_share: time that concurrent compute loses to a collective, as a share of the collective's time: 0 if
-            copies have engines of their own, up to 1 if one core does both (gloo).
+        issue_us: time on the compute lane for issuing each collective.
+        compute_share: compute time that a concurrent collective costs, as a fraction of the collective's time: 0 with
+            separate copy engines, up to 1 if one core does both (gloo).
     """
 
     links: Mapping[Lane, str] = field(default_factory=dict[Lane, str])
@@ -57,7 +57,7 @@ class Sharing:
         return self.at_once if lane.is_group else 1
 
     def capacities(self, lanes: Iterable[Lane]) -> dict[str, float]:
-        """Throughput of each link, as a multiple of a single transfer's speed."""
+        """Return the throughput of each link, as a multiple of the speed of one transfer."""
         at_once = dict[str, int]()
         for lane in lanes:
             link = self.link_of(lane)
@@ -67,7 +67,7 @@ class Sharing:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """When a node ran, in microseconds from the start of the graph, and on which lane. Waits and views have no lane."""
+    """Begin and end of a node, in microseconds from the start of the graph, and its lane; None for waits and views."""
 
     begin_us: float
     end_us: float
@@ -84,13 +84,13 @@ class Timeline:
 
     Attributes:
         step_us: time until every lane is done.
-        spans: when each node ran; for a wait, the time for which it blocked.
-        exposed_us: how long the compute lane waited for each collective or copy.
-        hidden_us: how long each collective or copy ran while the compute lane did not wait.
-        busy_us: busy time of each lane.
-        memory: memory curve over the order; counts storages only.
+        spans: begin and end of each node; of a wait, the time for which it blocked.
+        exposed_us: for each collective or copy, the time for which the compute lane waited for it.
+        hidden_us: for each collective or copy, the part of its run in which the compute lane did not wait.
+        busy_us: time for which each lane is busy.
+        memory: bytes of storages alive over the order.
         causes: for each node that took time or blocked, the node that had to end before it could begin.
-        last: node that ended last; None if nothing takes time.
+        last: node that ended last; None if no node takes time.
     """
 
     step_us: float
@@ -103,11 +103,11 @@ class Timeline:
     last: fx.Node | None
 
     def utilisation(self, lane: Lane) -> float:
-        """The part of the step for which a lane is busy."""
+        """Return the fraction of the step in which a lane is busy."""
         return self.busy_us.get(lane, 0.0) / self.step_us if self.step_us else 0.0
 
     def critical_path(self, end: fx.Node | None = None) -> list[fx.Node]:
-        """The chain of nodes that leads to `end`, or else to `last`. Each node began when the previous one ended."""
+        """Return the chain of nodes up to `end` (default: `last`), in which each node waited for the previous one."""
         node = self.last if end is None else end
         path: list[fx.Node] = []
         while node is not None:

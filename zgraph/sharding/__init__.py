@@ -1,1 +1,1 @@
-"""`zgraph.shard` and sharded models: units, state dicts, accumulation windows, materialization."""
+"""`zgraph.shard` and the sharded model: units that gather, state dicts, gradient accumulation, initialisation."""

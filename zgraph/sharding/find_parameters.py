@@ -1,4 +1,4 @@
-"""Find the parameters that `zgraph.shard` will shard, and every module and attribute that holds them."""
+"""Find the parameters that `zgraph.shard` must shard, and every module and attribute that holds each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Ignored = nn.Parameter | nn.Module
 
 @dataclass(frozen=True)
 class Found:
-    """A parameter, and all sites that hold it: (name of the module, module, attribute), as ("h.0", block, "weight")."""
+    """A parameter, and all (name of a module, module, attribute) that hold it, such as ("h.0", block, "weight")."""
 
     name: str
     parameter: nn.Parameter
@@ -25,7 +25,7 @@ class Found:
 
 
 def find_parameters(module: nn.Module, mesh: DeviceMesh) -> list[Found]:
-    """Find every parameter that is not sharded yet, with its sites, in the order of `named_parameters`.
+    """Return all parameters of a model that are not sharded yet, in the order of `named_parameters`.
 
     Raises:
         ValueError: a parameter cannot be sharded; the message names it and says what to do.
@@ -83,10 +83,10 @@ def _check_sharded_before(name: str, parameter: DTensor, mesh: DeviceMesh) -> No
 
 
 def check_untied(found: Sequence[Found], module: nn.Module) -> None:
-    """Refuse a parameter that is tied to one sharded by an earlier call.
+    """Refuse a parameter that is tied to a parameter which an earlier `zgraph.shard` call has sharded.
 
     Raises:
-        ValueError: such a tie exists; the message names both parameters.
+        ValueError: there is such a parameter; the message names both.
     """
     scopes = {id(state.scope): state.scope for part in module.modules() if (state := state_of(part)) is not None}
     replaced = {id(old): name for scope in scopes.values() for name, old in scope.replaced.alive()}
@@ -99,7 +99,10 @@ def check_untied(found: Sequence[Found], module: nn.Module) -> None:
 
 
 def on_other_axes(module: nn.Module, mesh: DeviceMesh) -> Iterator[tuple[str, DeviceMesh]]:
-    """Yield name and mesh of each parameter that lies on axes other than `mesh`'s, sharded by zgraph or not."""
+    """Yield (name, mesh) of each parameter that is a DTensor on mesh axes other than those of `mesh`.
+
+    For a parameter that zgraph has sharded, the mesh is its tensor-parallel axis.
+    """
     for prefix, part in module.named_modules():
         state = state_of(part)
         for attribute, parameter in local_parameters(part).items():

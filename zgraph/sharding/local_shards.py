@@ -1,7 +1,7 @@
-"""Pass local shards instead of DTensors to compiled graphs, which saves DTensor's overhead per parameter and call.
+"""Make compiled graphs take local shards instead of DTensors, which saves DTensor's overhead per parameter and call.
 
 Dynamo's graph reads a parameter as `parameter.to_local()`. If the graph's inputs are DTensors, AOTAutograd unwraps each
-before every forward, and wraps each gradient as a DTensor with a new specification after every backward.
+input before every forward, and wraps its gradient in a new DTensor after every backward.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
 
 def compile_on_local_shards(gm: fx.GraphModule, inputs: Sequence[Any], compile: Compile) -> Callable[..., Any]:
-    """Compile Dynamo's graph with local shards in the place of its DTensor inputs.
+    """Compile Dynamo's graph with local shards in place of its DTensor inputs.
 
     Args:
-        gm: Dynamo's graph, which is changed in place, with the graphs of its checkpointed regions. An input that is
-            read by anything but `to_local()` stays a DTensor.
+        gm: Dynamo's graph, which is changed in place, with the graphs of its checkpointed regions. An input stays a
+            DTensor if the graph does more with it than call `to_local()`.
         inputs: example inputs of the graph.
         compile: called with the changed graph and matching example inputs.
 
     Returns:
-        A function that takes the real inputs, including DTensors. The gradient of each DTensor is a DTensor like it.
+        A function that takes the original inputs, including DTensors. Gradients of DTensors are DTensors.
     """
     found = _take_local(gm)
     if not found:
@@ -51,7 +51,7 @@ def compile_on_local_shards(gm: fx.GraphModule, inputs: Sequence[Any], compile: 
 
 
 def _take_local(gm: fx.GraphModule) -> dict[int, Tensor]:
-    """Make readers of `input.to_local()` read the input itself; return the fake shards of these inputs, by position."""
+    """Replace `input.to_local()` by the input itself, and return fake local shards of the changed inputs, by index."""
     settled: dict[int, Tensor] = {}
     changed: dict[fx.GraphModule, None] = {}
     for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
@@ -70,9 +70,9 @@ def _take_local(gm: fx.GraphModule) -> dict[int, Tensor]:
 
 
 def _local_reads(gm: fx.GraphModule, node: fx.Node) -> list[tuple[fx.GraphModule, fx.Node]] | None:
-    """Find every `to_local()` of an input, and the graph it is in; None if anything else reads the input.
+    """Return all `to_local()` calls on an input, each with its graph; None if the input has any other reader.
 
-    A checkpointed region is a separate graph. Its operands include parameters.
+    Graphs of checkpointed regions are searched, too.
     """
     found: list[tuple[fx.GraphModule, fx.Node]] = []
     for user in node.users:
@@ -91,7 +91,7 @@ def _local_reads(gm: fx.GraphModule, node: fx.Node) -> list[tuple[fx.GraphModule
 
 
 def _checkpointed_body(gm: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
-    """Return the graph of the checkpointed region that only `node` calls; None if `node` calls no such region."""
+    """Return the graph of the checkpointed region that `node` runs; None if there is none, or other nodes share it."""
     body = node.args[0] if node.op == "call_function" and node.target is checkpoint_operator() else None
     if not isinstance(body, fx.Node) or len(body.users) > 1:
         return None
@@ -101,7 +101,7 @@ def _checkpointed_body(gm: fx.GraphModule, node: fx.Node) -> fx.GraphModule | No
 
 
 def local_shards(parameters: Sequence[DTensor]) -> list[Tensor]:
-    """Call `to_local()` on all parameters, as a single node of autograd's graph."""
+    """Return the local shards of all parameters, through a single autograd node."""
     if not torch.is_grad_enabled():
         return [parameter.to_local() for parameter in parameters]
     tracked = iter(_LocalShards.apply(*[parameter for parameter in parameters if parameter.requires_grad]))
@@ -109,7 +109,7 @@ def local_shards(parameters: Sequence[DTensor]) -> list[Tensor]:
 
 
 class _LocalShards(torch.autograd.Function):
-    """Returns the local shards of DTensors; backward wraps each shard's gradient as a DTensor like the parameter."""
+    """Autograd function that returns the local shards of DTensors; its backward returns gradients as DTensors."""
 
     @staticmethod
     def forward(ctx: Any, *parameters: DTensor) -> tuple[Tensor, ...]:

@@ -1,10 +1,9 @@
-"""`zgraph.materialize`: give values to a sharded model that was built on the meta device, one module at a time.
+"""`zgraph.materialize`: initialise a sharded model that was built on the meta device, one module at a time.
 
-While `init` runs, the model looks as it did before `shard`: original classes and plain unsharded parameters. Their
-storage is paged: it exists for the module being initialised, and for any other parameter from the moment an operator
-touches it. Parameters that no longer fit are reduced to this rank's shard. An init that reaches into another module
-(Hugging Face GPT-2 rescales the projections of a block, nn.MultiheadAttention zeroes a bias of its child) therefore
-works as on an unsharded model, with the memory of one module.
+While `init` runs, modules have their original classes and plain unsharded parameters. A parameter has storage only
+while its module is initialised, or while an operator uses it. Parameters that no longer fit into memory are reduced to
+this rank's shard. So even an init that changes parameters of other modules works as on an unsharded model, with the
+memory of one module: Hugging Face's GPT-2 rescales the projections of a block, for example.
 """
 
 from __future__ import annotations
@@ -37,36 +36,35 @@ def materialize(
         zgraph.shard(model, mesh)
         zgraph.materialize(model)
 
-    The result is bitwise that of `model.apply(init)` on the unsharded model followed by `zgraph.shard`. Later draws
-    from torch's default generators are the same, too. In addition to the shards, memory holds at most the parameters
-    of the largest module, or the tensors that a single operator of `init` reads and writes.
+    The result has the same bits as `model.apply(init)` on the unsharded model followed by `zgraph.shard`. Later draws
+    from torch's default generators are the same, too. Besides the shards, memory holds at most the parameters of the
+    largest module, or the tensors that a single operator of `init` reads and writes.
 
-    Every rank draws rank 0's random numbers, whatever its own random state. That state advances as if the rank had
-    drawn from it. Operators whose number of draws depends on values, such as rrelu_, count by rank 0's values. `init`
-    must do the same on all ranks: collectives run when it touches a parameter a second time (a tied one, or one of
-    another module). If nothing is on the meta device, the call changes nothing.
+    All ranks use rank 0's random numbers, and their own generators advance by the same number of draws. `init` must run
+    the same operators on all ranks, because a parameter that is used again, after it was reduced to shards, is
+    gathered. If nothing is on the meta device, the call changes nothing.
 
-    Parameters remain the same objects, so the optimizer may have been created before this call. Where that is
-    impossible (something holds a weak reference, such as a compiler that has seen the model) the parameter is
-    replaced, and an optimizer that holds the old one is refused at the next forward.
+    Parameters remain the same objects, so the optimizer may have been created before this call. A parameter with weak
+    references, such as those of a compiler that has seen the model, is replaced instead; an optimizer that still holds
+    the replaced parameter is refused at the next forward.
 
     Args:
         module: a model sharded by `zgraph.shard`, compiled or not.
         init: called without gradient for each module as `module.apply(init)` would, children first. None: each
-            module's `reset_parameters`, once. That equals construction if each module initialises itself at the end
-            of its `__init__`; a tied parameter gets the value of its last module, and under torch 2.11 a convolution
-            that was moved to channels_last draws its numbers in memory order.
-            Modules with nothing on the meta device, in themselves or their children, are skipped, and parameters
-            that had values keep them.
+            module's `reset_parameters`, once. This equals construction if each module initialises itself at the end
+            of its `__init__`. Exceptions: a tied parameter gets the value of its last module, and under torch 2.11 a
+            convolution that was moved to channels_last draws its numbers in memory order.
+            Modules are skipped if neither they nor their children have meta tensors. Parameters that had values keep
+            them.
         seed: seed for torch's generators, as for torch.manual_seed; None: they continue from rank 0's state.
 
     Returns:
         `module`.
 
     Raises:
-        ZgraphError: a parameter is not sharded, or `init` left a parameter or buffer without a value or replaced it by
-            one that does not fit. After this error or one of `init`, everything that was on the meta device still
-            is, the random state is restored, and the call can be repeated.
+        ZgraphError: a parameter is not sharded, or `init` left a parameter or buffer without a value, or replaced it
+            by a tensor that does not fit. After this error, or an error of `init`, the model and the random
+            state are as before, and the call can be repeated.
     """
     root = without_compile(module)
     pages = find_pages(root)
@@ -96,7 +94,7 @@ def materialize(
 
 @contextlib.contextmanager
 def _original_classes(root: nn.Module) -> Generator[None]:
-    """Restore the classes that modules had before `shard`, for an init that checks `type(module)`."""
+    """Restore inside the `with` the classes that modules had before `shard`, for an init that checks `type(module)`."""
     sharded = {part: type(part) for part in root.modules() if hasattr(type(part), "_zgraph_base")}
     try:
         for part, kind in sharded.items():
@@ -145,7 +143,10 @@ def _reset(part: nn.Module) -> None:
 
 
 class _Watch(DispatchMode):
-    """Pages in each operator's tensors, notes which parameters are written, and draws rank 0's random numbers."""
+    """Dispatch mode while `init` runs: gives each operator's tensors storage, and draws rank 0's random numbers.
+
+    It also records the parameters and buffers to which operators write.
+    """
 
     def __init__(self, pager: ParameterPager, rng: SharedRng) -> None:
         super().__init__()
@@ -169,10 +170,10 @@ class _Watch(DispatchMode):
 def _check_values(
     root: nn.Module, init: Callable[[nn.Module], object] | None, pages: Sequence[PagedParameter], mesh: DeviceMesh
 ) -> None:
-    """Check that every parameter and buffer has values; all ranks reach the same result.
+    """Check that every parameter and buffer has been given values, on all ranks.
 
     Raises:
-        ZgraphError: a parameter or buffer has no value, or only some elements have one; the message names the first.
+        ZgraphError: a parameter or buffer has no values, or only some; the message names the first.
     """
     source = "reset_parameters" if init is None else "init"
     fresh = [page for page in pages if page.sharded.is_meta]
@@ -213,7 +214,10 @@ def _described(page: PagedParameter) -> str:
 
 
 def _has_nan(page: PagedParameter) -> bool:
-    """Return whether this rank's part has a NaN. Its sum, checked first, needs no memory, but is NaN for inf - inf."""
+    """Return whether this rank's part of a parameter has a NaN.
+
+    The sum is checked first, because it needs no memory; it may also be NaN because of infinities.
+    """
     values = page.unsharded if page.shard is None else page.shard
     if not page.is_parameter or values.dtype not in WITH_NAN:
         return False

@@ -1,4 +1,4 @@
-"""`zgraph.no_sync`: gradient accumulation that gathers and reduces once per window."""
+"""`zgraph.no_sync`: gradient accumulation with a single reduction at its end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zgraph.torch_compat.dynamo import without_compile
 
 @contextlib.contextmanager
 def no_sync(module: nn.Module) -> Generator[None]:
-    """Defer the reduction of gradients to the first backward whose forward ran outside this context.
+    """Defer the reduction of gradients to the backward of the first forward outside this context.
 
         for batch in batches[:-1]:
             with zgraph.no_sync(model):
@@ -21,14 +21,20 @@ def no_sync(module: nn.Module) -> Generator[None]:
         loss(model(batches[-1])).backward()     # reduces the gradients of all batches
         optimizer.step()
 
-    These forwards and the next one without `no_sync` form a window. The savings depend on the stage: at stages 0 and 1
-    gradients are summed on each rank and reduced once; at stages 1 and 2 parameters are gathered once, and the copies
-    are kept until the closing backward ends; at stage 3 nothing is kept, and nothing changes. Only the place of the
-    forward counts; its backward may run outside. Each parameter closes its own window, in the first backward of a
-    closing forward that reaches it, so parts of a model may be called one by one, in any order. All other backward
-    passes of the window must run earlier. Until then `.grad` holds this rank's own sum at stage 0, and a placeholder at
-    stage 1: each element is the sum of one `runtime.window_state.PLACEHOLDER` per backward. `zero_grad()` discards the
-    pending gradients, also if called with `set_to_none=False`; scaling a `.grad` in place scales its pending gradient.
+    The forwards under `no_sync` and the next forward outside form a window. The closing backward is the backward of
+    that last forward.
+
+    - Stage 0 sums gradients on each rank in `.grad`, and reduces them once, in the closing backward.
+    - Stage 1 sums gradients on each rank outside of `.grad`, and reduces them once; parameters are gathered once and
+      kept until the closing backward ends. Until then, `.grad` is a placeholder: each element is
+      `runtime.window_state.PLACEHOLDER` times the number of backwards so far.
+    - Stage 2 reduces gradients in every backward; parameters are gathered once and kept.
+    - Stage 3 is not changed by `no_sync`.
+
+    Only the place of a forward counts; its backward may run inside or outside the context. All other backwards of
+    the window must run before the closing one. Each parameter closes its own window, so the parts of a model may be
+    called separately and in any order. `zero_grad()` discards pending gradients, even with `set_to_none=False`. Scaling
+    `.grad` in place scales the pending gradient.
 
     Args:
         module: a model sharded by `zgraph.shard`, compiled or not.

@@ -1,4 +1,4 @@
-"""Paged unsharded tensors: each is in memory while an initialisation needs it; else only this rank's shard is."""
+"""Paged unsharded tensors: each has storage while an initialisation uses it; otherwise ranks store only shards."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ Site = tuple[nn.Module, str]
 
 @dataclass(eq=False)
 class PagedParameter:
-    """A parameter or buffer, and the unsharded tensor that takes its place while `init` runs.
+    """A parameter or buffer, with the unsharded tensor that replaces it while `init` runs.
 
     Attributes:
         name: qualified name of the first site.
         sites: every (module, attribute) that holds the tensor.
-        sharded: the tensor that the module held before: a DTensor, or a meta buffer.
-        unsharded: plain tensor of the whole shape; its storage is empty while the page is out.
+        sharded: the tensor that `unsharded` replaces: a DTensor, or a buffer on the meta device.
+        unsharded: plain tensor of the whole shape; without storage while it is paged out.
         shown: the parameter or buffer that the module holds while `init` runs, over the storage of `unsharded`.
-        unsharded_bytes: size of the full storage.
-        is_split: whether some rank keeps less than the whole tensor, or keeps it off the device.
-        shard: this rank's part; None until there are values outside `unsharded`.
+        unsharded_bytes: bytes of the storage of `unsharded` while it is paged in.
+        is_split: whether some rank stores less than the whole tensor, or offloads it.
+        shard: this rank's part, as of the last page-out; None: there are no values yet.
         written: whether an operator has written to the tensor.
-        changed: whether an operator has written to it since it was last paged out.
+        changed: whether an operator has written to the tensor since it was last paged out.
     """
 
     name: str
@@ -61,7 +61,7 @@ class PagedParameter:
 
     @property
     def is_paged(self) -> bool:
-        """Whether the tensor can be paged out: some rank keeps a shard of it, or `sharded` already has values."""
+        """Whether the tensor can be paged out: a rank keeps only a shard of it, or `sharded` already has values."""
         return self.is_split or not self.sharded.is_meta
 
     @property
@@ -70,10 +70,10 @@ class PagedParameter:
 
 
 def find_pages(root: nn.Module) -> list[PagedParameter]:
-    """Make pages for sharded parameters, and for buffers on the meta device, in the order of `named_modules`.
+    """Return a page for each sharded parameter and each buffer on the meta device, in the order of `named_modules`.
 
     Raises:
-        ZgraphError: a meta parameter is not sharded.
+        ZgraphError: a parameter on the meta device is not sharded.
     """
     pages: dict[int, PagedParameter] = {}
     for prefix, part in root.named_modules():
@@ -105,7 +105,7 @@ def mesh_of(pages: Iterable[PagedParameter]) -> DeviceMesh:
 
 
 def _lay_out(page: PagedParameter, device_type: str) -> None:
-    """Create the unsharded tensor, without storage."""
+    """Create the unsharded tensor of a page, without storage."""
     sharded = page.sharded
     page.unsharded = torch.empty_strided(sharded.shape, sharded.stride(), dtype=sharded.dtype, device=device_type)
     page.unsharded_bytes = page.unsharded.untyped_storage().nbytes()
@@ -126,7 +126,7 @@ def _lay_out(page: PagedParameter, device_type: str) -> None:
 
 
 class ParameterPager:
-    """All pages (tensors) of a model. Memory holds at most those of the largest module, or those of one operator."""
+    """All pages of a model. Memory holds at most the pages of the largest module, or those that one operator uses."""
 
     def __init__(self, pages: Sequence[PagedParameter]) -> None:
         self.pages = pages
@@ -144,24 +144,24 @@ class ParameterPager:
         self.in_memory: dict[PagedParameter, None] = {}  # pages that can be paged out, least recently used first
 
     def show(self) -> None:
-        """Put the unsharded tensors where the model reads its parameters and buffers."""
+        """Replace the model's parameters and buffers by their unsharded tensors."""
         for page in self.pages:
             for part, attribute in page.sites:
                 _hold(page, part, attribute, page.shown)
 
     def hide(self) -> None:
-        """Put back the previous tensors, as if nothing had been initialised."""
+        """Put back the tensors that the model had before, and discard what `init` has written."""
         for page in self.pages:
             for part, attribute in page.sites:
                 _hold(page, part, attribute, page.sharded)
 
     def of(self, tensors: Iterable[object]) -> list[PagedParameter]:
-        """Return the pages of `tensors`, or of the tensors that these view."""
+        """Return the pages whose storage any of `tensors` uses."""
         keys = dict.fromkeys(storage_key(tensor) for tensor in tensors if isinstance(tensor, Tensor))
         return [self.by_storage[key] for key in keys if key in self.by_storage]
 
     def page_in(self, needed: Sequence[PagedParameter]) -> None:
-        """Give these pages storage and values; page out others, least recently used first, to make room."""
+        """Allocate these pages and fill them with values. To make room, page out the least recently used others."""
         missing_bytes = sum(page.unsharded_bytes for page in needed if page.is_paged and not page.is_in)
         for page in [page for page in self.in_memory if page not in needed]:
             if sum(page.unsharded_bytes for page in self.in_memory) + missing_bytes <= self.budget_bytes:
@@ -182,7 +182,7 @@ class ParameterPager:
                 page.unsharded.zero_()
 
     def page_out(self, page: PagedParameter) -> None:
-        """Free the unsharded tensor of a page, and keep only this rank's part."""
+        """Free the storage of a page, and keep only this rank's part."""
         self.in_memory.pop(page, None)
         if page.changed and page.sharded.is_meta:
             page.shard = None  # freed before the new one is made
@@ -198,10 +198,13 @@ class ParameterPager:
             self.page_out(page)
 
     def adopt(self, root: nn.Module) -> None:
-        """Take over tensors that `init` has assigned to `root` or its children instead of writing in place.
+        """Copy tensors that `init` has assigned to parameters or buffers, instead of writing in place, to the pages.
+
+        Args:
+            root: module in which to look for assigned tensors, including its children.
 
         Raises:
-            ZgraphError: an assigned tensor does not fit its parameter.
+            ZgraphError: an assigned tensor has another shape or dtype than its parameter, or no values.
         """
         for part in root.modules():
             for page in self.of_module.get(id(part), ()):
@@ -249,7 +252,7 @@ class ParameterPager:
             local_buffers(part)[attribute] = found.to(page.unsharded.device)
 
     def settle(self) -> None:
-        """Turn the parameters back into DTensors, now with storage; buffers need no change."""
+        """Replace the unsharded parameters by their DTensors, which now have values. Buffers stay as they are."""
         for page in self.pages:
             if not isinstance(page.sharded, DTensor):
                 continue
@@ -267,7 +270,7 @@ def _hold(page: PagedParameter, part: nn.Module, attribute: str, value: Tensor) 
 
 
 def _own_part(page: PagedParameter) -> Tensor:
-    """Copy this rank's part into storage of its own. All ranks hold the same tensor, so nothing is sent."""
+    """Copy this rank's part of a page into new storage. Nothing is sent, because all ranks have the whole tensor."""
     assert isinstance(page.sharded, DTensor)
     placed = distribute_tensor(page.unsharded, page.sharded.device_mesh, page.sharded.placements, src_data_rank=None)
     part = placed.to_local()
@@ -276,14 +279,14 @@ def _own_part(page: PagedParameter) -> Tensor:
 
 
 def _resting(page: PagedParameter) -> Resting | None:
-    """Return the memory that stores the parameter between uses; None: the device's."""
+    """Return the memory of the model's offloaded tensors if the parameter is offloaded; else None."""
     state = state_of(page.sites[0][0])
     resting = None if state is None else state.scope.resting
     return resting if resting is not None and resting.options.params is not None else None
 
 
 def _codes(page: PagedParameter) -> Codes | None:
-    """Return the codes that are stored in place of the parameter; None: it is stored unencoded."""
+    """Return how the parameter's weight is encoded in low-bit integers; None if it is stored unencoded."""
     site, attribute = page.sites[0]
     state = state_of(site)
     param = None if state is None else state.by_attribute.get(attribute)
@@ -291,13 +294,13 @@ def _codes(page: PagedParameter) -> Codes | None:
 
 
 def _at_rest(page: PagedParameter, part: Tensor) -> Tensor:
-    """Move this rank's part to the memory that stores it between uses: the device may not have room for all parts."""
+    """Move this rank's part to the host or disk if the parameter is offloaded, and return it."""
     resting = _resting(page)
     return part if resting is None else resting.place_shard(part, page.name)
 
 
 def _gather_into(page: PagedParameter) -> None:
-    """Gather the ranks' parts into the unsharded tensor; with `Shard(0)`, no second buffer of that size is needed."""
+    """Gather all ranks' parts into the unsharded tensor. With `Shard(0)`, no second buffer of its size is allocated."""
     assert isinstance(page.sharded, DTensor) and page.shard is not None
     mesh, placements = page.sharded.device_mesh, page.sharded.placements
     axes = [axis for axis, kind in enumerate(placements) if not kind.is_replicate() and mesh.size(axis) > 1]
@@ -332,7 +335,7 @@ def _as_dtensor(page: PagedParameter, shard: Tensor) -> DTensor:
 
 
 def _fill_sharded(page: PagedParameter, sharded: DTensor) -> None:
-    """Give the parameter its shard. The parameter stays the same object if torch allows it, else it is replaced."""
+    """Fill the DTensor parameter with its shard. If torch cannot swap the tensor in place, replace the parameter."""
     shard = page.unsharded if page.shard is None else page.shard
     laid_out = cast(DTensor, sharded.detach()).to_local()  # on meta, with the layout that shard() gives values
     if shard.stride() != laid_out.stride():

@@ -1,4 +1,4 @@
-"""State of a sharded model: its parameters, its modules and its running forward."""
+"""State that the modules of a sharded model share, such as whether a forward is running."""
 
 from __future__ import annotations
 
@@ -40,31 +40,34 @@ READ = "full_tensor"  # the only attribute that it adds to a parameter
 
 
 class Scope:
-    """State shared by all modules under one `shard` root: whether a forward is running, and its gathered parameters.
+    """State shared by all modules of a model passed to `zgraph.shard`.
+
+    "Window position" is the position of a forward among the forwards of an accumulation window: ALONE, OPEN or CLOSING
+    of `zgraph.runtime.window_state`.
 
     Attributes:
         active: whether a forward is running.
-        has_windows: whether some parameter is at a stage where `no_sync` changes anything (0 to 2).
+        has_windows: whether some parameter is at a stage that `no_sync` affects (0 to 2).
         accumulating: whether `no_sync` is active.
         accumulation: gradients and gathered parameters held by open windows.
-        given: position of the next forward in its window, as set by a pipeline stage; None: it is counted.
-        window: position of the running forward in its window.
-        last: position of the last forward that recorded gradients.
+        given: window position of the next forward, as set by a pipeline stage; None: `no_sync` determines it.
+        window: window position of the running forward.
+        last: window position of the last forward that recorded gradients.
         is_staged: whether a pipeline stage runs these modules; the stage may request a backward in two halves.
         splitting_forwards: number of compiled forwards so far whose backward can run in two halves.
-        repeats: whether a backward is running through the result of an uncompiled forward. Compiled parts that
-            activation checkpointing recomputes cannot query autograd for this, so they have a second graph for it.
+        repeats: whether a backward through the result of an uncompiled forward is running, so that forwards are
+            recomputations by activation checkpointing.
         models: one entry per call of `zgraph.shard`: the parameters that all ranks of the call's groups step together.
         report: `zgraph.Report` of the graphs compiled for these modules, only stored here; None: there are none.
         machine: hardware of all ranks, as far as GPU names tell; None: unknown.
-        resting: memory of the tensors these modules offload; None: everything is kept on the device.
-        same_batch: compares the inputs of the ranks of a tensor-parallel group; None: not needed or switched off.
-        same_gradients: one entry per tensor-parallel part: compares gradients of its parameters that are not split.
-        uncompiled: modules that a compiled forward runs outside its graphs.
+        resting: memory of the tensors that these modules offload; None: there is no offload.
+        same_batch: check that the ranks of a tensor-parallel group get equal inputs; None: not needed or switched off.
+        same_gradients: for each tensor-parallel part, a check that its unsplit parameters have equal gradients.
+        uncompiled: modules that gather outside of graphs although the model is compiled.
         clocks: clocks of each `zgraph.Metrics` that watches these modules, only stored here.
-        replaced: parameters that sharding has replaced, until a forward has found no optimizer that holds them.
-        handle_of: returns the stand-in for the handle of a parameter while a whole step is traced; the shards remain
-            the modules' parameters. None: no step is being traced.
+        replaced: parameters that sharding has replaced; emptied after a forward for which no optimizer held any.
+        handle_of: function that returns the traced tensor for a parameter's handle while a whole step is traced; None:
+            no step is being traced.
     """
 
     # Slots for the attributes that forwards write, also at their end. In a Dynamo graph, after a torch.cond or similar,
@@ -146,25 +149,28 @@ class Scope:
     @property
     @never_a_frame
     def runs_outside_graphs(self) -> bool:
-        """Whether the running forward is compiled, or meant to be; only read by code outside graphs."""
+        """Whether the running forward is of a compiled model; read only by code that runs outside of its graphs."""
         return self.active and (self.gathered is None or self.uncompiled.is_skipped)
 
     @property
     def position(self) -> str:
-        """Window position of the running forward, even if that forward could not record that it runs."""
+        """Window position of the running forward.
+
+        When activation checkpointing recomputes a part of a forward, this is the position of the original forward.
+        """
         if self.active:
             return self.window
         return self.last if self.repeats and self.has_windows and torch.is_grad_enabled() else ALONE
 
     @property
     def has_to_note(self) -> bool:
-        """Whether the next forward changes the state of the window."""
+        """Whether the next forward must record its window position."""
         is_noted = self.accumulating or self.accumulation.opened or self.given is not None
         return is_noted and self.has_windows and torch.is_grad_enabled() and not self.repeats
 
     @no_frames_inside
     def watch_backward(self, result: Any) -> None:
-        """Note when a backward of an uncompiled forward's result begins, and when it ends."""
+        """Set `repeats` while a backward runs through `result`, the output of an uncompiled forward."""
         if not self.has_windows or not torch.is_grad_enabled() or is_in_backward():
             return
         for leaf in tree_flatten(result)[0]:
@@ -184,10 +190,10 @@ class Scope:
     @torch.compiler.assume_constant_result
     @no_frames_inside
     def check_optimizers(self) -> None:
-        """Refuse training if an offload option forbids it, or if an optimizer holds parameters that `shard` replaced.
+        """Refuse a forward if offload options forbid training, or an optimizer holds parameters that `shard` replaced.
 
         Raises:
-            ZgraphError: training is not possible; the message names the first such parameter, or the offload option.
+            ZgraphError: training is not possible; the message names the parameter or the offload option.
         """
         refusal = self.resting.forbids_gradients() if self.resting is not None and torch.is_grad_enabled() else None
         if refusal is not None:
@@ -212,10 +218,10 @@ class Scope:
 
 @dataclass(eq=False)
 class ShardedParam:
-    """A parameter that a unit gathers, with every (module, attribute) that reads it.
+    """A sharded parameter, with every (module, attribute) that reads it.
 
     Attributes:
-        stays_gathered: at stage 3, whether it is gathered once per window and lowered as at stage 2.
+        stays_gathered: whether a parameter at stage 3 is kept gathered over a window, as at stage 2.
     """
 
     name: str
@@ -226,7 +232,7 @@ class ShardedParam:
 
     @property
     def lifetime_stage(self) -> int:
-        """ZeRO stage by which the parameter's markers are lowered; stages 1 to 3 store the parameter alike."""
+        """ZeRO stage that determines how long the gathered parameter is kept."""
         return 2 if self.stays_gathered else self.spec.layout.zero_stage
 
     @property
@@ -235,7 +241,7 @@ class ShardedParam:
 
     @property
     def sharded(self) -> DTensor:
-        """The parameter between forwards: this rank's shard, as a DTensor."""
+        """The parameter as a DTensor, as stored between forwards."""
         owner, attribute = self.sites[0]
         return cast(DTensor, local_parameters(owner)[attribute])
 
@@ -287,11 +293,11 @@ class ModuleState:
     """State of a module, in its attribute `_zgraph`.
 
     Attributes:
-        scope: shared with every module under the same root.
+        scope: state shared by all modules of the sharded model.
         params: parameters gathered when this module's forward starts.
-        by_attribute: the module's own parameters by attribute, used to gather a parameter read outside its unit.
+        by_attribute: the module's own parameters by attribute, used to gather a parameter that another module reads.
         unsharded: currently gathered parameters, by attribute.
-        reduces_all_params: whether this is a named unit, whose parameters all receive a gradient.
+        reduces_all_params: whether the user named the module in `units`, so that all its parameters receive a gradient.
         input_dtype: dtype to which the module's floating-point inputs are cast; only roots with a param_dtype have one.
         module: module that has this state; in a copied state, the copied module.
     """
@@ -307,7 +313,7 @@ class ModuleState:
     @torch.compiler.assume_constant_result
     @no_frames_inside
     def check_call(self) -> None:
-        """Refuse an outermost call inside torch.func, or on modules with unsharded trainable parameters.
+        """Refuse a call of the model inside torch.func, or after trainable parameters were added to it.
 
         Raises:
             ZgraphError: the call is not supported; the message names new parameters and says what to do.
@@ -331,7 +337,7 @@ class ModuleState:
 
 
 def _added_to(part: nn.Module) -> list[str]:
-    """Return names of the module's own trainable parameters that `shard` has not seen."""
+    """Return names of the module's own trainable parameters that were added after `zgraph.shard`."""
     state = state_of(part)
     return [
         name
@@ -346,7 +352,7 @@ def state_of(module: nn.Module) -> ModuleState | None:
 
 
 def compute_devices(module: nn.Module) -> list[torch.device]:
-    """Return the devices that compute with a model's parameters, which may be stored elsewhere."""
+    """Return the devices that compute with a model's parameters; offloaded parameters are stored on other devices."""
     states = (state_of(part) for part in module.modules())
     resting = next((state.scope.resting for state in states if state is not None and state.scope.resting), None)
     if resting is not None and resting.computes_elsewhere:
@@ -355,7 +361,7 @@ def compute_devices(module: nn.Module) -> list[torch.device]:
 
 
 def sharded_parameters(module: nn.Module) -> dict[str, ShardedParam]:
-    """Return sharded parameters by their first name in the module, without torch.compile's prefixes."""
+    """Return sharded parameters by qualified name, without torch.compile's prefixes; tied parameters appear once."""
     found: dict[int, tuple[str, ShardedParam]] = {}
     for prefix, part in module.named_modules():
         state = state_of(part)
@@ -366,18 +372,18 @@ def sharded_parameters(module: nn.Module) -> dict[str, ShardedParam]:
 
 
 def window_is_open(module: nn.Module) -> bool:
-    """Return whether any part of a model holds gradients or gathered parameters until a closing forward."""
+    """Return whether any part of a model has unreduced gradients or gathered parameters of an open `no_sync` window."""
     return any(scope.accumulation.opened for scope in scopes_of(module))
 
 
 def scopes_of(module: nn.Module) -> list[Scope]:
-    """Return the scopes of a module's parts; several if parts were sharded separately, without a common root."""
+    """Return the shared states of a module's parts: one, unless parts were sharded without a common root."""
     states = (state_of(part) for part in module.modules())
     return list(dict.fromkeys(state.scope for state in states if state is not None))
 
 
 def scope_behind(handle: object) -> Scope | None:
-    """Return the scope of the model whose parameter this handle represents; None for anything else."""
+    """Return the shared state of the model that a parameter's handle belongs to; None if `handle` is not a handle."""
     if not isinstance(handle, Tensor) or name_of(handle) == "?":
         return None
     state = state_of(state_behind(handle).owner)
@@ -385,10 +391,12 @@ def scope_behind(handle: object) -> Scope | None:
 
 
 def closes_window(handle: Tensor, window: str) -> bool:
-    """Return whether an optimizer step follows the backward of a marker with this position in its window.
+    """Return whether the optimizer steps after the backward of a marker, rather than after a later backward.
 
-    At stage 3 a forward does not tell its backward that it ran under `no_sync`; the answer then depends on whether the
-    backward runs under `no_sync`.
+    Args:
+        handle: handle of the marker's parameter.
+        window: window position of the marker. At stage 3 it is always ALONE, so the answer then depends on whether the
+            backward runs under `no_sync`.
     """
     scope = scope_behind(handle)
     return window != OPEN and not (window == ALONE and scope is not None and scope.accumulating)

@@ -1,4 +1,4 @@
-"""`zgraph.shard`: parameters become sharded DTensors and read as unsharded tensors inside forward."""
+"""`zgraph.shard`: shards a model's parameters as DTensors, and gathers them for forward."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ def shard(
     """Shard a module's parameters over a mesh, in place, so that `forward` gathers the parameters it reads.
 
     All ranks get rank 0's values of parameters and buffers. Between forwards each parameter is a DTensor: `Shard(0)` at
-    stages 1 to 3, `Replicate` at stage 0 and for 0-d parameters. Inside forward it reads as the unsharded tensor in
-    `param_dtype`. Its gradient is averaged over the ranks, in rank order, and arrives in `.grad`, sharded. All this
-    holds with and without `torch.compile`. Create the optimizer afterwards. The first call that gathers over a process
-    group makes a second group of the same ranks, for reductions.
+    stages 1 to 3, `Replicate` at stage 0 and for 0-d parameters. Inside forward, the attribute returns the unsharded
+    tensor in `param_dtype`. The gradient is averaged over the ranks, in rank order, and arrives in `.grad`, sharded.
+    All this holds with and without `torch.compile`. Create the optimizer afterwards. The first call that gathers over a
+    process group makes a second group of the same ranks, for reductions.
 
-    Parameters that are DTensors of a tensor-parallel axis (torch's `parallelize_module`) are further sharded over
-    `mesh`, another axis of the same mesh. Between forwards all parameters of such a model are DTensors on both axes; in
-    forward the tensor-parallel ones read as the DTensors that they were before.
+    Parameters may already be DTensors on a tensor-parallel axis (torch's `parallelize_module`). They are then further
+    sharded over `mesh`, another axis of the same mesh. Between forwards all parameters of such a model are DTensors on
+    both axes; in forward, the tensor-parallel parameters are DTensors on their own axis, as before this call.
 
     To use other options for parts of a model, call `shard` on these parts first; a call on the model leaves them as is.
 
@@ -79,17 +79,18 @@ def shard(
         mesh: one axis to shard over. Or two axes for hybrid sharding: the first replicates and the second shards
             (gathers stay within a replica; gradients are reduced within, then across replicas). None: all ranks of the
             default group.
-        zero_stage: 0 keeps every parameter unsharded on every rank; the others keep 1/N of parameter, gradient and
-            optimizer state (ZeRO, Rajbhandari et al. 2020, arXiv 1910.02054). They differ in what a window keeps, see
-            `no_sync`: 3 gathers for every forward and again for every backward, and reduces in every backward; 2
-            gathers once per window; 1 gathers and reduces once per window; 0 reduces once and never gathers.
+        zero_stage: 0 keeps every parameter unsharded on every rank; 1 to 3 keep 1/N of each parameter, gradient and
+            optimizer state on each rank (ZeRO, Rajbhandari et al. 2020, arXiv 1910.02054). Stage 3 gathers for every
+            forward and again for every backward, and reduces in every backward. The other stages differ in an
+            accumulation window, see `no_sync`: 2 gathers once, 1 gathers and reduces once, 0 reduces once and never
+            gathers.
         param_dtype: dtype in which parameters are gathered and computed with; floating-point inputs of `module` are
             cast to it. None: the parameter's own.
-        reduce_dtype: dtype in which gradients are sent. A narrower gradient is sent as is: the sum is fp32 on arrival
-            in any case, so widening first would cost bytes without changing a bit. None: the gradient's own.
-        mean_dtype: dtype in which means are gathered when each rank computes a part of them: at stage 0, for 0-d
-            parameters, and across the replicas of hybrid sharding. Rounded once, equal on all ranks, and never wider
-            than the parameter. None: `reduce_dtype`, or the gradient's own if that is None.
+        reduce_dtype: dtype in which gradients are sent, unless a gradient's own dtype is narrower. Sums are computed in
+            fp32 (fp64 for fp64). None: the gradient's own.
+        mean_dtype: dtype in which mean gradients are gathered if each rank computes a part of the mean: at stage 0, for
+            0-d parameters, and across the replicas of hybrid sharding. The mean is rounded once, equal on all ranks,
+            and never wider than the parameter. None: `reduce_dtype`, or the gradient's own if that is None.
             torch.float32 keeps the precision of the sum, for more bytes.
         reduction: "mean" divides the summed gradient by the number of ranks, "sum" does not. A number is the divisor:
             for experts that receive tokens from all ranks but are sharded over the ranks that hold the same expert,
@@ -97,8 +98,8 @@ def shard(
         units: modules, or classes of modules, that gather all their parameters when their forward starts. Name a
             module whose reads depend on the data, such as a mixture-of-experts block: all its parameters then receive
             a gradient (zeros where no rank read them). None: each module gathers what it owns.
-        ignored: parameters, or modules with all their parameters, that zgraph only wraps: every rank keeps its own
-            values, and their gradients are not reduced.
+        ignored: parameters, or modules with all their parameters, that are neither sharded nor synchronised: every rank
+            keeps its own values, and their gradients are not reduced.
         offload: where shards and optimizer state are stored between uses, see `zgraph.Offload`; the same for all parts
             of a model. None: on the device.
         check_batch: whether the first forward of a tensor-parallel model compares a checksum of the inputs over each
@@ -234,7 +235,7 @@ def _check_options(zero_stage: int, reduction: str | int, **dtypes: torch.dtype 
 
 
 def _resting(module: nn.Module, mesh: DeviceMesh, offload: Offload | None) -> Resting | None:
-    """Return the memory for offloaded tensors, shared with parts that were sharded before; None without offload."""
+    """Return the memory for offloaded tensors; all parts of a model share it. None without offload."""
     known = next(
         (state.scope.resting for part in module.modules() if (state := state_of(part)) and state.scope.resting), None
     )
@@ -253,12 +254,12 @@ def _resting(module: nn.Module, mesh: DeviceMesh, offload: Offload | None) -> Re
 
 
 def _rests_on(resting: Resting | None, mesh: DeviceMesh, parameter: nn.Parameter) -> str:
-    """Return the device type of a parameter between forwards: "cpu" if offloaded, otherwise the mesh's."""
+    """Return the device type on which a parameter is stored between forwards: "cpu" if offloaded, else the mesh's."""
     return "cpu" if resting is not None and resting.options.params and parameter.ndim else mesh.device_type
 
 
 def _place(entry: Found, spec: ParamSpec, mesh: DeviceMesh, at_rest: DeviceMesh, resting: Resting | None) -> None:
-    """Replace the parameter with its DTensor, wherever it is read."""
+    """Shard a parameter, and replace it by its DTensor in all modules that hold it."""
     placements = placements_at_rest(spec.layout, mesh.ndim, spec.split)
     shape, part, stride = entry.parameter.shape, entry.parameter.detach(), entry.parameter.stride()
     is_coded = spec.codes is not None and not entry.parameter.is_meta  # meta tensors have no values yet
@@ -288,7 +289,7 @@ def _place(entry: Found, spec: ParamSpec, mesh: DeviceMesh, at_rest: DeviceMesh,
 def _assign_to_unit(
     entry: Found, spec: ParamSpec, root: nn.Module, unit_names: tuple[str, ...], exchanges: Exchanges | None
 ) -> ShardedParam:
-    """Choose the module that gathers a parameter: the named unit around all its readers, else their common parent."""
+    """Choose the module that gathers a parameter: the unit around all its readers, else their closest common parent."""
     sites = tuple((part, attribute) for _, part, attribute in entry.sites)
     handle = make_handle(entry.name)
     attach_state(handle, *sites[0], _state(root).scope.accumulation)
@@ -309,7 +310,7 @@ def _assign_to_unit(
 
 
 def _is_tensor_parallel(part: nn.Module) -> bool:
-    """Return whether a tensor-parallel axis splits any parameter that `part` itself holds."""
+    """Return whether any of the module's own parameters is tensor-parallel."""
     state = state_of(part)
     return state is not None and any(one.spec.split is not None for one in state.by_attribute.values())
 
@@ -328,7 +329,10 @@ def _state(module: nn.Module) -> ModuleState:
 
 
 def _separate_reductions(mesh: DeviceMesh) -> str:
-    """Give gathers and reductions over the last axis a process group each; return the name of the gathers' group."""
+    """Create a second process group of the sharding axis, so that gathers and reductions use different groups.
+
+    Returns the name of the group for gathers.
+    """
     group = mesh.get_group(mesh.ndim - 1)
     device = torch.device(mesh.device_type)
     # NCCL may split the new group off the default one, which takes every rank of the world.

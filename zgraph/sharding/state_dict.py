@@ -1,7 +1,7 @@
-"""State dicts of sharded models: load and return unsharded tensors, under keys without torch.compile's prefix.
+"""State dicts of sharded models: hooks to load unsharded tensors, and `full_state_dict`, which returns them.
 
-`state_dict()` returns the sharded DTensors, which torch.distributed.checkpoint stores and reshards. The hooks here let
-`load_state_dict` accept unsharded tensors too, and `full_state_dict` returns them.
+`state_dict()` returns DTensors, which torch.distributed.checkpoint stores and reshards. Keys have no prefix of
+torch.compile (`_orig_mod.`).
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ ASSIGN = "assign_to_params_buffers"  # torch's key that tells load hooks of assi
 
 
 def follow_state_dicts(module: nn.Module) -> None:
-    """Make a module of a sharded model (not its children) translate the state dicts that it saves and loads."""
+    """Register hooks that translate the keys and values of the state dicts that this module saves and loads."""
     module.register_state_dict_post_hook(_strip_names)
     module.register_load_state_dict_pre_hook(_accept)
 
 
 @cache
 def follow_compiled_modules() -> None:
-    """Let torch.compile's wrappers of sharded modules load keys without `_orig_mod.`; once per process.
+    """Register a global hook that lets torch.compile's wrappers load keys without `_orig_mod.`; once per process.
 
-    A wrapper sees a state dict before the module inside, finds none of the keys it expects, and has none of zgraph's
-    hooks. torch's registration hook, which sees every module of the process, is the only public way to learn that a
-    wrapper is being built. One hook serves all models and is never removed. If a forward builds a module, as slicing a
-    ModuleList does, Dynamo guards on each such hook: a hook per model, added and removed, would recompile other models.
+    A wrapper loads a state dict before the module inside, and finds none of the keys that it expects. torch's hook on
+    module registration is the only public way to reach wrappers that are created later. There is one hook for all
+    models, and it is never removed: Dynamo guards on global hooks if a forward builds a module, so that adding or
+    removing a hook would recompile other models.
     """
     register_module_module_registration_hook(_follow_if_compiled)
 
@@ -56,7 +56,7 @@ def _follow_if_compiled(module: nn.Module, name: str, submodule: nn.Module | Non
 
 
 def _strip_names(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
-    """Remove the `_orig_mod.` that a compiled module's wrapper has prefixed to this module's keys."""
+    """Remove `_orig_mod.`, the prefix of torch.compile's wrapper, from this module's keys."""
     if not prefix.endswith(COMPILED):
         return
     outer = prefix.removesuffix(COMPILED)
@@ -68,7 +68,7 @@ def _strip_names(module: nn.Module, state_dict: dict[str, Any], prefix: str, loc
 
 
 def _strip_missing(wrapper: nn.Module, incompatible: Any) -> None:
-    """Remove `_orig_mod.` from the keys that `load_state_dict` reports: `incompatible` is changed in place."""
+    """Remove `_orig_mod.` from the keys that `load_state_dict` reports in `incompatible`."""
     for keys in (incompatible.missing_keys, incompatible.unexpected_keys):
         keys[:] = [key.replace(COMPILED, "") for key in keys]
 
@@ -83,7 +83,7 @@ def _accept_compiled(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
-    """Pass keys without `_orig_mod.` on to the wrapped module; load nothing if any value cannot be loaded."""
+    """Load keys without `_orig_mod.` into the module inside a wrapper, or nothing if any value cannot be loaded."""
     inner = f"{prefix}{COMPILED}"
     for key in [key for key in state_dict if key.startswith(prefix)]:
         if not key.startswith(inner):
@@ -109,7 +109,7 @@ def _accept(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
-    """Replace unsharded tensors in a state dict by DTensors sharded like the parameters, which torch can copy."""
+    """Replace unsharded tensors in a state dict by DTensors with the layouts of the module's parameters."""
     if f"{COMPILED[:-1]}" not in dict(module.named_children()):
         compiled = f"{prefix}{COMPILED}"
         for key in [key for key in state_dict if key.startswith(compiled)]:
@@ -154,24 +154,24 @@ def _accept(
 
 
 def _is_weight(value: object, param: ShardedParam) -> bool:
-    """Return whether a value is the weight of a parameter that is stored as codes."""
+    """Return whether `value` is an unencoded weight, although the parameter is stored as low-bit codes."""
     codes = param.spec.codes
     return codes is not None and isinstance(value, Tensor) and value.dtype != param.spec.dtype
 
 
 def full_state_dict(model: nn.Module) -> OrderedDict[str, Any]:
-    """Gather the model's state dict on rank 0, as plain CPU tensors: the state dict of the unsharded model.
+    """Return the state dict of the unsharded model, as plain CPU tensors on rank 0.
 
-    Every rank must call it. Parameters are gathered one by one, so that a device holds only one unsharded parameter at
-    a time in addition to the shards. Tied parameters share storage, dtypes are those of the sharded parameters, and
-    persistent buffers are rank 0's. Weights stored as codes (`zgraph.Offload`, param_bits) are decoded.
+    Every rank must call it. Parameters are gathered one by one, so besides its shards a device holds only one unsharded
+    parameter at a time. Tied parameters share storage, dtypes are those of the sharded parameters, and persistent
+    buffers are rank 0's. Weights stored as low-bit codes (`zgraph.Offload`, param_bits) are decoded.
 
     Args:
         model: any model, sharded or not, compiled or not.
 
     Returns:
-        Tensors on CPU under keys without `_orig_mod.`, for `load_state_dict` of a plain model, `torch.save`,
-        safetensors or Hugging Face's `save_pretrained(..., state_dict=)`; empty on all ranks but the first.
+        CPU tensors under keys without `_orig_mod.`, for `load_state_dict` of a plain model, `torch.save`, safetensors
+        or Hugging Face's `save_pretrained(..., state_dict=)`. Empty on all ranks but rank 0.
 
     Raises:
         AgreementError: at stages 1 to 3 and on gloo, not all ranks call it.
@@ -199,7 +199,11 @@ def full_state_dict(model: nn.Module) -> OrderedDict[str, Any]:
 
 
 def meet(module: nn.Module, call: str) -> None:
-    """Wait until all ranks have made the same call.
+    """Wait until all ranks of a model have made the same call.
+
+    Args:
+        module: the sharded model.
+        call: name of the call.
 
     Raises:
         AgreementError: a rank makes another call, such as its next forward.
@@ -211,7 +215,7 @@ def meet(module: nn.Module, call: str) -> None:
 
 
 def _unsharded_on_first(value: Tensor, spec: ParamSpec | None, first: bool) -> Tensor | None:
-    """Return a plain copy on rank 0's CPU; None on other ranks."""
+    """Return an unsharded copy of a tensor on rank 0's CPU; None on other ranks."""
     if spec is None:
         plain = value.full_tensor() if isinstance(value, DTensor) else value
         return plain.to("cpu", copy=True) if first else None
@@ -229,7 +233,10 @@ def _unsharded_on_first(value: Tensor, spec: ParamSpec | None, first: bool) -> T
 
 
 def _gathered_part(value: DTensor, layout: ShardLayout, device: torch.device) -> Tensor | None:
-    """Gather a parameter, or a tensor-parallel rank's part of it, on `device`; None except on the first rank."""
+    """Gather a parameter on the first rank of its group; of a tensor-parallel parameter, one rank's part.
+
+    Returns the gathered tensor on `device`; None on all other ranks.
+    """
     if layout.replica > 0 or (layout.rank > 0 and not layout.is_sharded):
         return None  # the first rank, or its group, has the same values
     local = value.to_local().to(value.device_mesh.device_type)

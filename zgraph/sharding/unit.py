@@ -1,11 +1,11 @@
-"""Units: modules that gather their parameters once, when forward starts, and keep them until forward ends.
+"""Units: modules that gather their parameters when their forward starts, and release them when it ends.
 
-A unit's class is replaced by a subclass whose `forward` gathers first, and whose parameters are properties: inside
-forward they return the unsharded tensor, outside the sharded DTensor. Inside forward, `parameters()` yields unsharded
-tensors, too, if gradients are enabled: a penalty computed in a loop over `parameters()` then gets gradients as usual.
+`zgraph.shard` replaces a unit's class by a subclass. The `forward` of the subclass gathers first. Its parameters are
+properties that return the unsharded tensor inside forward, and the sharded DTensor outside. Inside forward,
+`parameters()` yields unsharded tensors, too, if gradients are enabled, so a penalty on all parameters gets gradients as
+usual.
 
-Every rank gathers the whole unit when its forward starts, so reads that depend on the data cannot make ranks issue
-different collectives.
+All ranks gather the whole unit, so ranks whose reads depend on the data still issue the same collectives.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from zgraph.torch_compat.modules import apply_keeping, local_parameters, tree_fl
 
 @no_frames_inside
 def gather(param: ShardedParam, scope: Scope) -> Tensor:
-    """Return the unsharded parameter, through its marker; this rank's part if it is tensor-parallel.
+    """Return the unsharded parameter, gathered by a marker operator; of a tensor-parallel parameter, this rank's part.
 
     Raises:
         ZgraphError: the parameter is no longer the DTensor that `shard` made.
@@ -73,7 +73,7 @@ def gather(param: ShardedParam, scope: Scope) -> Tensor:
 
 @no_frames_inside
 def gather_as_stored(param: ShardedParam, scope: Scope) -> Tensor:
-    """Return the unsharded parameter in its stored dtype, whatever dtype forward computes in.
+    """Return the unsharded parameter in the dtype in which it is stored; `gather` returns it in `param_dtype`.
 
     Raises:
         ZgraphError: as for `gather`.
@@ -87,7 +87,7 @@ def gather_as_stored(param: ShardedParam, scope: Scope) -> Tensor:
 
 @torch.compiler.assume_constant_result
 def _refuse_in_branch(name: str) -> None:
-    """Refuse a gather in a branch: ranks in different branches would hang, and branches return no sharded gradients.
+    """Refuse a gather inside `torch.cond` or a similar operator, where ranks that take different branches would hang.
 
     Raises:
         ZgraphError: always.
@@ -102,7 +102,7 @@ def _refuse_in_branch(name: str) -> None:
 
 @no_frames_inside
 def _on_device(parameter: DTensor, spec: ParamSpec) -> Tensor:
-    """Return the local part on the computing device; a part offloaded to the host is copied, as is its gradient.
+    """Return a parameter's local part on the computing device, as a differentiable copy if it is offloaded to the host.
 
     A compiled graph copies an offloaded part in advance instead (`zgraph.compiler.inputs_at_rest`).
     """
@@ -113,7 +113,7 @@ def _on_device(parameter: DTensor, spec: ParamSpec) -> Tensor:
 
 @no_frames_inside
 def _as_read(part: Tensor, param: ShardedParam) -> Tensor:
-    """Return the tensor that the module reads: a DTensor if the parameter is tensor-parallel."""
+    """Return a gathered parameter as the module reads it: as a DTensor if the parameter is tensor-parallel."""
     if param.spec.split is not None:
         return param.spec.split.as_read(part)
     return part if param.spec.ignored or torch.compiler.is_compiling() else as_gathered(part, param.name)
@@ -209,7 +209,7 @@ def _forward(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Run the module's original forward; a named unit's outputs then depend on all parameters, so all get gradients."""
+    """Run the module's original forward. For a module named in `units`, make all parameters receive gradients."""
     if not state.reduces_all_params:
         return forward(module, *args, **kwargs)
     gathered = after_gathers(state.params, unsharded, state.scope)
@@ -229,9 +229,9 @@ def _gathered_alone(param: ShardedParam, scope: Scope) -> Tensor:
 def _run_in_region(
     forward: Callable[..., Any], module: nn.Module, state: ModuleState, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run a unit in a checkpointed region that is being traced, in which the unit must not write to any state.
+    """Run a unit inside a checkpointed region that is being traced, where code must not write to module state.
 
-    Each read gathers through its own marker, see `_read_property`; the pass dedupe_gathers lets reads share a gather.
+    Each read of a parameter has its own marker; the pass dedupe_gathers merges them.
     """
     scope = state.scope
     if not scope.active:
@@ -247,7 +247,7 @@ def _run_in_region(
 
 @torch.compiler.assume_constant_result
 def _leave_graph(module: nn.Module) -> None:
-    """Warn that a region runs uncompiled because its outermost module would have to record its window position."""
+    """Warn that a checkpointed region runs uncompiled, because traced code cannot record its window position."""
     states = [state for part in module.modules() if (state := state_of(part)) is not None]
     for state in states:
         for param in state.params:
@@ -261,7 +261,7 @@ def _leave_graph(module: nn.Module) -> None:
 
 @torch.compiler.assume_constant_result
 def _is_unnoted() -> bool:
-    """Return whether the unit being traced runs in a checkpointed region, where it cannot record that it runs."""
+    """Return whether the unit being traced is in a checkpointed region, so that `Scope.active` is not set."""
     return is_inlining(_run_in_region)
 
 
@@ -302,7 +302,7 @@ def _attribute(module: nn.Module, name: str) -> Any:
 
 @functools.cache
 def container_class(base: type[nn.Module]) -> type[nn.Module]:
-    """Make a subclass of `base`. Inside forward, its `parameters()` returns the tensors that submodules read."""
+    """Return a subclass of `base` whose `parameters()`, inside forward, yields the unsharded tensors."""
     body = {
         "named_parameters": _named_parameters(base),
         "__module__": base.__module__,
@@ -314,10 +314,10 @@ def container_class(base: type[nn.Module]) -> type[nn.Module]:
 
 @functools.cache
 def unit_class(base: type[nn.Module], attributes: tuple[str, ...]) -> type[nn.Module]:
-    """Make a subclass of `base` that gathers in forward and reads `attributes` from the gathered tensors.
+    """Return a subclass of `base` that gathers in forward; `attributes` become properties that return gathered tensors.
 
-    All modules of a type share one class, so that equal blocks can share a compiled graph. The class keeps the name of
-    `base`, so that printing a model and finding modules by class name work as before.
+    All modules of a type share one subclass, so that equal blocks can share a compiled graph. The subclass has the name
+    of `base`, so that printing a model and finding modules by class name work as before.
     """
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -359,9 +359,10 @@ def _refuse_replacing(module: nn.Module, attribute: str) -> NoReturn:
 
 
 def gathering(module: nn.Module, own: Any) -> Any:
-    """Return a wrapper that gathers and then calls `own`, a forward set on a module instance: a fused loss, autocast.
+    """Return a wrapper around `own`, a forward assigned to a module instance, that gathers the unit's parameters first.
 
-    The wrapper gathers like the forward of the module's class, and can be copied and inspected like `own`.
+    The wrapper can be copied and inspected like `own`. If `own` is not callable, or is the class's forward, it is
+    returned unchanged.
     """
     method = own if isinstance(own, MethodType) and own.__self__ is module else None
     if not callable(own) or (method is not None and method.__func__ is type(module).forward):
@@ -389,7 +390,7 @@ def gathering(module: nn.Module, own: Any) -> Any:
 
 
 def outermost_units(module: nn.Module, units: Iterable[nn.Module | type[nn.Module]] | None) -> tuple[str, ...]:
-    """Return qualified names of the units named by the user; of nested units, only the outermost.
+    """Return qualified names of the modules that the user passed as `units`; of nested modules, only the outermost.
 
     Raises:
         ValueError: the model has no such module.

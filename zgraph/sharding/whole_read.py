@@ -1,6 +1,6 @@
-"""`full_tensor()` of a sharded parameter outside forward; gradients through it are reduced like all others.
+"""`full_tensor()` of a sharded parameter outside forward, with gradients that are reduced over the ranks.
 
-The gradient of DTensor's own `full_tensor()` comes from this rank's batch only: it is not averaged over the ranks.
+DTensor's own `full_tensor()` would return the gradient of this rank's batch only.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from zgraph.torch_compat.modules import local_parameters
 
 
 class WholeRead:
-    """Replacement of a parameter's method `full_tensor`: a read that needs gradients runs as a separate forward.
+    """Replacement of a parameter's method `full_tensor`, which gathers as forward does if gradients are needed.
 
     Args:
         owner: module that holds the parameter; None: the parameter is a copy outside any model.
-        attribute: name of the parameter in its owner.
+        attribute: name of the parameter in `owner`.
     """
 
     def __init__(self, owner: nn.Module | None, attribute: str) -> None:
@@ -83,7 +83,7 @@ def attach_read(parameter: DTensor, owner: nn.Module, attribute: str) -> None:
 
 
 def carry_read(parameter: Tensor, other: Tensor) -> None:
-    """Copy the `WholeRead` of a parameter to `other`, the tensor that replaces the parameter in its module."""
+    """Copy the `WholeRead` of `parameter` to `other`, which replaces the parameter in its module."""
     read = vars(parameter).get(READ)
     if read is not None:
         vars(other)[READ] = read

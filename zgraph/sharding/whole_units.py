@@ -1,8 +1,7 @@
-"""Make a named unit communicate alike on all ranks: it gathers and reduces even parameters that a rank never reads.
+"""Make a module named in `units` gather and reduce all its parameters on all ranks, even unread ones.
 
-Without a compiler, gathers run where they are called. In a graph unread gathers are dead code, so the unit's outputs
-depend on all gathers of forward, and its incoming gradients on all gathers of backward. All parameters are gathered
-before any computation, in the same order on all ranks, even if a rank reads only some of them.
+In eager mode, gathers run where they are called. In a graph, unread gathers would be removed as dead code. So the
+module's outputs are made to depend on all gathers of forward, and its incoming gradients on all gathers of backward.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ Rebuild = Callable[[Iterator[Any]], Any]
 
 
 class _ReduceAllParams(torch.autograd.Function):
-    """Identity on a unit's outputs that makes autograd visit all of the unit's gathered parameters.
+    """Identity on a unit's outputs whose backward passes through all of the unit's gathered parameters.
 
-    A parameter that this rank did not read (an expert without tokens) then joins the reduction with zeros, instead of
-    leaving the other ranks waiting.
+    A parameter that this rank did not read (an expert without tokens) thus gets a zero gradient and is reduced; else
+    the other ranks would wait for this rank.
 
-    Arguments of forward: the number of outputs, which come before the parameters in `tensors`; whether backward yields
-    zeros for the parameters; for each parameter, whether backward gathers it again; result of `after_gathers`.
+    `forward` takes the number of outputs among `tensors`, which precede the parameters; whether backward returns zeros
+    for the parameters; for each parameter, whether backward gathers it again; and the result of `after_gathers`.
     """
 
     @staticmethod
@@ -80,7 +79,7 @@ def _dependent(tensor: Tensor, gathered: Tensor | None) -> Tensor:
 
 @no_frames_inside
 def after_gathers(params: Sequence[ShardedParam], unsharded: Sequence[Tensor], scope: Scope) -> Tensor | None:
-    """Return an empty tensor that depends on a unit's gathers in forward; None without gathers, or if not traced."""
+    """Return an empty tensor that depends on all gathers of a unit; None without gathers, or in eager mode."""
     if not _is_traced(scope):
         return None
     return after([part for param, part in zip(params, unsharded, strict=True) if _is_gathered(param)])
@@ -91,7 +90,7 @@ def _is_traced(scope: Scope) -> bool:
 
 
 def _is_gathered(param: ShardedParam) -> bool:
-    """Return whether reading a parameter runs a gather. A group of one rank counts, as Dynamo cannot tell its size."""
+    """Return whether reading a parameter runs a gather, even if the group has a single rank."""
     return param.spec.layout.is_sharded and not param.spec.ignored
 
 
@@ -104,17 +103,18 @@ def reduce_all_params(
     gathered: Tensor | None,
     scope: Scope,
 ) -> Any:
-    """Return a unit's outputs, which then depend on all its gathers; backward visits all its parameters.
+    """Return a unit's outputs, changed to depend on all gathers of the unit, and to give all its parameters a gradient.
 
     Args:
         result: return value of the module's forward.
+        module: the unit.
         params: parameters of the unit.
         unsharded: tensors that forward reads for `params`, in the same order.
         gathered: result of `after_gathers`.
-        scope: scope of the module.
+        scope: shared state of the model.
 
     Raises:
-        ZgraphError: there is no tensor among the outputs, through which backward could pass.
+        ZgraphError: the outputs contain no tensor, so backward cannot reach the parameters.
     """
     leaves, rebuild = flatten_outputs(result)
     tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -164,10 +164,10 @@ def _refuse(unit: str, parameter: str, returned: str) -> None:
 
 @no_frames_inside
 def flatten_outputs(result: Any) -> tuple[list[Any], Rebuild]:
-    """Return the leaves of a result, and a function that rebuilds the result from other leaves.
+    """Return the leaves of a module's output, and a function that rebuilds the output from other leaves.
 
-    In addition to pytree's types, dataclasses are flattened by their fields. If no tensor is found, all other objects
-    are flattened by their attributes. Flattened objects are copied, since other code may hold them; others are kept.
+    Dataclasses are flattened by their fields, in addition to pytree's types. If this finds no tensor, all other objects
+    are flattened by their attributes. Rebuilding copies the flattened objects.
     """
     leaves, rebuild = _flatten(result, dataclasses.is_dataclass)
     if any(isinstance(leaf, Tensor) for leaf in leaves):
@@ -177,7 +177,10 @@ def flatten_outputs(result: Any) -> tuple[list[Any], Rebuild]:
 
 @no_frames_inside
 def _flatten(result: Any, opens: Callable[[Any], bool], inside: tuple[Any, ...] = ()) -> tuple[list[Any], Rebuild]:
-    """Flatten like `flatten_outputs`; `inside` are the objects around the result, which may refer back to them."""
+    """Flatten like `flatten_outputs`, but open only the objects for which `opens` returns true.
+
+    `inside` are the objects that contain `result`; they are not opened again.
+    """
     found, spec = tree_flatten(result)
     leaves: list[Any] = []
     parts: list[Rebuild | None] = []
@@ -218,7 +221,7 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 def _is_copied_by_attributes(leaf: Any) -> bool:
-    """Return whether attributes fully describe an object; false for a dict with attributes, for instance."""
+    """Return whether an object can be copied by copying its attributes; False for subclasses of dict, for example."""
     return not isinstance(leaf, Tensor | type | nn.Module) and type(leaf).__new__ is object.__new__
 
 

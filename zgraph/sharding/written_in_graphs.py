@@ -1,4 +1,4 @@
-"""Detect writes to gathered parameters in Dynamo's graphs, where AOTAutograd would pass the values to later reads."""
+"""Detect writes to gathered parameters in Dynamo's graphs; AOTAutograd would pass the written values to later reads."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from zgraph.torch_compat.operators import assigns_data
 
 
 def refuse_written_weights(gm: fx.GraphModule, handles: Mapping[int, str]) -> None:
-    """Refuse a graph that writes to a gathered parameter, whether the graph or code before the graph gathers it.
+    """Refuse a graph that writes to a gathered parameter, whether the graph itself or earlier code gathers it.
 
-    Dynamo has run each node on fake tensors, whose versions count writes to them and to their views.
+    A write is detected by the version counter of the fake tensors with which Dynamo has traced each node.
 
     Args:
         gm: graph of a frame.
-        handles: names of parameters by the positions of their handles among the inputs.
+        handles: names of parameters, by the indices of their handles among the graph's inputs.
 
     Raises:
         ZgraphError: the graph writes to a parameter; the message names it.
@@ -56,12 +56,12 @@ def refuse_written_weights(gm: fx.GraphModule, handles: Mapping[int, str]) -> No
 
 
 def _graphs(gm: fx.GraphModule) -> Iterable[fx.Graph]:
-    """Return the frame's graph, and the graphs of the regions that its operators call, such as checkpointed ones."""
+    """Return the frame's graph and its nested graphs, such as those of checkpointed regions."""
     return [part.graph for part in gm.modules() if isinstance(part, fx.GraphModule)]
 
 
 def _gathered_name(node: object, names: Mapping[fx.Node, str]) -> str | None:
-    """Return the parameter's name if `node` is a gathered parameter; None for all other nodes."""
+    """Return the parameter's name if the value of `node` is a gathered parameter, else None."""
     if not isinstance(node, fx.Node):
         return None
     if nodes.is_unshard(node):
@@ -72,15 +72,16 @@ def _gathered_name(node: object, names: Mapping[fx.Node, str]) -> str | None:
 
 
 def watch_outputs(gm: fx.GraphModule, handles: Mapping[int, str], compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Watch for writes to gathered parameters that a graph returns: the rest of forward may write to them.
+    """Watch for writes of uncompiled code to gathered parameters that a graph returns.
 
     Args:
         gm: graph of a frame.
-        handles: names of parameters by the positions of their handles among the inputs.
+        handles: names of parameters, by the indices of their handles among the graph's inputs.
         compiled: compiled form of the graph.
 
     Returns:
-        A wrapper of `compiled` that watches its outputs for writes; `compiled` itself if none is a gathered parameter.
+        A wrapper of `compiled` that registers its outputs for the check; `compiled` itself if the graph returns no
+        gathered parameter.
     """
     places = {node: place for place, node in enumerate(gm.graph.find_nodes(op="placeholder")) if place in handles}
     given = nodes.output_of(gm.graph).args[0]

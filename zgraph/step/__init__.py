@@ -1,1 +1,1 @@
-"""The whole training step as one graph: capture of a loop body, its inputs, and unsupported operations."""
+"""Whole training steps as one graph: capture of the user's function, the graph's inputs, unsupported operations."""

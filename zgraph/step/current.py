@@ -1,4 +1,4 @@
-"""A model and its optimizers in one call of a step: tensors for its graph, and conditions that a graph must meet."""
+"""Facts about a model and its optimizers that every call of a captured step needs."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from zgraph.torch_compat.dtensor import requires_grad_of
 
 
 class Current:
-    """Cached facts about a model and its optimizers, valid until either holds other tensors.
+    """Facts about a model and its optimizers, computed once and valid until one of their tensors is replaced.
 
     Attributes:
-        lifted: tensors of the model and its optimizers.
-        own: ids of the tensors that belong to the model.
-        scopes: scopes of the model's sharded parts.
+        lifted: description of the model and its optimizers.
+        own: ids of the model's parameters and buffers.
+        scopes: shared state of each part of the model that `zgraph.shard` sharded.
 
     Raises:
         ValueError: an optimizer is not supported.
@@ -54,7 +54,7 @@ class Current:
         return self.lifted.held[0].device if resting is None else resting.device
 
     def state(self) -> list[Tensor]:
-        """Return the tensors of the optimizers' state, in the order of the graph."""
+        """Return this rank's tensors of the optimizers' state, in the order of the graph's inputs."""
         found: list[Tensor] = []
         for number, one in enumerate(self.lifted.optimizers):
             tensors = self._states[number].tensors(one.optimizer.state)
@@ -73,7 +73,7 @@ class Current:
         outside: Outside,
         tensors: list[Tensor],
     ) -> guards.Conditions:
-        """Return the conditions under which a graph for this call is captured."""
+        """Return the conditions of this call: graphs captured under equal conditions are valid for it."""
         lifted = self.lifted
         return guards.Conditions(
             arguments=guards.of_arguments(leaves, tree),

@@ -1,4 +1,4 @@
-"""Conditions under which a graph of a step is valid: a call that differs in any of them needs another graph."""
+"""Conditions of a call for which a graph was captured; a call under other conditions needs another graph."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ _NUMBERS = (bool, int, float, complex, str, type(None), torch.dtype, torch.devic
 
 @dataclass(frozen=True)
 class Conditions:
-    """Conditions under which a graph was captured; compared field by field.
+    """Conditions of a call for which a graph was captured; compared field by field.
 
     Attributes:
         arguments: structure of the arguments, layouts of tensors, values of all other arguments.
-        modes: training or evaluation, and the numbers that each module holds, such as a dropout's probability.
+        modes: training or evaluation, and the numbers that each module holds, such as a dropout probability.
         trainable: `requires_grad` of each parameter.
         hooks: hooks on parameters, as returned by `parameter_hooks.conditions`.
         options: options of the optimizers, except parameters and options that are inputs of the graph.
-        state: entries of the optimizers' state.
+        state: entries of optimizer state, see `StateLayout.conditions`.
         layouts: shapes and dtypes of parameters and buffers.
         outside: names and layouts of tensors that the function reads from outside.
         variables: numbers that the function reads from outside.
-        spaces: memory spaces in which inputs are stored; () if all are on the device.
-        ambient: grad mode, autocast, default dtype.
+        spaces: memory space of each input of the graph; () if all are on the device.
+        ambient: settings of torch, see `ambient`.
     """
 
     arguments: tuple[Any, ...]
@@ -51,7 +51,10 @@ class Conditions:
     ambient: tuple[Any, ...]
 
     def closest(self, others: Sequence[Conditions]) -> Conditions | None:
-        """Return the one of `others` with the fewest differing fields, or the last such one; None without `others`."""
+        """Return the element of `others` with the fewest differing fields; of several such elements, the last.
+
+        Returns None if `others` is empty.
+        """
         names = [field.name for field in fields(self)]
         counts = [sum(getattr(self, name) != getattr(other, name) for name in names) for other in others]
         return min(zip(reversed(counts), reversed(others), strict=True), key=itemgetter(0))[1] if others else None
@@ -70,12 +73,12 @@ class Conditions:
 
 @dataclass(frozen=True)
 class Variant:
-    """A compiled graph of a step, and the calls for which it is valid.
+    """One compiled graph of a step, with everything that decides for which calls it is valid.
 
     Attributes:
         conditions: conditions under which the graph was captured.
-        captured: the graph, with its assumptions about options.
-        program: the compiled graph.
+        captured: the graph before compilation, with its assumptions about options.
+        program: the compiled graph, as a callable.
         lowering: lowering that compiled the graph, "inductor" or "fx".
         values: Python values that are constants of the graph.
     """
@@ -98,7 +101,7 @@ class Variant:
 def why_another(
     others: Sequence[Variant], conditions: Conditions, options: OptionInputs, tensors: Sequence[Tensor]
 ) -> str:
-    """Explain why no earlier graph is valid, by comparison with the closest one; "" for the first graph."""
+    """Describe why a call needs another graph, by comparison with the most similar one; "" if there is none yet."""
     closest = conditions.closest([one.conditions for one in others])
     if closest is None:
         return ""
@@ -111,7 +114,7 @@ def why_another(
 
 
 def of_arguments(leaves: Sequence[Any], tree: Any) -> tuple[Any, ...]:
-    """Return conditions on the arguments of a call.
+    """Return the structure of a call's arguments, with layouts of tensors and values of all others, for comparison.
 
     Raises:
         ZgraphError: an argument can neither be an input of a graph nor be compared.
@@ -136,7 +139,7 @@ def _of_argument(leaf: Any) -> Any:
 
 
 class Modules:
-    """Numbers that modules hold, read with a single call per module."""
+    """Reader of the plain numbers in all modules of a model, such as `training` or a dropout probability."""
 
     def __init__(self, model: nn.Module) -> None:
         self.readers: list[tuple[dict[str, Any], Callable[[Any], Any]]] = []
@@ -149,7 +152,10 @@ class Modules:
 
 
 def of_variables(outside: Outside) -> tuple[Any, ...]:
-    """Return the numbers that a function reads from outside, but not those in the model's modules: see `Modules`."""
+    """Return names, types and values of the numbers that a function reads from outside, and settings of GradScalers.
+
+    Numbers in the model's modules are not included, see `Modules`.
+    """
     numbers = [(name, type(value), value) for name, value in outside.variables if isinstance(value, _NUMBERS)]
     factors = [
         (one.get_growth_factor(), one.get_backoff_factor(), one.get_growth_interval()) for one in outside.scalers
@@ -158,7 +164,7 @@ def of_variables(outside: Outside) -> tuple[Any, ...]:
 
 
 def of_tensors(outside: Outside) -> tuple[Any, ...]:
-    """Return conditions on the tensors that a function reads from outside."""
+    """Return names and layouts of the tensors that a function reads from outside."""
     return tuple(
         (name, type(one), tuple(one.shape), one.dtype, one.device, one.stride(), one.requires_grad)
         for name, one in outside.tensors.items()
@@ -166,6 +172,6 @@ def of_tensors(outside: Outside) -> tuple[Any, ...]:
 
 
 def ambient() -> tuple[Any, ...]:
-    """Return the settings of torch that a trace depends on."""
+    """Return torch's settings that affect a trace: grad mode, inference mode, default dtype, autocast."""
     autocast = [(torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)) for name in KINDS]
     return (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(), *autocast)

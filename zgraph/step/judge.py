@@ -1,4 +1,4 @@
-"""Check of captured steps: run the plain lines on the same state and data, and compare all bits."""
+"""Check of captured steps: run the undecorated function on the same state and data, and compare all bits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FIRST_CALLS = 2  # always checked: a call that creates the optimizer's state, an
 
 @dataclass(frozen=True)
 class _Optimizer:
-    """Contents of an optimizer besides parameters: tensors by identity, everything else by value."""
+    """Copy of an optimizer's state, param_groups and other attributes; the tensors themselves are not copied."""
 
     state: list[tuple[Tensor, dict[str, Any]]]
     groups: list[dict[str, Any]]
@@ -76,7 +76,7 @@ class Before:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put back everything as it was when the snapshot was taken."""
+        """Restore all values of the snapshot."""
         lifted = self._lifted
         for one in lifted.parameters:
             for part, attribute in one.sites:
@@ -143,10 +143,16 @@ _MISSING = "not there"
 
 
 def tell(found: str, lifted: Lifted, function: Callable[..., Any], call: int) -> None:
-    """Exchange `found` between all ranks of the model, and raise an error if any rank has found a difference.
+    """Raise an error on every rank if any rank has found a difference.
+
+    Args:
+        found: difference that this rank has found; "" for none.
+        lifted: the model and its optimizers; the ranks of all axes of its meshes exchange their findings.
+        function: the undecorated function.
+        call: number of the compared call.
 
     Raises:
-        ZgraphError: any rank has found a difference; raised on every rank.
+        ZgraphError: a rank has found a difference; the message quotes it.
     """
     texts = {dist.get_rank(): found} if found and dist.is_initialized() else {}
     meshes = dict.fromkeys(one.device_mesh for one in lifted.held if isinstance(one, DTensor))

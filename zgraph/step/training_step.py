@@ -70,18 +70,19 @@ def training_step(
 
         loss = step(x, y)
 
-    The function holds the lines of a plain loop, and does the same without the decorator. It is run once on fake values
-    for each kind of call, and must compute the same result from equal arguments each time. Python side effects, such as
-    counting or printing, only happen in these runs on fake values. Operations that a graph cannot hold are refused; the
-    message names the line.
+    The decorated function computes the same as the plain one. zgraph traces it on fake tensors whenever a call needs a
+    new graph, for example for new input shapes. Python side effects, such as counting or printing, happen only during a
+    trace. The function must compute the same result from equal arguments at every call. Operations that a graph cannot
+    represent are refused; the error message names the line.
 
     Args:
         model: a model sharded by `zgraph.shard`, compiled or not.
-        optimizer: optimizer of the model's parameters; a list if the function steps several. Element-wise ones of
-            torch.optim step on shards, others on DTensors. Options that are floats or tensors are inputs of the graph.
+        optimizer: optimizer of the model's parameters; a list if the function steps several. Element-wise optimizers of
+            torch.optim step on local shards, all others on DTensors. Float and tensor options, such as the learning
+            rate, are inputs of the graph.
         options: options of `torch.compile(model, backend="zgraph")`, `{"cuda_graph": True}`, and `{"check": True}`,
-            which compares the first calls with the plain lines.
-        recompile_limit: most graphs that are compiled for different kinds of calls.
+            which compares the first calls with the undecorated function.
+        recompile_limit: maximum number of graphs; a call that needs another graph is refused.
 
     Returns:
         A decorator; `TrainingStep.function` is the plain function.
@@ -121,7 +122,7 @@ def training_step(
 
 
 def _recorder_of(model: nn.Module) -> Recorder:
-    """Return a recorder of steps as CUDA graphs.
+    """Return an object that records and replays steps as CUDA graphs.
 
     Raises:
         ValueError: the model is not on a GPU.
@@ -136,16 +137,16 @@ def _recorder_of(model: nn.Module) -> Recorder:
 
 
 def _drawn(model: nn.Module, optimizer: optim.Optimizer) -> dict[int, rounded_adam.Drawn]:
-    """Return how the moments of each parameter are rounded, by the parameter's id."""
+    """Return the seeds of the stochastic rounding of moments, by id of the parameter."""
     lifted = Lifted.of(model, [optimizer])
     return {id(lifted.held[position]): one for position, one in (lifted.drawn() or {}).items()}
 
 
 def _check_comparable(passes: PassList | None, *, offloads: bool) -> None:
-    """Refuse to compare a step with the plain lines if its passes or offload change the computed values.
+    """Refuse `{"check": True}` if passes or offload options change the computed values.
 
     Raises:
-        ValueError: a lossy pass or offload prevents the comparison.
+        ValueError: a pass or an offload option is lossy.
     """
     entries = () if passes is None else passes.passes
     lossy = [entry.name for entry in entries if isinstance(entry, CompressGradients | QuantizeGathers)]
@@ -208,7 +209,7 @@ class TrainingStep(Generic[P, R]):
         return result
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], lowering: str) -> Any:
-        """Run the step as a graph."""
+        """Run one call of the step as a graph; capture and compile the graph if no earlier one is valid."""
         current = self._current()
         lifted = current.lifted
         leaves, tree = tree_flatten((list(args), kwargs))
@@ -272,7 +273,7 @@ class TrainingStep(Generic[P, R]):
         return result
 
     def _current(self) -> Current:
-        """Return the facts about model and optimizers; they are read again if tensors were replaced."""
+        """Return the facts about the model and its optimizers; compute them anew if tensors were replaced."""
         if self._known is None or not self._known.lifted.is_current():
             self._known = Current(self._model, self._optimizers)
         return self._known

@@ -1,1 +1,1 @@
-"""Tiers: places of memory other than the device, what is kept there, and copies between them and the device."""
+"""Tiers: kinds of memory (device, host, disk), the tensors stored in each, and copies between them and the device."""

@@ -1,12 +1,12 @@
 """Copy lanes: asynchronous copies of whole tensors between a device's memory and other tiers.
 
     compute         [mm][mm][mm]......[mm][mm]
-    device_to_host   [=== a ===]                      a may be freed on the device once its copy has ended
-    host_to_device              [=== a ===]           and is read there once it has come back
+    device_to_host   [=== a ===]                      after this copy, a may be freed on the device
+    host_to_device              [=== a ===]           after this copy, compute may read a again
 
-On CUDA a lane is a stream, and host memory is pinned. Where the device is a CPU, a lane is a thread, and "host memory"
-a separate pool that nothing computes on. These copies are real, so that everything but their speed can be tested
-without a GPU.
+On CUDA a lane is a stream, and host memory is pinned. If the device is a CPU, a lane is a thread, and host memory is a
+separate pool that compute does not use. These copies are real, so that everything but their speed can be tested without
+a GPU.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from zgraph.tiers.tier import Copy, Store
 
 
 class CopyLanes(Protocol):
-    """The lanes of one device. Copies of one lane end in the order in which they were started.
+    """The copy lanes of one device. Copies on one lane end in the order in which they were started.
 
-    Updates, and copies that read or overwrite device tensors, start after all compute queued so far.
+    Updates, and copies that read or overwrite device tensors, start after all compute that was queued earlier.
 
     Attributes:
         stores: memory of every tier except the host.
@@ -39,49 +39,54 @@ class CopyLanes(Protocol):
 
     @property
     def host(self) -> Store:
-        """The memory of the host."""
+        """Memory of the host."""
         ...
 
     def offload(self, tensor: Tensor) -> Copy:
-        """Start copying a device tensor to new host memory."""
+        """Start a copy of a device tensor to new host memory."""
         ...
 
     def reload(self, kept: Tensor) -> Copy:
-        """Start copying `kept` from its tier to new device memory. Callers must first wait for its earlier copies."""
+        """Start a copy of `kept` from its tier to new device memory.
+
+        Earlier copies of `kept` must have been waited for.
+        """
         ...
 
     def store(self, source: Tensor, kept: Tensor) -> Copy:
-        """Start copying a device tensor over `kept`, a tensor of another tier."""
+        """Start a copy of the device tensor `source` over `kept`, a tensor of another tier."""
         ...
 
     def spill(self, tensor: Tensor, key: str) -> Copy:
-        """Start copying a device tensor to a new tensor of the tier with this `Tier.key`."""
+        """Start a copy of a device tensor to new memory of the tier whose `Tier.key` is `key`."""
         ...
 
     def give_back(self, kept: Tensor, tensor: Tensor) -> Copy:
-        """Start copying `kept`, a host tensor, over `tensor`, a device tensor."""
+        """Start a copy of the host tensor `kept` over the device tensor `tensor`."""
         ...
 
     def update(self, operator: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Future[Any]:
-        """Start an update of host tensors, after all compute queued so far and after earlier updates.
+        """Start an optimizer update of host tensors, after all compute queued so far and after earlier updates.
 
-        Before the call, the caller must wait for the copies of the update's inputs. After the call, it must wait on the
-        host for the returned future.
+        Copies of the update's inputs must have been waited for.
+
+        Returns:
+            A future, which the caller must wait for on the host.
         """
         ...
 
     def drain(self) -> None:
-        """Wait on the host for all started copies and updates; then the host may access its tensors.
+        """Block until all started copies and updates have ended; host tensors can then be read and written.
 
         Used, for example, after a program has failed while its copies and updates go on.
 
         Raises:
-            DiskError: on a GPU, a write to disk failed before any caller waited for it.
+            DiskError: on a GPU, a write to disk has failed and was not waited for earlier.
         """
         ...
 
 
 @functools.cache
 def lanes_of(device: torch.device) -> CopyLanes:
-    """The copy lanes of a device, made on first use."""
+    """Return the copy lanes of a device, created on first use."""
     return StreamLanes(device, module_of(device)) if is_gpu(device) else ThreadLanes()

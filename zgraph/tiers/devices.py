@@ -1,4 +1,4 @@
-"""Kinds of devices, one row each: what differs between a CPU and a device with memory of its own."""
+"""Differences between kinds of devices: CPU, CUDA and XPU."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class DeviceKind:
 
     Attributes:
         type: type of the device, as in `torch.device`.
-        backend: backend of process groups between such devices.
-        is_gpu: whether the device has memory of its own. Then host memory is pinned, copies run on streams, and nothing
-            computes with host tensors.
+        backend: default backend of process groups on such devices.
+        is_gpu: whether the device has memory of its own. Then host memory is pinned, copies run on streams, and compute
+            does not read host tensors.
         groups_launches: whether the backend can run several collectives in one launch, as NCCL's group calls do.
     """
 
@@ -38,22 +38,22 @@ KINDS: Mapping[str, DeviceKind] = MappingProxyType(
 
 
 def is_gpu(device: torch.device | str) -> bool:
-    """Whether a device or device type is a GPU with memory of its own; False for "cpu", "meta" and unknown types."""
+    """Return whether a device or device type is a GPU; False for "cpu", "meta" and unknown types."""
     kind = KINDS.get(device if isinstance(device, str) else device.type)
     return kind is not None and kind.is_gpu
 
 
 def kind_of_backend(backend: str) -> DeviceKind:
-    """The kind of device whose process groups use this backend; a CPU if no kind of GPU uses it, as for "mpi"."""
+    """Return the kind of device whose process groups use a backend; a CPU if no GPU uses it, as for "mpi"."""
     return next((kind for kind in KINDS.values() if kind.backend == backend), CPU)
 
 
 def module_of(device: torch.device) -> Any:
-    """The torch module with a GPU's streams, events and memory statistics, such as `torch.cuda` or `torch.xpu`."""
+    """Return the torch module with a GPU's streams and events, such as `torch.cuda` or `torch.xpu`."""
     return torch.get_device_module(device)
 
 
 def kind_of_group(group: dist.ProcessGroup) -> DeviceKind:
-    """The kind of device that a process group was made for; a CPU if no available GPU uses the group's backend."""
+    """Return the kind of device that a process group communicates for; a CPU if no available GPU uses its backend."""
     available = (kind for kind in KINDS.values() if kind.is_gpu and getattr(torch, kind.type).is_available())
     return next((kind for kind in available if backend_of(group, torch.device(kind.type)) == kind.backend), CPU)

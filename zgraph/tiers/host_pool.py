@@ -1,4 +1,4 @@
-"""Host memory for a CPU device: a separate pool that torch's allocators do not know."""
+"""Host memory for a CPU device: a pool separate from torch's allocators."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import Tensor
 
 @dataclass
 class HostPool:
-    """Blocks of pages for tensors. When a tensor's storage is freed, its block is reused for a tensor of equal size.
+    """Pool of memory blocks for tensors. When a tensor is freed, its block is reused for tensors of equal size.
 
     Attributes:
-        in_use_bytes, peak_bytes: bytes of blocks that tensors hold now, and the maximum of these bytes so far.
+        in_use_bytes, peak_bytes: bytes of all blocks in use, now and at most so far.
     """
 
     in_use_bytes: int = 0
@@ -24,7 +24,7 @@ class HostPool:
     _held: set[int] = field(default_factory=set[int])  # addresses of blocks in use
 
     def empty_like(self, tensor: Tensor) -> Tensor:
-        """Make an uninitialised tensor in the pool like `tensor`: same shape and dtype; same strides if it is dense."""
+        """Return an uninitialised tensor in the pool, with shape and dtype of `tensor`; if dense, also its strides."""
         layout = torch.empty_like(tensor, device="meta")
         nbytes = layout.untyped_storage().nbytes()
         if not nbytes:
@@ -43,7 +43,7 @@ class HostPool:
         return flat.as_strided(layout.shape, layout.stride())
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a CPU tensor is stored in one of the blocks."""
+        """Return whether a CPU tensor is stored in the pool."""
         return tensor.untyped_storage().data_ptr() in self._held
 
     def _give_back(self, block: mmap.mmap, size: int, begin: int) -> None:

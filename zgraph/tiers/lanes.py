@@ -1,4 +1,4 @@
-"""Lanes: resources of a rank that work concurrently, such as compute and links, each processing its own queue."""
+"""Lanes: resources of a rank (compute, links) that run concurrently; each runs its own operations in order."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """One lane. `str(lane)` is its name in dumps and reports, such as "compute", "group:0" or "host_to_device".
+    """A lane. `str(lane)` is its name in dumps and reports, such as "compute", "group:0" or "host_to_device".
 
     Attributes:
         kind: "group" for collectives of a process group, else the lane's name.

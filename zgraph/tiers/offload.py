@@ -1,4 +1,4 @@
-"""`zgraph.Offload`: where parameters and optimizer state are stored while a step does not need them."""
+"""`zgraph.Offload`: options to store parameters and optimizer state on the host or on disk."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ class Offload:
     Attributes:
         params: storage of parameters: "host", "disk", a `zgraph.Tier` of your own, or None for the device.
         optimizer: storage of optimizer state with one value per element, such as moments; choices as for `params`.
-        path: folder for tensors on disk; it is made if only the last part of the path is missing. Each rank writes one
-            file there, which is deleted when the process ends.
+        path: folder for tensors on disk, created if its parent exists. Each rank writes one file there, which is
+            deleted when the process ends.
         host_budget_bytes: limit of bytes that a rank may keep on the host; a step that would exceed it is refused
             before it runs. None: no limit.
-        update: where a `zgraph.training_step` runs updates whose state is on the host: "host", or "device", which
-            copies parameters and state to the device and back. None: `presets.planned` runs each fused update where
-            the step is fastest, and other presets on the host; unfused updates run on the device if it is a GPU.
-            A GPU and its host round an update differently.
+        update: device that updates parameters whose optimizer state is on the host, in a `zgraph.training_step`:
+            "host", or "device", which copies parameters and state to the device and back. None: `presets.planned` runs
+            each fused update where the step is fastest, and other presets run it on the host; unfused updates run on
+            the device if it is a GPU. A GPU and its host round an update differently.
         moments_dtype: torch.bfloat16 for both moments of fused Adam or AdamW, which halves the memory and disk traffic
             of the moments. Updates compute in fp32, and round moments stochastically. This changes results. Needs
             `zgraph.training_step`. None: moments have the parameter's dtype.
-        param_bits: for inference: store and send weights as codes of 8 or 4 bits with a scale for each group, and
-            decode them on the device where they are read. Lossy. Applies to floating-point parameters of two or more
-            dims and 4096 or more elements. None: parameters are stored as they are.
+        param_bits: 8 or 4: for inference, store and send weights as codes (integers of so many bits, with a scale for
+            each group), and decode them on the device where they are read. Lossy. Applies to floating-point parameters
+            of two or more dims and 4096 or more elements. None: parameters are stored as they are.
         full_precision: shell patterns of the names of parameters to store uncoded, such as ("*.wte.weight",).
 
     Raises:
@@ -87,19 +87,19 @@ class Offload:
 
     @property
     def params_tier(self) -> Tier | None:
-        """The tier of parameters; None if they stay on the device."""
+        """Tier in which parameters are stored; None for the device."""
         return self._tier(self.params)
 
     @property
     def optimizer_tier(self) -> Tier | None:
-        """The tier of the optimizer's state; None if it stays on the device."""
+        """Tier in which optimizer state is stored; None for the device."""
         return self._tier(self.optimizer)
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
-        """The tiers in use, each once, with the host last.
+        """Tiers in use, each once; the host is always the last.
 
-        The host is always one of them: on a GPU its store claims every CPU tensor that no earlier store holds.
+        The host must be last: on a GPU its store claims every CPU tensor that no earlier store holds.
         """
         used = [tier for tier in (self.params_tier, self.optimizer_tier) if tier is not None]
         return (*dict.fromkeys(tier for tier in used if tier != HOST), HOST)
@@ -123,10 +123,10 @@ class Offload:
             )
 
     def check_updates(self, optimizer: optim.Optimizer) -> None:
-        """Check that an optimizer whose parameters are on a GPU can run its updates where the option `update` says.
+        """Check that an optimizer's updates can run on the host if the option `update` is "host".
 
         Raises:
-            ValueError: update="host" for an unfused optimizer, whose updates are many small calls.
+            ValueError: the optimizer is not fused: its updates are many small calls.
         """
         if self.update == "host" and not all(group.get("fused") for group in optimizer.param_groups):
             name = type(optimizer).__name__

@@ -1,4 +1,4 @@
-"""Host memory for a GPU device: pinned, so that copies run concurrently with compute."""
+"""Host memory for a GPU device: pinned, so that copies can run concurrently with compute."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def pinned_bytes(nbytes: int) -> int:
-    """Size of the block that torch's pinned-memory allocator uses for a tensor: the next power of two.
+    """Return the bytes that torch's pinned-memory allocator uses for a tensor: the next power of two.
 
     CachingHostAllocator.h of torch 2.11 - 2.13: `roundSize = c10::llvm::PowerOf2Ceil(size)`.
     """
@@ -15,12 +15,12 @@ def pinned_bytes(nbytes: int) -> int:
 
 
 class PinnedPool:
-    """Tensors in pinned memory of torch's allocator, which reuses a freed block once no stream copies from or to it."""
+    """Pinned memory from torch's allocator, which reuses a freed block after all copies from or to it have ended."""
 
     def empty_like(self, tensor: Tensor) -> Tensor:
-        """Make an uninitialised pinned tensor like `tensor`: same shape and dtype; same strides if it is dense."""
+        """Return an uninitialised pinned tensor, with the shape and dtype of `tensor`; if dense, also its strides."""
         return torch.empty_like(tensor, device="cpu", pin_memory=True)
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor is on the host, pinned or not: the model computes on the GPU only."""
+        """Return whether a tensor is on the host, pinned or not."""
         return tensor.device.type == "cpu"

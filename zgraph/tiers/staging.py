@@ -1,10 +1,10 @@
-"""Staging: pinned memory of a bounded size through which tensors pass between a disk and a GPU, piece by piece.
+"""Staging: small pinned buffers through which tensors are copied between a disk and a GPU, piece by piece.
 
-    disk        [read 1][read 2][read 3]              the thread that reads, or writes
-    pinned       buffer A   B       A                 a buffer is reused once its copy, or its write, has ended
+    disk        [read 1][read 2][read 3]              the thread that reads or writes files
+    pinned       buffer A   B       A                 a buffer is reused after its copy, or its write, has ended
     GPU                 [copy 1][copy 2][copy 3]      a stream
 
-A GPU can overlap only copies of pinned memory with compute, and a disk can read only into host memory. So there are two
+Only copies of pinned memory overlap with compute on a GPU, and files can be read only into host memory. There are two
 buffers for each direction: one is copied while the other is read or written.
 """
 
@@ -25,12 +25,21 @@ MOST_STAGING_BYTES = 2 * BUFFERS * PIECE_BYTES
 
 
 def buffer_bytes(nbytes: int, piece_bytes: int = PIECE_BYTES) -> int:
-    """Bytes of a buffer for a transfer of `nbytes`: a power of two, like blocks of torch's pinned-memory allocator."""
+    """Return the bytes of a buffer for a transfer of `nbytes`: a power of two, at most `piece_bytes`.
+
+    Blocks of torch's pinned-memory allocator are powers of two, too.
+    """
     return min(piece_bytes, 1 << (blocks(nbytes) - 1).bit_length())
 
 
 def staging_bytes(reads: Iterable[int], writes: Iterable[int], piece_bytes: int = PIECE_BYTES) -> int:
-    """Bytes of pinned memory for transfers of these sizes: `reads` from the disk, `writes` to the disk."""
+    """Return the bytes of pinned memory needed for transfers of these sizes.
+
+    Args:
+        reads: bytes of each tensor that is read from the disk.
+        writes: bytes of each tensor that is written to the disk.
+        piece_bytes: maximum size of a buffer.
+    """
     each_way = (max(sizes, default=0) for sizes in (reads, writes))
     return sum(BUFFERS * buffer_bytes(largest, piece_bytes) for largest in each_way if largest)
 
@@ -42,7 +51,7 @@ class Staging:
         device: the GPU that tensors are copied from or to.
         lane: the stream on which the copies run.
         cuda: module with streams and events, such as `torch.cuda`.
-        allocate: makes a flat pinned uint8 tensor of the given number of bytes.
+        allocate: function that returns a 1-d pinned uint8 tensor of a number of bytes.
         piece_bytes: maximum size of a buffer.
     """
 
@@ -57,16 +66,16 @@ class Staging:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of pinned memory held."""
+        """Bytes of pinned memory in use."""
         return sum(buffer.nbytes for buffer in self._buffers if buffer is not None)
 
     def to_device(self, target: Tensor, reached: Any, ends: list[Any]) -> Generator[Tensor]:
-        """Yield buffers for the caller to fill, one after the other; copy each filled buffer to its part of `target`.
+        """Yield pinned buffers, which the caller fills in order; each is then copied to its part of `target`.
 
         Args:
             target: contiguous tensor on the device.
-            reached: event of the compute stream, after which the memory of `target` may be overwritten.
-            ends: list that receives an event at the end of all copies, even if the disk fails in between.
+            reached: event of the compute stream after which the memory of `target` may be overwritten.
+            ends: list to which an event after the last copy is appended, even if the caller fails.
         """
         bytes_of_target = target.view(-1).view(torch.uint8)
         try:
@@ -84,11 +93,11 @@ class Staging:
                 ends.append(self._record())
 
     def from_device(self, source: Tensor, reached: Any) -> Generator[Tensor]:
-        """Yield buffers that hold the parts of `source`, in order. The next part is copied while a buffer is written.
+        """Yield pinned buffers with the parts of `source`, in order; the next part is copied at the same time.
 
         Args:
             source: contiguous tensor on the device.
-            reached: event of the compute stream, after which the source has its values.
+            reached: event of the compute stream after which the source has its values.
         """
         with self._on_device():
             self.lane.wait_event(reached)
@@ -110,9 +119,11 @@ class Staging:
         return ((begin, min(begin + self.piece_bytes, nbytes)) for begin in range(0, nbytes, self.piece_bytes))
 
     def _take(self, nbytes: int, of: int) -> tuple[int, Tensor]:
-        """Wait for the last copy of the next buffer, and return the buffer's index and its first `nbytes` bytes.
+        """Return the index of the next buffer and its first `nbytes` bytes, after its last copy has ended.
 
-        `of` is the size of the whole transfer in bytes, from which a new buffer gets its size.
+        Args:
+            nbytes: bytes of this piece.
+            of: bytes of the whole transfer, which determine the size of a new buffer.
         """
         turn, self._turn = self._turn, (self._turn + 1) % BUFFERS
         if self._ends[turn] is not None:

@@ -1,4 +1,4 @@
-"""Stores: the memory of each tier on this rank, which the copy lanes of one device read and write."""
+"""Stores: the memory of each tier on this rank."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from zgraph.tiers.tier import HOST, Copy, Store, Tier
 
 @dataclass
 class Stores:
-    """Memory of the tiers other than the host. A store stays here as long as a model holds it.
+    """The stores of all tiers other than the host. A store is kept only as long as a model uses it.
 
     Attributes:
         by_key: stores by `Tier.key`, the string by which operators name a tier.
-        tiers: the tier that opened the store of each key.
+        tiers: tier of the store with each key.
     """
 
     by_key: WeakValueDictionary[str, Store] = field(default_factory=WeakValueDictionary[str, Store])
     tiers: dict[str, Tier] = field(default_factory=dict[str, Tier])
 
     def of(self, tensor: Tensor) -> Store | None:
-        """The store whose memory a tensor is in; None for a tensor in host memory."""
+        """Return the store that holds a tensor; None for a tensor in host memory."""
         return next((store for store in [*self.by_key.values()] if store.holds(tensor)), None)
 
     def open(self, tier: Tier, lanes: Any, rank: int) -> Store:
-        """The memory of a tier on this rank; models with equal tiers share it.
+        """Return the store of a tier on this rank, opened on first use; models with equal tiers share it.
 
         Raises:
-            ValueError: another tier, whose memory is in use, has the same name.
+            ValueError: a different tier with the same name is in use.
         """
         found = self.by_key.get(tier.key)
         if found is not None and self.tiers.get(tier.key, tier) != tier:
@@ -48,7 +48,7 @@ class Stores:
         return found
 
     def folder(self, path: str, rank: int = 0) -> Store:
-        """The store of this rank's file in a folder, opened on first use.
+        """Return the store of this rank's file in a folder, opened on first use.
 
         Raises:
             DiskError: the folder cannot be used.
@@ -61,7 +61,7 @@ class Stores:
 
 @dataclass(eq=False)
 class OnDisk:
-    """Store of the tensors that one rank keeps in a folder on disk."""
+    """Store of one rank's tensors in a folder on disk."""
 
     folder: DiskFolder
 
@@ -91,7 +91,7 @@ class Pool(Protocol):
 
 @dataclass(eq=False)
 class HostMemory:
-    """Store of the host's memory. `finish` does nothing: the lanes themselves wait for copies from and to the host."""
+    """Store of tensors in host memory. `finish` does nothing, because copy lanes wait for their host copies."""
 
     pool: Pool
 
@@ -112,10 +112,10 @@ class HostMemory:
 
 
 def allocated(store: Store, like: Tensor, name: str) -> Tensor:
-    """Uninitialised memory of a tier for a tensor.
+    """Return an uninitialised tensor of a store, with the shape and dtype of `like`.
 
     Raises:
-        ZgraphError: a store of the user returned a tensor of another shape or dtype, which would round its values.
+        ZgraphError: a user's store returned a tensor of another shape or dtype.
     """
     found = store.empty(like, name)
     if found.shape != like.shape or found.dtype != like.dtype:

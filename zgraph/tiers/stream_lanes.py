@@ -1,4 +1,4 @@
-"""Copy lanes of a CUDA device, which are streams."""
+"""Copy lanes of a CUDA device: streams."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from zgraph.torch_compat.modules import tree_flatten
 
 
 class _OnStream:
-    """A copy on a stream. It keeps its source alive until the compute stream waits for the copy."""
+    """A copy on a stream. The copy's source is kept alive until the compute stream waits for the copy."""
 
     __slots__ = ("copied", "end", "lanes", "source")
 
@@ -36,7 +36,7 @@ class _OnStream:
         return self.copied
 
     def __del__(self) -> None:
-        """Keep memory from being freed before the copy ends, even if a failing program drops a copy under way."""
+        """Make the compute stream wait for the copy, if no caller has, so that its memory is not freed earlier."""
         self._order_compute()
 
     def _order_compute(self) -> None:
@@ -46,7 +46,7 @@ class _OnStream:
 
 
 class _FromDisk:
-    """A tensor on its way from a disk to the device: a thread reads it, and a stream copies it."""
+    """A copy of a tensor from disk to the device: a thread reads the file, and a stream copies to the device."""
 
     __slots__ = ("copied", "ends", "lanes", "read")
 
@@ -54,7 +54,7 @@ class _FromDisk:
         self.read, self.copied, self.ends, self.lanes = read, copied, ends, lanes
 
     def wait(self) -> Tensor:
-        """Wait on the host for the disk, and on the compute stream for the copies.
+        """Block until the file is read, make the compute stream wait for the copies, and return the new tensor.
 
         Raises:
             DiskError: the tensor could not be read.
@@ -66,7 +66,7 @@ class _FromDisk:
         return self.copied
 
     def __del__(self) -> None:
-        """Keep memory from being freed before the copies end, even if a failing program drops a copy under way."""
+        """Wait for the copies, if no caller has, so that their memory is not freed earlier."""
         with contextlib.suppress(Exception):
             self.read.wait()
         self._order_compute()
@@ -78,14 +78,14 @@ class _FromDisk:
 
 @dataclass(frozen=True, slots=True)
 class _ToDisk:
-    """A tensor on its way to a disk; the writing thread keeps its source alive."""
+    """A copy of a tensor from the device to disk. The writing thread keeps the source alive."""
 
     write: Write
     copied: Tensor
     lanes: StreamLanes
 
     def wait(self) -> Tensor:
-        """Wait on the host until the whole tensor is in the file; then the source may be freed or overwritten.
+        """Block until the whole tensor is in the file; then the source may be freed or overwritten.
 
         Raises:
             DiskError: the tensor could not be written.
@@ -96,23 +96,25 @@ class _ToDisk:
 
 
 class StreamLanes:
-    """Lanes of a CUDA device: a stream for each direction, pinned host memory, folders on disk, and an update thread.
+    """Copy lanes of a CUDA device: a stream for each direction, an update thread, and the threads of disk folders.
 
-    Device memory is allocated and freed on the compute stream. A copy begins once the compute stream has reached the
-    point at which the copy was started. The copy's source is held until the compute stream waits for the copy, so the
-    source's memory cannot be reused earlier. Host memory is freed by torch's pinned-memory allocator, which checks the
-    streams that used the memory. A reload waits for the compute stream. That stream has already waited for an earlier
-    offload or store of the tensor, so the reload runs after both. The update thread waits until the compute stream has
-    reached the point at which the update was started; by then all copies that the stream has waited for have ended.
-    The host itself waits only in `finish`, for updates, and for the disk.
+    Order of operations:
 
-    Tensors on disk pass through pinned memory of a bounded size, see `zgraph.tiers.staging`. The threads of the disk
-    folder start these copies as they read and write, and keep the order of the transfers of one tensor.
+    - Device memory is allocated and freed on the compute stream.
+    - A copy begins after all compute that was queued before the copy was started.
+    - A copy's source is kept until the compute stream waits for the copy, so its memory is not reused earlier.
+    - Freed host memory is reused by torch's pinned-memory allocator after all streams that used it.
+    - A reload runs after earlier offloads and stores of its tensor, because the compute stream has waited for these.
+    - An update runs after all compute queued before the update, and after the copies for which this compute has waited.
+    - The host blocks only in `finish`, for updates, and for the disk.
+
+    Tensors on disk are copied through small pinned buffers, see `zgraph.tiers.staging`, by the threads of the disk
+    folder, which keep the order of the transfers of each tensor.
 
     Args:
         device: device of the copies.
         cuda: module with streams and events, such as `torch.cuda`; a test without a GPU passes a replacement.
-        piece_bytes: most bytes of a tensor that pass between a disk and the device in one piece.
+        piece_bytes: maximum size of a pinned buffer for the disk.
 
     Attributes:
         stores: memory of every tier except the host.
@@ -179,10 +181,10 @@ class StreamLanes:
         return self.updates.submit(run)
 
     def finish(self) -> None:
-        """Wait on the host for all copies; then the host may access its tensors.
+        """Block until all copies have ended; host tensors can then be read and written.
 
         Raises:
-            DiskError: a write to disk failed before any caller waited for it.
+            DiskError: a write to disk has failed and was not waited for earlier.
         """
         while self.writes:
             write, _ = self.writes.popitem()
@@ -197,13 +199,13 @@ class StreamLanes:
             store.finish()
 
     def staging(self, disk: DiskFolder) -> tuple[Staging, Staging]:
-        """The two sets of pinned buffers between a disk folder and the device: for reads, and for writes."""
+        """Return the pinned buffers for a disk folder: for reads, and for writes."""
         if disk not in self._staging:
             self._staging[disk] = self.staging_on(self.back), self.staging_on(self.out)
         return self._staging[disk]
 
     def staging_on(self, lane: Any) -> Staging:
-        """Make the pinned buffers for copies on one stream; their memory is allocated on first use."""
+        """Return new pinned buffers for copies on one stream; their memory is allocated on first use."""
         return Staging(self.device, lane, self.cuda, self._pinned, self.piece_bytes)
 
     def pinned_like(self, tensor: Tensor) -> Tensor:
@@ -213,7 +215,7 @@ class StreamLanes:
         return self.pinned_like(torch.empty(nbytes, dtype=torch.uint8, device="meta"))
 
     def _reached(self) -> Any:
-        """Record an event at the current end of the compute stream."""
+        """Return an event recorded at the present end of the compute stream."""
         event = self.cuda.Event(blocking=True)  # a thread that spins would take the core of one that updates
         event.record(self.cuda.current_stream(self.device))
         return event

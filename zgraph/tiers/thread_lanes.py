@@ -21,7 +21,7 @@ from zgraph.torch_compat.fake_values import is_fake
 
 @dataclass(frozen=True, slots=True)
 class OnPaper:
-    """A copy of a fake tensor, one without values: there is nothing to wait for."""
+    """A finished copy of a fake tensor."""
 
     copied: Tensor
 
@@ -52,11 +52,11 @@ class _Written:
 
 @dataclass
 class ThreadLanes:
-    """Lanes of a CPU: a thread for each direction, the threads of folders on disk, and a thread for updates.
+    """Copy lanes of a CPU: a thread for each direction, an update thread, and the threads of disk folders.
 
     Attributes:
         bytes_per_us: maximum rate of copies; None: unlimited.
-        waits_at_once: whether to wait for each copy as soon as it starts, as a baseline for overlapped copies.
+        waits_at_once: whether each copy is waited for when it starts, as a baseline for concurrent copies.
         pool: the host memory.
         stores: memory of every tier except the host.
     """
@@ -111,7 +111,7 @@ class ThreadLanes:
 
     @contextlib.contextmanager
     def limited(self, bytes_per_us: float) -> Generator[None]:
-        """Limit the rate of copies inside a `with` block, for example to check predictions for a slower link."""
+        """Limit the rate of copies inside the `with`, for example to check predictions for a slower link."""
         before, self.bytes_per_us = self.bytes_per_us, bytes_per_us
         try:
             yield
@@ -136,5 +136,5 @@ class ThreadLanes:
 
 
 def thread(name: str) -> ThreadPoolExecutor:
-    """An executor with one thread; the thread ends when the executor dies."""
+    """Return an executor with one thread, which ends when the executor is freed."""
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"zgraph-{name}")

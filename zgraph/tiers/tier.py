@@ -1,7 +1,7 @@
-"""Tiers: the kinds of memory in which tensors of a model are kept, each described by one `Tier` object.
+"""Tiers: the kinds of memory in which a model's tensors are stored, each described by a `Tier` object.
 
-Graphs, the cost model, ledgers and reports ask this object for the tier's lanes, costs and name. A tier of your own is
-a subclass of `Tier`, given to `zgraph.Offload(params=..., optimizer=...)`.
+The `Tier` object gives graphs, the cost model, ledgers and reports the tier's lanes, costs and name. Users define a
+tier as a subclass of `Tier`, and pass an instance to `zgraph.Offload(params=..., optimizer=...)`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Copy(Protocol):
     """A copy that has been started."""
 
     def wait(self) -> Tensor:
-        """Wait for the copy and return the new tensor, which all later compute of the caller may use.
+        """Wait for the copy and return the new tensor, which compute queued later may use.
 
         Raises:
             RuntimeError: the copy has failed.
@@ -32,31 +32,36 @@ class Copy(Protocol):
 
 
 class Store(Protocol):
-    """The memory of a tier on this rank. Copies of one direction end in the order in which they were started."""
+    """Memory of a tier on this rank. Copies in one direction end in the order in which they were started."""
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a CPU tensor is in this memory. Must be fast: called for every input of every step."""
+        """Return whether a CPU tensor is in this memory. Called for every input of every step, so it must be fast."""
         ...
 
     def empty(self, like: Tensor, name: str) -> Tensor:
-        """Make an uninitialised CPU tensor in this memory, of the shape and dtype of `like`; `name` is for errors."""
+        """Return an uninitialised CPU tensor in this memory, with the shape and dtype of `like`.
+
+        Args:
+            like: tensor that gives shape and dtype.
+            name: name of the tensor, for error messages.
+        """
         ...
 
     def start_in(self, kept: Tensor, lanes: CopyLanes) -> Copy:
-        """Start copying `kept`, a tensor of this memory, into new memory of the device that has these copy lanes."""
+        """Start a copy of `kept`, a tensor in this memory, to new memory of the device that has these copy lanes."""
         ...
 
     def start_out(self, source: Tensor, kept: Tensor, lanes: CopyLanes) -> Copy:
-        """Start copying a device tensor over `kept`, a tensor of this memory, after all compute queued so far."""
+        """Start a copy of a device tensor over `kept`, a tensor in this memory, after all compute queued so far."""
         ...
 
     def finish(self) -> None:
-        """Wait for all copies, also after a program that failed."""
+        """Block until all copies have ended. Also called after a program has failed."""
         ...
 
 
 class Links(Protocol):
-    """The measured or specified links of a rank, see `zgraph.Hardware`."""
+    """Cost model of the links of a rank, implemented by `zgraph.Hardware`."""
 
     @property
     def host_to_device(self) -> Any: ...
@@ -69,14 +74,14 @@ class Links(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Tier:
-    """A kind of memory in which tensors are kept.
+    """A kind of memory in which tensors are stored.
 
     Attributes:
         name: name in options, dumps and reports.
         to_device, from_device: lanes of copies to the device and from the device; None for the device itself.
-        updates: whether a CPU device updates tensors of this tier in place during compute. With a GPU device, only
-            tensors on the host are updated in place.
-        is_staged: whether copies between this tier and a GPU pass through pinned buffers of the host.
+        updates: whether tensors of this tier are updated in place, concurrently with compute, if the device is a CPU.
+            With a GPU, only tensors on the host are updated in place.
+        is_staged: whether copies between this tier and a GPU pass through pinned buffers on the host.
     """
 
     name: str
@@ -90,21 +95,21 @@ class Tier:
 
     @property
     def key(self) -> str:
-        """String by which operators name this tier; `Stores.by_key` maps it to this rank's store."""
+        """String by which operators name this tier; unique for each store, see `Stores.by_key`."""
         return self.name
 
     def open(self, lanes: CopyLanes, rank: int) -> Store:
-        """Open the memory of this tier on a rank whose device has these copy lanes."""
+        """Return the memory of this tier on a rank; `lanes` are the copy lanes of the rank's device."""
         raise NotImplementedError(f"{type(self).__name__}.open: return the store of this rank")
 
     def copy_us(self, hardware: Links, nbytes: float, *, to_device: bool) -> float:
-        """Predicted microseconds of a copy while no other copy runs; by default like a copy between host and device."""
+        """Return the predicted microseconds of a copy while no other copy runs; by default as from or to the host."""
         return (hardware.host_to_device if to_device else hardware.device_to_host).us(nbytes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Host(Tier):
-    """Memory of the host: pinned if the device is a GPU, else a separate pool that nothing computes in."""
+    """Memory of the host: pinned if the device is a GPU, else a separate pool that compute does not use."""
 
     name: str = "host"
     to_device: Lane | None = HOST_TO_DEVICE
@@ -117,10 +122,10 @@ class Host(Tier):
 
 @dataclass(frozen=True, kw_only=True)
 class Disk(Tier):
-    """Files in a folder: one for each rank, which disappears when the rank's process ends.
+    """Files in a folder: one for each rank, deleted when the rank's process ends.
 
     Attributes:
-        folder: path of the folder, which is made if only the last part of the path is missing.
+        folder: path of the folder. It is created if its parent exists.
     """
 
     folder: str = ""
@@ -147,14 +152,14 @@ NAMES: Mapping[str, type[Tier]] = MappingProxyType({"host": Host, "disk": Disk})
 
 
 class Transit(NamedTuple):
-    """Route of a copy: a tier, and whether the copy goes from the tier to the device or back."""
+    """Route of a copy: to the device from `tier`, or from the device to `tier`."""
 
     tier: Tier
     to_device: bool
 
     @property
     def lane(self) -> Lane:
-        """The lane on which the copy runs.
+        """Lane on which the copy runs.
 
         Raises:
             ValueError: the tier is the device.
@@ -166,10 +171,10 @@ class Transit(NamedTuple):
 
 
 def is_offloaded(tier: Tier | None) -> bool:
-    """Whether a tier is not the device; False for None, which means that no tier is recorded, as for most nodes."""
+    """Return whether a tier is recorded and is not the device; None means that no tier is recorded."""
     return tier is not None and tier != DEVICE
 
 
 def listed(names: Iterable[str]) -> tuple[str, ...]:
-    """Tier names in the order of reports: always device, host and disk, then all other names in `names`."""
+    """Return tier names in the order of reports: device, host and disk, then all other names in `names`."""
     return tuple(dict.fromkeys([DEVICE.name, *NAMES, *names]))

@@ -1,1 +1,1 @@
-"""Axes of a cluster, and schedules of pipeline parallelism on one of them: order, time and memory."""
+"""Axes of a planned cluster, and pipeline schedules: the order of their actions, their time and memory."""

@@ -1,4 +1,4 @@
-"""The axes of a planned cluster, such as pp x dp x tp, and the traffic of a graph along each."""
+"""The axes of a planned cluster, such as pp x dp x tp, and a graph's traffic along each axis."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ PIPELINE = "pp"
 
 @dataclass(frozen=True)
 class AxisTraffic:
-    """Traffic of one rank along an axis in one run of a graph.
+    """Traffic of one rank along an axis.
 
     Attributes:
-        sent_bytes: bytes on the wire.
-        exposed_us: time in which compute waits for the traffic.
-        hidden_us: time in which data is sent while compute does not wait.
+        sent_bytes: bytes sent.
+        exposed_us: time for which compute waits for the traffic.
+        hidden_us: time for which data is sent while compute runs.
     """
 
     sent_bytes: int = 0
@@ -42,16 +42,16 @@ class AxisTraffic:
         )
 
     def times(self, runs: int) -> AxisTraffic:
-        """The traffic of several runs."""
+        """Return the traffic of `runs` runs."""
         return AxisTraffic(self.sent_bytes * runs, self.exposed_us * runs, self.hidden_us * runs)
 
 
 @dataclass(frozen=True)
 class Axes:
-    """Sizes of a cluster's axes, outermost first as in `init_device_mesh`: along the last axis, ranks are consecutive.
+    """Sizes of a cluster's axes, outermost first, as for `init_device_mesh`.
 
     Attributes:
-        sizes: size of each axis by name (one of `AXES`); a missing dp has size 1.
+        sizes: size of each axis by name (one of `AXES`). If "dp" is missing, it is added with size 1.
 
     Raises:
         ValueError: no axis is given, a name is unknown, or a size is not a positive whole number.
@@ -87,7 +87,7 @@ class Axes:
 
     @property
     def stages(self) -> int:
-        """Number of ranks of a pipeline; 1 without a pipeline."""
+        """Size of the pipeline axis; 1 without a pipeline."""
         return self.sizes.get(PIPELINE, 1)
 
     @property
@@ -96,16 +96,16 @@ class Axes:
         return tuple(name for name in self.sizes if name != PIPELINE)
 
     def stride(self, axis: str) -> int:
-        """Return the difference between the global ranks of neighbours along an axis."""
+        """Return the difference between the global ranks of two neighbours along an axis."""
         names = list(self.sizes)
         return math.prod(self.sizes[name] for name in names[names.index(axis) + 1 :])
 
     def mesh(self) -> DeviceMesh:
-        """The mesh of all axes, in the default group."""
+        """Return the device mesh of all axes, over the default process group."""
         return init_device_mesh("cpu", tuple(self.sizes.values()), mesh_dim_names=tuple(self.sizes))
 
     def along(self, group_name: str) -> str:
-        """Return the axes along which a group's ranks differ, joined by " x "; "alone" if the group has one rank."""
+        """Return the axes that a process group spans, joined by " x "; "alone" for a group of one rank."""
         members = dist.get_process_group_ranks(resolve_group(group_name))
         differ = [
             name for name, size in self.sizes.items() if len({rank // self.stride(name) % size for rank in members}) > 1
@@ -117,12 +117,12 @@ class Axes:
 
 
 def traffic_of(order: Iterable[fx.Node], timeline: Timeline, axes: Axes) -> dict[str, AxisTraffic]:
-    """Traffic of a graph along each axis.
+    """Return the traffic of a graph by axis.
 
     Args:
         order: nodes of the graph.
         timeline: timeline of the same nodes.
-        axes: axes of the default group's ranks.
+        axes: axes of the cluster.
     """
     found: dict[str, AxisTraffic] = {}
     for node in order:

@@ -1,4 +1,4 @@
-"""How many bytes of gathered parameters each stage of a pipeline may keep over a step, within the rank's budget."""
+"""How many bytes of gathered ZeRO-3 parameters each pipeline stage can keep during a step within a memory budget."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from zgraph.sharding.pipeline.kept_parameters import first_fit
 
 
 def kept_bytes(sizes: Sequence[int], room_bytes: float) -> int:
-    """Return the number of bytes that `first_fit` keeps in `room_bytes`; with only this room, it keeps the same."""
+    """Return the bytes of the parameters that `first_fit` keeps in `room_bytes`."""
     return sum(sizes[place] for place in first_fit(sizes, room_bytes))
 
 
 def next_room(sizes: Sequence[int], room_bytes: int) -> int | None:
-    """Return the least room above `room_bytes` in which `first_fit` keeps more; None if all parameters are kept."""
+    """Return the least room above `room_bytes` in which `first_fit` keeps another parameter; None if it keeps all."""
     missing: list[int] = []
     left = room_bytes
     for size in sizes:
@@ -28,20 +28,19 @@ def next_room(sizes: Sequence[int], room_bytes: int) -> int | None:
 
 
 def most_kept(sizes: Sequence[int], left_with: Callable[[int], float], kept: int = 0) -> int:
-    """Return the most bytes of parameters, in a given order, that can be kept within a budget.
+    """Return the most bytes of parameters that can be kept within a budget.
 
-    Keeping a little may need less memory than keeping nothing, for example if the buffer of a bucket becomes smaller.
-    So larger choices are tried until one fits, as long as each exceeds the budget by less than the last. Above the
-    first choice that fits, memory is assumed to grow with the kept bytes. The result and the next larger choice have
-    both been evaluated.
+    If `kept` does not fit, larger values are tried, as long as each needs less memory than the last: keeping a little
+    may need less memory than keeping nothing, for example if a bucket's buffer becomes smaller. Above the first value
+    that fits, the search assumes that memory grows with the kept bytes.
 
     Args:
-        sizes: bytes of each parameter.
-        left_with: returns the bytes left of the budget if `first_fit` keeps the given bytes; negative: over budget.
+        sizes: bytes of each parameter, in the order in which `first_fit` keeps them.
+        left_with: returns the bytes left of the budget for a number of kept bytes; negative: over budget.
         kept: kept bytes to begin with.
 
     Returns:
-        The most bytes that fit; if no choice fits, the bytes that exceed the budget by the least amount.
+        The most bytes that fit; if none fit, the bytes that exceed the budget by the least amount.
     """
     left = left_with(kept)
     while left < 0:
@@ -71,7 +70,7 @@ def most_kept(sizes: Sequence[int], left_with: Callable[[int], float], kept: int
 
 
 def beside_rest(schedule: str, rank: int, ranks: int, costs: Sequence[StageCost]) -> int:
-    """Return the most bytes that a rank holds in a step, not counting parameters, buffers and the optimizer's state.
+    """Return the peak bytes of a rank in a step, not counting parameters, buffers and optimizer state.
 
     Args:
         schedule, rank, ranks, costs: as in `rank_memory`.
@@ -88,17 +87,18 @@ def keep_within(
     sizes: Sequence[Sequence[int]],
     cost_of: Callable[[int, int], StageCost | None],
 ) -> list[int]:
-    """Return the bytes that each stage may keep such that no rank exceeds its budget.
+    """Return the bytes that each stage can keep gathered such that no rank exceeds its budget.
 
-    The stages of one rank are filled in order, each as far as the others leave room, until no stage can keep more.
-    If no choice fits, the rank exceeds the budget by the least amount found.
+    The stages of a rank are filled in order, until none can keep more. If no choice fits, the result exceeds the budget
+    by the least amount found.
 
     Args:
-        budget_bytes: budget of each rank, from which parameters, buffers and state are already subtracted.
+        budget_bytes: budget of each rank, after subtracting parameters, buffers and optimizer state.
         schedule: a schedule that `schedules_for` returns for these numbers.
         ranks: number of ranks in the pipeline.
-        sizes: for each stage, gathered bytes of the parameters that may be kept, in order.
-        cost_of: returns the cost of a stage that keeps the given bytes; None: its graphs alone exceed the budget.
+        sizes: for each stage, the gathered bytes of each parameter that may be kept.
+        cost_of: returns the cost of a stage (by index) that keeps a number of bytes; None: its graphs exceed the
+            budget.
     """
     kept = [0] * len(sizes)
     before: list[int] | None = None

@@ -1,4 +1,4 @@
-"""Predicted time of a module's forward and backward, from a trace without values."""
+"""Predict the time of a module's forward and backward from a trace on fake tensors."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from zgraph.torch_compat.fake_values import fake_on_cpu
 
 
 def layer_time(layer: nn.Module, inputs: Sequence[Any], mode: Any, costs: CostModel) -> tuple[float, Tensor | None]:
-    """Return the microseconds of a module's forward and backward on one rank, and the result of its forward.
+    """Return the predicted time of a module's forward and backward on one rank, and the result of its forward.
 
     Args:
-        layer: module, with or without values.
-        inputs: inputs of the module's forward, made by `mode`.
+        layer: module; its values are not read.
+        inputs: inputs of the module's forward, as tensors of `mode`.
         mode: mode of fake tensors.
         costs: cost model of the machine.
 
     Returns:
-        The time, and the result as a tensor of `mode`; None instead of the result if it is not a single tensor.
+        Time in microseconds; and the result as a tensor of `mode`, or None if it is not a single tensor.
     """
     named = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
     fakes = [fake_on_cpu(mode, value) for value in named.values()]
@@ -54,7 +54,7 @@ def layer_time(layer: nn.Module, inputs: Sequence[Any], mode: Any, costs: CostMo
 
 
 def likeness(module: nn.Module, inputs: Iterable[Any]) -> tuple[Any, ...]:
-    """Return a key of a module and its inputs; two keys are equal only if their modules compute alike.
+    """Return a key of a module and its inputs. Modules with equal keys compute the same on equal values.
 
     Sizes, numbers and names are compared by value, all other attributes by identity.
     """

@@ -1,4 +1,4 @@
-"""The order of actions on each rank of a pipeline, under the schedules of torch.distributed.pipelining."""
+"""Order of forwards and backwards on each rank of a pipeline, for the schedules of torch.distributed.pipelining."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ SPLITTING = ("InterleavedZeroBubble", V_SHAPED)  # the gradients of weights come
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """A forward or a backward of one micro-batch through one stage.
+    """A forward or a backward of one micro-batch in one stage.
 
     Attributes:
-        kind: kind of action. In schedules that split each backward, "backward" is for gradients of inputs, and
-            "weights" for the rest.
+        kind: "forward", "backward" or "weights". In schedules that split each backward, "backward" computes gradients
+            of inputs, and "weights" those of weights.
+        stage: index of the stage.
+        micro_batch: index of the micro-batch.
     """
 
     kind: Literal["forward", "backward", "weights"]
@@ -27,12 +29,12 @@ class Action:
 
 
 def schedules_for(ranks: int, stages: int, micro_batches: int) -> tuple[str, ...]:
-    """The schedules that torch can run with these numbers."""
+    """Return the schedules that torch can run with these numbers of ranks, stages and micro-batches."""
     return tuple(name for name in SCHEDULES if not why_not(name, ranks, stages, micro_batches))
 
 
 def why_not(schedule: str, ranks: int, stages: int, micro_batches: int) -> str:
-    """Return why torch cannot run a schedule with these numbers; "" if torch can."""
+    """Return why torch cannot run a schedule with these numbers of ranks, stages and micro-batches; "" if it can."""
     if schedule not in SCHEDULES:
         near = difflib.get_close_matches(schedule.removeprefix("Schedule"), SCHEDULES, 1)
         guess = f"; did you mean {near[0]!r}?" if near else ""
@@ -50,14 +52,17 @@ def why_not(schedule: str, ranks: int, stages: int, micro_batches: int) -> str:
 
 
 def ranks_of(schedule: str, ranks: int, stages: int) -> tuple[int, ...]:
-    """Return the rank of each stage. Rank r has stages r, r + ranks, ...; in a V, the r-th from the front and end."""
+    """Return the rank of each stage.
+
+    Stage s is on rank s % ranks. In a V-shaped schedule, rank r has stage r and the r-th stage from the end.
+    """
     if schedule == V_SHAPED:
         return tuple(min(stage, stages - 1 - stage) for stage in range(stages))
     return tuple(stage % ranks for stage in range(stages))
 
 
 def order_of(schedule: str, ranks: int, stages: int, micro_batches: int) -> list[list[Action]]:
-    """Return the actions of each rank in order; `ranks_of` assigns stages to ranks.
+    """Return the list of actions of each rank, in order.
 
     Args:
         schedule: a schedule that `schedules_for` returns for these numbers.
@@ -106,7 +111,7 @@ def _of_rank(schedule: str, rank: int, ranks: int, chunks: int, micro_batches: i
 
 
 def _of_v(rank: int, ranks: int, micro_batches: int) -> list[Action]:
-    """Return the actions of a rank in a V schedule: it has one stage on the way down the V, and one on the way up."""
+    """Return the actions of a rank in a V-shaped schedule, where rank r has stage r and the r-th from the end."""
     down, up = rank, 2 * ranks - 1 - rank
     order: list[Action] = []
     done: dict[tuple[str, int], int] = {}

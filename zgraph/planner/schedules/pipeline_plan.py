@@ -1,4 +1,4 @@
-"""The plan of a pipeline: its stages, memory and traffic of its ranks, and a comparison of schedules."""
+"""The plan of a pipeline: memory and traffic of its stages and ranks, and a comparison of schedules."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from zgraph.planner.schedules.pipeline_run import PipelineRun, StageCost, simula
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedStage:
-    """One stage of a planned pipeline, in a step.
+    """One stage of a planned pipeline.
 
     Attributes:
         cost: cost of the stage's micro-batches.
-        parameter_bytes, state_bytes: bytes of one rank's parameters with buffers, and of the optimizer's state.
-        traffic: traffic of one rank along the axes within the stage, in all micro-batches of a step.
+        parameter_bytes, state_bytes: bytes of one rank's parameters with buffers, and of its optimizer state.
+        traffic: one rank's traffic per step on each axis but the pipeline's.
         activation_bytes: bytes of one micro-batch's activation, sent to the next stage.
         input_gradient_bytes: bytes of one micro-batch's input gradient, sent to the previous stage; 0 for the first.
-        stage_3_bytes: gathered bytes of the parameters at ZeRO stage 3, which `zgraph.PipelineStage` may keep over a
-            step.
-        keep_bytes: how many of the `stage_3_bytes` to keep, see `zgraph.PipelineStage`: as many as the budget
-            allows. None: the plan has no budget, and nothing is kept.
+        stage_3_bytes: gathered bytes of the parameters at ZeRO stage 3, which `zgraph.PipelineStage` may keep gathered
+            during a step.
+        keep_bytes: most of the `stage_3_bytes` that the budget allows to keep. None: the plan has no budget, and
+            nothing is kept.
     """
 
     cost: StageCost
@@ -47,12 +47,12 @@ class PipelinePlan:
         stages: the stages, in the order in which a micro-batch passes them.
         micro_batches: number of micro-batches in a step.
         runs: the step under each schedule that torch can run with these stages and micro-batches.
-        schedule: the planned schedule.
+        schedule: name of the planned schedule.
         unsent: the step under the planned schedule, simulated as if sending took no time.
-        budget_bytes: most bytes that each rank may hold, not counting parameters, buffers and the optimizer's state;
-            None: no limit.
-        unkept: the step under the planned schedule, simulated with nothing kept: each micro-batch gathers all stage 3
-            parameters. None without a budget.
+        budget_bytes: most bytes that each rank may hold, not counting parameters, buffers and optimizer state; None: no
+            limit.
+        unkept: the step under the planned schedule, simulated as if each micro-batch gathered all parameters at ZeRO
+            stage 3. None without a budget.
     """
 
     stages: tuple[PlannedStage, ...]
@@ -67,7 +67,7 @@ class PipelinePlan:
     def of(
         cls, stages: Sequence[PlannedStage], ranks: int, micro_batches: int, chosen: str, **budget: Any
     ) -> PipelinePlan:
-        """Return the plan of a step, simulated under every schedule that torch can run with these numbers.
+        """Simulate a step under every schedule that torch can run with these numbers, and return its plan.
 
         Args:
             stages: stages, the same number on each rank.
@@ -90,7 +90,7 @@ class PipelinePlan:
 
     @property
     def run(self) -> PipelineRun:
-        """The step under the planned schedule."""
+        """The simulated step under the planned schedule."""
         return next(run for run in self.runs if run.schedule == self.schedule)
 
     @property
@@ -100,15 +100,15 @@ class PipelinePlan:
 
     @property
     def places(self) -> tuple[int, ...]:
-        """The rank of each stage."""
+        """Rank of each stage."""
         return ranks_of(self.schedule, self.ranks, len(self.stages))
 
     def fits(self, run: PipelineRun) -> bool:
-        """Whether every rank stays within the budget in a step."""
+        """Return whether every rank stays within the budget in the simulated step `run`."""
         return self.budget_bytes is None or self._most_beside_rest(run) <= self.budget_bytes
 
     def _most_beside_rest(self, run: PipelineRun) -> int:
-        """Most bytes that any rank holds, not counting parameters, buffers and the optimizer's state."""
+        """Return the peak bytes of any rank, not counting parameters, buffers and optimizer state."""
         resting = [0] * self.ranks
         for stage, rank in zip(self.stages, ranks_of(run.schedule, self.ranks, len(self.stages)), strict=True):
             resting[rank] += stage.cost.resting_bytes
@@ -118,7 +118,7 @@ class PipelinePlan:
         """Refuse a step that exceeds the budget.
 
         Raises:
-            BudgetError: the budget is exceeded; the message names a budget, or another schedule, that fits.
+            BudgetError: the budget is exceeded; the message names a budget that fits, or another schedule.
         """
         if self.fits(self.run):
             return
@@ -133,11 +133,14 @@ class PipelinePlan:
         )
 
     def stages_of(self, rank: int) -> tuple[PlannedStage, ...]:
-        """Stages that a rank holds."""
+        """Return the stages of a rank."""
         return tuple(stage for stage, place in zip(self.stages, self.places, strict=True) if place == rank)
 
     def traffic_of(self, rank: int) -> dict[str, AxisTraffic]:
-        """Return a rank's traffic by axis in a step. On the pipeline's axis, `exposed_us` is what sending adds."""
+        """Return a rank's traffic in a step by axis.
+
+        On the pipeline's axis, `exposed_us` is the time by which sending prolongs the step.
+        """
         sent, messages_us = 0, 0.0
         places = self.places
         for number, stage in enumerate(self.stages):
@@ -156,7 +159,7 @@ class PipelinePlan:
         return found
 
     def traffic(self) -> dict[str, AxisTraffic]:
-        """Traffic by axis: on each axis, that of the rank that sends the most bytes."""
+        """Return the traffic in a step by axis, for each axis on the rank that sends the most bytes along it."""
         of_ranks = [self.traffic_of(rank) for rank in range(self.ranks)]
         axes = dict.fromkeys(axis for found in of_ranks for axis in found)
         return {
@@ -165,7 +168,7 @@ class PipelinePlan:
         }
 
     def run_as_json(self, run: PipelineRun) -> dict[str, Any]:
-        """Time and memory of a step under one schedule, as plain values."""
+        """Return time and memory of the simulated step `run` as plain values."""
         return {
             "step_us": run.step_us,
             "bubble": run.bubble,
@@ -175,7 +178,7 @@ class PipelinePlan:
         }
 
     def as_json(self) -> dict[str, Any]:
-        """The plan as plain values."""
+        """Return the plan as plain values."""
         return {
             "micro_batches": self.micro_batches,
             "schedule": self.schedule,
@@ -219,6 +222,6 @@ def check_schedule(schedule: str | None, ranks: int, stages: int, micro_batches:
 
 
 def added(one: dict[str, AxisTraffic], other: dict[str, AxisTraffic], times: int = 1) -> dict[str, AxisTraffic]:
-    """Return traffic by axis: `one`, plus `other` repeated `times` times."""
+    """Return the sum of two traffics by axis, with `other` counted `times` times."""
     axes: Iterable[str] = dict.fromkeys((*one, *other))
     return {axis: one.get(axis, AxisTraffic()) + other.get(axis, AxisTraffic()).times(times) for axis in axes}

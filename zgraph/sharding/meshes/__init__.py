@@ -1,1 +1,1 @@
-"""Device meshes: the axis that zgraph shards over, the tensor-parallel axis, and the machines they span."""
+"""Device meshes: the axes that zgraph shards over, the tensor-parallel axis, and checks that ranks agree."""

@@ -11,7 +11,7 @@ from zgraph.tiers.devices import kind_of_group
 
 
 def check_mesh(mesh: DeviceMesh | None, module: nn.Module) -> DeviceMesh:
-    """Return the mesh to shard over: `mesh`, or one axis of all ranks if `mesh` is None.
+    """Check and return the mesh to shard over; without a mesh, return one axis of all ranks.
 
     Raises:
         ValueError: this rank cannot shard over the mesh.

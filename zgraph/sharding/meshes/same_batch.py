@@ -1,4 +1,4 @@
-"""A check that all ranks of a tensor-parallel group get the same batch, because they compute it together."""
+"""A check that all ranks of a tensor-parallel group get the same batch."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from zgraph.torch_compat.groups import is_fake_world
 
 
 class SameBatch:
-    """Compares checksums of the first batch over a tensor-parallel axis. All its ranks must run the first forward.
+    """Check that compares checksums of the first batch over a tensor-parallel axis; all ranks of the axis must run it.
 
     Args:
-        mesh: ranks of the axis, [T].
+        mesh: the tensor-parallel axis, a mesh of T ranks.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:

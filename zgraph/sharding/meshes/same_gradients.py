@@ -1,8 +1,7 @@
-"""A check that a parameter which a tensor-parallel axis does not split has equal gradients on all ranks of the axis.
+"""A check that parameters which a tensor-parallel axis does not split have equal gradients on all ranks of the axis.
 
-Gradients are equal if all ranks compute with the same activations. A layer that reads a part of the sequence, or
-dropout with different random states, gives each rank its own gradient. These are never summed, and replicas would
-drift apart silently.
+Gradients differ if ranks compute with different activations, for example in a layer that reads a part of the sequence,
+or with dropout and different random states. zgraph does not sum such gradients, so the replicas would drift apart.
 """
 
 from __future__ import annotations
@@ -27,11 +26,13 @@ _NOISE = 1e-4  # fraction of the largest norm: smaller gradients may be pure rou
 
 
 class SameGradients:
-    """Compares gradients over a tensor-parallel axis before the first optimizer step; all ranks of the axis must step.
+    """Check that compares gradients over a tensor-parallel axis before the first optimizer step.
+
+    All ranks of the axis must run it.
 
     Args:
-        mesh: ranks of the axis, [T].
-        places: names, modules and attributes of the parameters.
+        mesh: the tensor-parallel axis, a mesh of T ranks.
+        places: (name, module, attribute) of each parameter.
     """
 
     def __init__(self, mesh: DeviceMesh, places: Sequence[tuple[str, nn.Module, str]]) -> None:
@@ -96,7 +97,7 @@ class SameGradients:
 
 
 def _described(grad: Tensor | None, number: int) -> Tensor:
-    """Return a gradient's norm, and its projection on random numbers that all ranks share, as fp64 [2]."""
+    """Return a gradient's norm, and its dot product with random numbers that are equal on all ranks, as fp64 [2]."""
     if grad is None:
         return torch.zeros(2, dtype=torch.float64)
     values = grad.detach().reshape(-1).cpu().double()

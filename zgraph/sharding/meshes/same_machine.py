@@ -1,4 +1,4 @@
-"""Detect a hardware preset that fits the GPUs of all ranks; ranks agree on it when they shard."""
+"""Detect the hardware preset that fits the GPUs of all ranks."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _NAMES = MappingProxyType({"a100": r"\bA100-SXM\d*-80GB\b", "h100": r"\bH100 80G
 
 
 def preset_of(device_name: str) -> str | None:
-    """Return the preset for a GPU's name; None if the name does not tell the GPU's links, as for PCIe cards."""
+    """Return the hardware preset for a GPU's name; None if the name does not determine how GPUs are linked."""
     return next((preset for preset, pattern in _NAMES.items() if re.search(pattern, device_name)), None)
 
 
 def agreed_machine(mesh: DeviceMesh) -> Hardware | None:
-    """Return the hardware that all ranks of a mesh share, None if no preset fits; all ranks must call it.
+    """Return the hardware of all ranks of a mesh, from their GPU names; None if no preset fits all.
 
-    Without GPUs and NCCL it returns immediately and sends nothing.
+    Collective on NCCL: all ranks must call it. Without GPUs and NCCL, it returns None and sends nothing.
     """
     device = torch.device(mesh.device_type)
     groups = mesh.get_all_groups()
@@ -43,7 +43,15 @@ def agreed_machine(mesh: DeviceMesh) -> Hardware | None:
 
 
 def gathered(own: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
-    """Gather `own` from each rank into one row per rank, in the mesh's order. `groups`: the group of each axis."""
+    """Gather the row `own` of every rank, in the mesh's order.
+
+    Args:
+        own: [columns], this rank's row.
+        groups: process group of each mesh axis.
+
+    Returns:
+        [ranks, columns].
+    """
     found = own.unsqueeze(0)
     for group in reversed(groups):
         every = found.new_empty((dist.get_world_size(group) * found.shape[0], found.shape[1]))
@@ -53,7 +61,7 @@ def gathered(own: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
 
 
 def machine_of(ranks: Sequence[Sequence[int]]) -> Hardware | None:
-    """Return the hardware of all ranks; None if presets or ranks per host differ. `ranks`: (preset, host) of each."""
+    """Return the hardware described by each rank's (preset index, host); None if presets or ranks per host differ."""
     presets = {preset for preset, _ in ranks}
     if len(presets) > 1 or -1 in presets:
         return None

@@ -1,8 +1,8 @@
-"""Tensor parallelism: each rank has a part of a parameter, and zgraph divides this part further over its own axes.
+"""Tensor parallelism: zgraph further shards the part of a parameter that each rank of a tensor-parallel axis has.
 
-`parallelize_module` makes DTensors on a `tp` axis. zgraph shards the part of each rank over its own axes, as FSDP2
-does, so that between forwards the parameter is a DTensor on all these axes. In forward the part is gathered and becomes
-the same DTensor on `tp` again: DTensor itself computes and communicates on `tp`.
+`parallelize_module` makes DTensors on a `tp` axis. As with FSDP2, zgraph shards the local part of each over its own
+axes, so that between forwards the parameter is a DTensor on all these axes. In forward the part is gathered, and
+wrapped as the same DTensor on `tp` as before; DTensor's operators compute and communicate on `tp`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class TensorSplit:
 
     Attributes:
         shape: shape of the whole parameter.
-        mesh: ranks of the axis, [T].
+        mesh: the tensor-parallel axis, a mesh of T ranks.
         placement: `Shard` or `Replicate`; None for a plain parameter, equal on all ranks.
     """
 
@@ -34,10 +34,10 @@ class TensorSplit:
 
     @classmethod
     def of(cls, name: str, parameter: Tensor, mesh: DeviceMesh) -> TensorSplit:
-        """Describe a parameter of a model that is parallelized over a mesh.
+        """Return the placement of a parameter on the tensor-parallel axis `mesh`.
 
         Raises:
-            ValueError: zgraph cannot divide the parameter's placement further.
+            ValueError: zgraph cannot shard a DTensor with this placement further.
         """
         shape = tuple(parameter.shape)
         if not isinstance(parameter, DTensor):
@@ -61,12 +61,12 @@ class TensorSplit:
 
     @property
     def size(self) -> int:
-        """Number of ranks on the axis."""
+        """Number of ranks on the tensor-parallel axis."""
         return self.mesh.size()
 
     @property
     def dim(self) -> int | None:
-        """Dim that the axis splits; None if all ranks of the axis hold the same tensor."""
+        """Tensor dim that the axis splits; None if all ranks of the axis have the same tensor."""
         return self.placement.dim if isinstance(self.placement, Shard) and self.size > 1 else None
 
     @property
@@ -75,17 +75,17 @@ class TensorSplit:
         return tuple(rows // self.size if dim == self.dim else rows for dim, rows in enumerate(self.shape))
 
     def as_read(self, part: Tensor) -> Tensor:
-        """Return the tensor that forward reads for a gathered `part`: a DTensor on the axis if it was one before."""
+        """Return the tensor that forward reads: `part` as a DTensor on the axis, unless the parameter is plain."""
         if self.placement is None:
             return part
         return DTensor.from_local(part, self.mesh, [self.placement], run_check=False)
 
     def lies_on(self, mesh: DeviceMesh) -> bool:
-        """Return whether the axis is one of `mesh`'s, as for experts that an earlier call of `zgraph.shard` sharded."""
+        """Return whether `mesh` contains the axis, as for experts that an earlier call of `zgraph.shard` sharded."""
         return set(self.mesh.mesh_dim_names or ()) <= set(mesh.mesh_dim_names or ())
 
     def check_divisor(self, name: str, reduction: str, mesh: DeviceMesh) -> None:
-        """Check that a parameter sharded by an earlier call, such as an expert's, states its gradient's divisor.
+        """Check that a parameter sharded by an earlier call, such as an expert's, was given a divisor for its gradient.
 
         Args:
             name: name of the parameter.
@@ -93,7 +93,7 @@ class TensorSplit:
             mesh: mesh over which all other parameters are now sharded.
 
         Raises:
-            ValueError: `reduction` is "mean", which would be over fewer ranks than for other parameters.
+            ValueError: `reduction` is "mean", which divides by fewer ranks than for the other parameters.
         """
         if self.size > 1 and self.lies_on(mesh) and reduction == "mean":
             raise ValueError(
@@ -105,12 +105,12 @@ class TensorSplit:
 
 
 def placements_at_rest(layout: ShardLayout, ndim: int, split: TensorSplit | None) -> tuple[Placement, ...]:
-    """Return a parameter's placements on zgraph's axes, followed by its placement on the tensor-parallel axis.
+    """Return a parameter's placements between forwards, on zgraph's axes and then on the tensor-parallel axis.
 
     Args:
-        layout: layout of this rank's part.
+        layout: layout of this rank's part on zgraph's axes.
         ndim: number of zgraph's axes.
-        split: how the tensor-parallel axis splits the parameter; None: there is no such axis.
+        split: placement on the tensor-parallel axis; None: there is no such axis.
     """
     own = layout.placements(ndim)
     if split is None:
@@ -124,11 +124,11 @@ def tensor_axis(parameters: Iterable[tuple[str, DeviceMesh]], mesh: DeviceMesh) 
     """Return the tensor-parallel axis of a model; None if there is none.
 
     Args:
-        parameters: names and meshes of DTensors that zgraph has not made.
+        parameters: (name, mesh) of each DTensor that zgraph has not made.
         mesh: mesh over which zgraph shards.
 
     Raises:
-        ValueError: there are several axes.
+        ValueError: the DTensors are on different meshes, or on a mesh of several axes.
     """
     found: dict[DeviceMesh, str] = {}
     for name, of_parameter in parameters:
@@ -151,10 +151,10 @@ def tensor_axis(parameters: Iterable[tuple[str, DeviceMesh]], mesh: DeviceMesh) 
 
 
 def mesh_at_rest(mesh: DeviceMesh, axis: DeviceMesh | None) -> DeviceMesh:
-    """Return the mesh of zgraph's and the tensor-parallel axes, on which parameters are stored between forwards.
+    """Return the mesh on which parameters are stored between forwards: zgraph's axes and the tensor-parallel axis.
 
     Raises:
-        ValueError: the meshes of the two overlap, or are not slices of one mesh.
+        ValueError: the two meshes overlap, or are not slices of one mesh.
     """
     if axis is None:
         return mesh

@@ -1,1 +1,1 @@
-"""Properties of users' models: buffers, hooks, shared memory, loops over sharded tensors, writes to weights."""
+"""Checks and helpers for the tensors of users' models: buffers, tied memory, writes to weights, replaced parameters."""

@@ -1,4 +1,4 @@
-"""Buffers: every rank receives rank 0's values, whatever their dtype and strides."""
+"""Broadcast of rank 0's buffers to all ranks, for any dtype and strides."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 
 def check_buffers(module: nn.Module) -> None:
-    """Check that the elements of each buffer can be sent.
+    """Check that every buffer can be broadcast.
 
     Raises:
         ValueError: a buffer cannot be sent; the message names it.
@@ -42,7 +42,7 @@ def _buffers(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def _broadcast(buffer: Tensor, group: ProcessGroup, device_type: str) -> None:
-    """Send a buffer's elements as bytes: backends handle neither strides nor overlaps, nor every dtype."""
+    """Broadcast a buffer as contiguous bytes, since backends do not support all dtypes, strides and overlaps."""
     own = distinct_elements(buffer).resolve_conj().resolve_neg()
     # Add a dimension for the view as bytes: the buffer's last one may be empty or not contiguous.
     elements = own.to(device_type, copy=True, memory_format=torch.contiguous_format).unsqueeze(-1)
@@ -51,7 +51,7 @@ def _broadcast(buffer: Tensor, group: ProcessGroup, device_type: str) -> None:
 
 
 def distinct_elements(buffer: Tensor) -> Tensor:
-    """Return a view of a buffer that has each element once, without the repetitions that `expand` makes."""
+    """Return a view of a buffer without the repetitions that `expand` makes."""
     for dim, stride in enumerate(buffer.stride()):
         if stride == 0 and buffer.shape[dim] > 1:
             buffer = buffer.narrow(dim, 0, 1)

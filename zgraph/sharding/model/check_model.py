@@ -1,4 +1,4 @@
-"""Refuse what `shard` cannot support in a model: values that cannot be sent, memory or lists that tie parameters."""
+"""Refuse models whose parameters or buffers `shard` does not support."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_model(module: nn.Module, found: Mapping[str, nn.Parameter], ignored: C
 
     Args:
         found: parameters to shard, by name.
-        ignored: ids of parameters that are only wrapped.
+        ignored: ids of parameters that are not sharded.
 
     Raises:
         ValueError: a tensor is not supported; the message names it and says what to do.
@@ -38,7 +38,7 @@ def check_model(module: nn.Module, found: Mapping[str, nn.Parameter], ignored: C
 
 
 def _check_kinds(found: Mapping[str, nn.Parameter], ignored: Container[int]) -> None:
-    """Check that every parameter is of a kind that can be split into rows and sent between ranks."""
+    """Check that every parameter can be split into rows and sent between ranks."""
     for name, parameter in found.items():
         if is_lazy(parameter):
             raise ValueError(
@@ -66,7 +66,7 @@ def _check_kinds(found: Mapping[str, nn.Parameter], ignored: Container[int]) -> 
 
 
 def _check_memory(found: Mapping[str, nn.Parameter], module: nn.Module) -> None:
-    """Check that no two parameters, and no parameter and buffer, are views of the same elements."""
+    """Refuse parameters that share elements with another parameter or with a buffer."""
     by_storage: dict[int, list[tuple[str, Tensor]]] = {}
     for name, tensor in (*found.items(), *module.named_buffers()):
         key = storage_key(tensor) if _has_memory(tensor) else None
@@ -84,7 +84,7 @@ def _check_memory(found: Mapping[str, nn.Parameter], module: nn.Module) -> None:
 
 
 def _check_holders(found: Mapping[str, nn.Parameter], module: nn.Module) -> None:
-    """Check that no module keeps a parameter in a list, tuple or dict of its own, where `shard` cannot replace it."""
+    """Check that no module also holds a parameter in a list, tuple or dict, where `shard` cannot replace it."""
     names = {id(parameter): name for name, parameter in found.items()}
     for prefix, part in module.named_modules():
         for attribute, value in vars(part).items():

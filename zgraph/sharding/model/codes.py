@@ -1,4 +1,4 @@
-"""Weights stored as codes of a few bits, for inference: how they are encoded, gathered and decoded."""
+"""Weights stored as codes (low-bit integers) for inference: encoding, layout and decoding."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ LEAST_NUMEL = 4096  # codes of fewer elements save nothing: disk space is alloca
 
 @dataclass(frozen=True)
 class Codes:
-    """Layout of one weight's codes on the mesh, and the weight that they encode.
+    """How one weight is stored as codes (low-bit integers).
 
-    Each rank quantizes its own rows, in order, in groups that share a scale. Between forwards the parameter is a
-    DTensor of bytes, with the same number of bytes on each rank.
+    Each rank quantizes its own rows; consecutive elements form groups that share a scale. Between forwards the
+    parameter is a DTensor of bytes, with the same number of bytes on each rank.
 
     Attributes:
         method: compression method, as `zgraph.compression.method_text.to_text` writes it.
-        weight: layout of the weight.
+        weight: layout of the unencoded weight on the mesh.
         dtype: dtype of the weight.
-        world: number of ranks that the rows are split over.
+        world: number of ranks over which the rows are split.
         numel: number of elements in the rows of the rank with the most rows.
     """
 
@@ -45,10 +45,12 @@ class Codes:
 
     @classmethod
     def of(cls, options: Offload | None, name: str, parameter: Tensor, layout: ShardLayout) -> Codes | None:
-        """Return a parameter's codes; None if it is stored as is: small, a vector, or named in `full_precision`.
+        """Return how a parameter is encoded; None if it is stored unencoded.
+
+        Small parameters, vectors, and parameters named in `Offload.full_precision` are stored unencoded.
 
         Raises:
-            ZgraphError: the kernels, which belong to a higher layer, are not loaded.
+            ZgraphError: `zgraph.codegen`, which has the kernels, is not imported.
         """
         if options is None or options.param_bits is None:
             return None
@@ -75,13 +77,13 @@ class Codes:
         return torch.ops.zgraph.quantize_shards.default([shard], self.method, [self.numel], self.weight.rank)
 
     def encoded(self, sharded: DTensor) -> DTensor:
-        """Return the parameter as it is stored, as a DTensor of codes."""
+        """Return a sharded weight as a DTensor of codes."""
         with torch.no_grad():
             codes = self.encode(sharded.to_local())
         return DTensor.from_local(codes, sharded.device_mesh, sharded.placements, run_check=False)
 
     def decode(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
-        """Decode gathered codes to the unsharded weight, rounded to its own dtype, then to `dtype`."""
+        """Decode gathered codes to the unsharded weight, rounded to the weight's dtype, then cast to `dtype`."""
         first = dtype if self.dtype == torch.float32 else self.dtype  # decoded values are fp32; round only once
         decode = torch.ops.zgraph.dequantize_shards.default
         flat = decode(codes, self.method, self.numel, 0, self.world, first)

@@ -1,4 +1,4 @@
-"""Load all of a state dict or nothing: a dry run that changes nothing raises every error that the load would."""
+"""Load all of a state dict or nothing: a dry run raises every error of the load before any parameter changes."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ COMPILED = "_orig_mod."  # prefix that torch.compile adds to the keys of the mod
 def load_all_or_nothing(
     module: nn.Module, load: Callable[..., Any], state_dict: Mapping[str, Any], strict: bool, assign: bool
 ) -> Any:
-    """Call `load(module, state_dict, strict, assign)` such that the module is unchanged if `load` raises.
+    """Call `load(module, state_dict, strict, assign)`; the module is unchanged if this raises.
 
-    torch copies one parameter after another and raises at the end, when some values have already been replaced.
+    torch alone would copy one parameter after another, and raise at the end.
 
     Raises:
         RuntimeError: torch's own error, from `load`.
@@ -28,7 +28,10 @@ def load_all_or_nothing(
 
 
 def dry_run_of(module: nn.Module, state_dict: Mapping[str, Any], assign: bool) -> OrderedDict[str, Any]:
-    """Copy a state dict such that loading the copy changes nothing: the module's own value replaces each that fits."""
+    """Return a copy of a state dict in which every value that fits is replaced by the module's present value.
+
+    Loading the copy changes nothing, but raises the same errors.
+    """
     own = module.state_dict()
     dry_run = OrderedDict(
         (

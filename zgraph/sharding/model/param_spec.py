@@ -16,18 +16,18 @@ class ParamSpec:
     """Options of one parameter that its markers need; equal blocks have equal options.
 
     Attributes:
-        layout: layout of the parameter, or of this rank's tensor-parallel part, on the mesh.
+        layout: layout on the mesh of the parameter, or of this rank's tensor-parallel part.
         dtype: dtype of the sharded parameter.
         device_type: device type of the mesh over which the parameter was sharded.
-        rests_on: device type of the parameter between forwards.
+        rests_on: device type on which the parameter is stored between forwards.
         compute_dtype: dtype in which forward reads the parameter.
         wire_dtype: dtype in which its gradient is sent; None: the gradient's own.
         mean_dtype: dtype in which the gradient's mean is gathered, see `zgraph.dialect.wire_dtypes.mean_dtype_of`.
         reduction: "mean", "sum", or the divisor of the sum.
-        split: placement on a tensor-parallel axis, before zgraph shards this rank's part; None: there is no such axis.
-        ignored: whether the parameter is read as is and its gradient not reduced. Its layout is replicated, but each
-            rank keeps its own values.
-        codes: codes stored in place of the weight, described by `layout` and `dtype`. None: the weight is stored.
+        split: placement on a tensor-parallel axis; None: there is no such axis.
+        ignored: whether the parameter is neither sharded nor synchronised: each rank keeps its own values, and the
+            gradient is not reduced.
+        codes: encoding of the weight as low-bit codes, whose storage `layout` and `dtype` describe; None: not encoded.
     """
 
     layout: ShardLayout

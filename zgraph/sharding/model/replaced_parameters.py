@@ -1,4 +1,4 @@
-"""Parameters that sharding has replaced, which an optimizer, a closure or another model may still hold."""
+"""Parameters that sharding has replaced by DTensors, to detect optimizers that still hold them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ReplacedParameters:
         self._references: list[tuple[str, weakref.ref[nn.Parameter]]] = []
 
     def note(self, name: str, parameter: nn.Parameter) -> None:
-        """Register a replaced parameter; any later backward that reaches it is refused."""
+        """Register a replaced parameter, and refuse any later backward that computes its gradient."""
         refuse_gradients(parameter, partial(_refuse, name))
         self._references.append((name, weakref.ref(parameter)))
 
@@ -31,13 +31,16 @@ class ReplacedParameters:
         others._references = []
 
     def alive(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield names and parameters that are still referenced elsewhere."""
+        """Yield names and parameters that have not been freed."""
         for name, reference in self._references:
             if (parameter := reference()) is not None:
                 yield name, parameter
 
     def held_by_optimizer(self) -> str | None:
-        """Return the name of a replaced parameter that an optimizer holds. If there is none, forget all parameters."""
+        """Return the name of a replaced parameter that an optimizer still holds, else None.
+
+        If there is none, all references are dropped.
+        """
         found = next((name for name, parameter in self.alive() if _is_held_by_optimizer(parameter)), None)
         if found is None:
             self._references = []
@@ -53,7 +56,7 @@ def _refuse(name: str) -> NoReturn:
 
 
 def _is_held_by_optimizer(parameter: nn.Parameter) -> bool:
-    """Return whether any optimizer's param_groups list this very tensor."""
+    """Return whether a parameter is in the param_groups of any optimizer."""
     for holder in gc.get_referrers(parameter):
         if not isinstance(holder, list):
             continue

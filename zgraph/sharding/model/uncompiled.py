@@ -1,4 +1,4 @@
-"""Modules whose parameters are gathered outside any graph although the model around them is compiled."""
+"""Warn of modules of a compiled model whose parameters are gathered outside of its graphs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _SHOWN = 6  # modules, and reasons, that the warning names
 
 
 class Uncompiled:
-    """Modules of a compiled model that gather outside its graphs.
+    """Modules of a compiled model that gather outside of its graphs, and the warning about them.
 
     Attributes:
         modules: names of the modules; a block's name stands for all modules inside the block.
         has_warned: whether the user has been warned.
-        is_skipped: whether the running forward belongs to a compiled model and was skipped by Dynamo.
+        is_skipped: whether the running forward belongs to a compiled model, but Dynamo does not compile it.
     """
 
     def __init__(self) -> None:
@@ -36,26 +36,27 @@ class Uncompiled:
     # Run, not traced: it reads Dynamo's counters.
     @torch.compiler.assume_constant_result
     def begin_traced(self) -> None:
-        """Count graph breaks from now on: the model's first frame is being traced."""
+        """Begin counting graph breaks, when the model's first frame is traced."""
         if self._before is None:
             self._before = graph_break_reasons()
 
     @no_frames_inside
     def begin(self, *, is_compiled: bool) -> None:
-        """Begin a forward that is not traced: the model is not compiled, or Dynamo has skipped the frame."""
+        """Begin a forward that is not traced.
+
+        Args:
+            is_compiled: whether the model is compiled; Dynamo has then skipped the frame.
+        """
         self.warn()
         self.is_skipped = is_compiled and not is_in_backward()
 
     @no_frames_inside
     def note(self, parameter: str, is_named: bool) -> None:
-        """Note that a unit gathers outside graphs, and warn once the list of a forward is complete.
-
-        The list is complete when backward begins, or when a unit gathers for the second time.
+        """Record that a unit gathers outside of graphs; warn if the unit was already recorded.
 
         Args:
             parameter: name of the unit's first parameter.
-            is_named: whether the user named the unit because its reads depend on the data; named units alone cause no
-                warning.
+            is_named: whether the user named the unit in `units`; named units alone cause no warning.
         """
         if parameter in self._gathered:
             self.warn()
@@ -64,14 +65,14 @@ class Uncompiled:
         self.modules[_block_of(parameter)] = None
 
     def leave(self, parameter: str, reason: str) -> None:
-        """Note that the unit with `parameter` will gather outside graphs, and the `reason`."""
+        """Record that the unit with `parameter` will gather outside of graphs, for the given reason."""
         self._surprises = True
         self._known = reason
         self.modules[_block_of(parameter)] = None
 
     @no_frames_inside
     def watch_backward(self, result: Any) -> None:
-        """Warn when a backward reaches `result`, which a unit that gathers outside graphs has returned."""
+        """Warn when the backward reaches `result`, the output of a unit that gathered outside of graphs."""
         outputs = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
         if outputs and not self._is_watching and not self.has_warned:
             self._is_watching = True
@@ -82,17 +83,17 @@ class Uncompiled:
 
     @property
     def reasons(self) -> dict[str, int]:
-        """Number of Dynamo's graph breaks since the model's first frame, in any model, by reason."""
+        """Number of Dynamo's graph breaks by reason, in all models, since the model's first frame was traced."""
         if self._before is None:
             return {}
         found = {text: count - self._before.get(text, 0) for text, count in graph_break_reasons().items()}
         return {text: count for text, count in found.items() if count > 0}
 
     def warn(self) -> None:
-        """Warn of the noted modules; only the first call warns.
+        """Warn of the recorded modules, at most once.
 
         Raises:
-            ZgraphWarning: modules gather outside graphs; the warning names them and the reasons.
+            ZgraphWarning: modules gather outside of graphs; the warning names them and the reasons.
         """
         if self.has_warned or not self._surprises:
             return
@@ -116,7 +117,7 @@ class Uncompiled:
 
 
 def _block_of(parameter: str) -> str:
-    """Return the block (item of a module list) around a parameter, by name; without a block, the parameter's module."""
+    """Return the name of the block (item of a module list) around a parameter, or of the parameter's module."""
     parts = parameter.split(".")[:-1]
     place = next((place for place, part in enumerate(parts) if part.isdecimal()), len(parts))
     return ".".join(parts[: place + 1]) or "the model itself"

@@ -1,7 +1,7 @@
-"""Refuse writes of a forward to gathered parameters: gathered copies are discarded, and the parameter keeps its values.
+"""Refuse forwards that write to gathered parameters: the parameters themselves would not change.
 
-In eager mode the tensors' version counters tell of writes: they are checked at the end of a unit for its parameters,
-and at the end of the outermost forward for individual reads. `zgraph.sharding.written_in_graphs` checks graphs.
+In eager mode, writes are detected by version counters, which are compared when a unit's forward ends, or the outermost
+forward for parameters that were gathered individually. For graphs see `zgraph.sharding.written_in_graphs`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from zgraph.torch_compat.memory import version_of
 
 
 class GatheredParameter(nn.Parameter):
-    """A gathered parameter as a forward reads it; writes through its `.data` count like any other write."""
+    """Type of gathered parameters in forward; refuses assignments to `.data`, which change no version counter."""
 
     parameter_name: str
 
@@ -31,7 +31,7 @@ class GatheredParameter(nn.Parameter):
 
 
 def as_gathered(tensor: Tensor, name: str) -> Tensor:
-    """Return an alias of a gathered parameter for forward to read; a subclass, such as a tracing one, is kept."""
+    """Return a gathered parameter as a `GatheredParameter`; tensors of other subclasses are returned unchanged."""
     if type(tensor) is not Tensor:
         return tensor
     gathered = tensor.as_subclass(GatheredParameter)
@@ -40,7 +40,7 @@ def as_gathered(tensor: Tensor, name: str) -> Tensor:
 
 
 class Gathered:
-    """Parameters that a forward has gathered so far: names, and tensors with their versions at that time."""
+    """Names and tensors of the parameters that a forward has gathered, with their version counters at that time."""
 
     @no_frames_inside
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Gathered:
 
     @no_frames_inside
     def add_read(self, name: str, tensor: Tensor) -> None:
-        """Add a tensor that may be freed before the check: keep its version counter, not its memory."""
+        """Add a tensor that may be freed before the check, by keeping its version counter but not its memory."""
         with torch.no_grad():
             counted = tensor.detach()
             counted.data = tensor.new_empty(0)

@@ -1,1 +1,1 @@
-"""Stages of a pipeline: their windows, and backwards in two parts."""
+"""Pipeline stages of sharded modules, and backwards in two halves."""

@@ -1,4 +1,4 @@
-"""Choose the ZeRO-3 parameters that a pipeline stage keeps gathered from a step's first forward to last backward."""
+"""Choose the ZeRO-3 parameters that a pipeline stage keeps gathered during a step."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from zgraph.sharding.scope import ShardedParam, scope_behind
 
 
 def may_be_kept(params: Iterable[ShardedParam]) -> list[ShardedParam]:
-    """Return the parameters at ZeRO stage 3, in order: stages 1 and 2 always keep theirs, and stage 0 gathers none."""
+    """Return the parameters at ZeRO stage 3, in the given order."""
     return [param for param in params if param.spec.layout.zero_stage == 3 and not param.spec.ignored]
 
 
 def gathered_bytes(param: ShardedParam) -> int:
-    """Return the bytes of a gathered parameter, including padding."""
+    """Return the size of a gathered parameter in bytes, including padding."""
     layout = param.spec.layout
     return layout.padded_rows * math.prod(layout.shape[1:]) * param.spec.gather_dtype.itemsize
 
 
 def first_fit(sizes: Sequence[int], room_bytes: float) -> list[int]:
-    """Return the positions of the parameters to keep: each one, in the order of `sizes`, that still fits.
+    """Return the indices of the parameters to keep: in the given order, each parameter that still fits.
 
-    More room keeps at least as many bytes, though not always the same parameters.
+    More room never keeps fewer bytes, but it may keep other parameters.
 
     Args:
         sizes: bytes of each parameter.
-        room_bytes: bytes available for all of them.
+        room_bytes: bytes available for all kept parameters.
     """
     kept: list[int] = []
     for place, size in enumerate(sizes):
@@ -37,11 +37,11 @@ def first_fit(sizes: Sequence[int], room_bytes: float) -> list[int]:
 
 
 def keep_gathered(params: Iterable[ShardedParam], most_bytes: float) -> None:
-    """Choose, before compilation, the parameters that stay gathered in a step; ranks with equal `params` choose alike.
+    """Choose the parameters that stay gathered during a step, before compilation. Equal on ranks with equal `params`.
 
     Args:
         params: parameters of one stage, in the module's order.
-        most_bytes: limit for all kept parameters; each in turn is kept if it fits.
+        most_bytes: limit for all kept parameters; each in turn is kept if it still fits.
     """
     there = may_be_kept(params)
     kept = set(first_fit([gathered_bytes(param) for param in there], most_bytes))

@@ -1,4 +1,4 @@
-"""`zgraph.PipelineStage`: the micro-batches of a pipeline step form one window, closed by the last backward."""
+"""`zgraph.PipelineStage`: a pipeline stage whose micro-batches in one step form one accumulation window."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ class PipelineStage(NoMessageToItself, TorchStage):
         stage = zgraph.PipelineStage(torch.compile(chunk, backend="zgraph"), index, count, device, group=group)
         schedule = Schedule1F1B(stage, n_microbatches=8, loss_fn=loss_fn)
 
-    All micro-batches of a `schedule.step` form one window, as if all forwards but one had run under `zgraph.no_sync`:
-    at ZeRO stages 0 and 1 gradients are reduced once per step, in the last backward; at stages 1 and 2 parameters are
-    gathered once; at stage 3 each micro-batch gathers, unless `keep_bytes` has room, and reduces. A step inside
-    `zgraph.no_sync` leaves the window open for the next one.
+    All micro-batches of a `schedule.step` form one accumulation window, as if all forwards but one had run under
+    `zgraph.no_sync`. At ZeRO stages 0 and 1 gradients are reduced once per step, in the last backward. At stages 1 and
+    2 parameters are gathered once per step. At stage 3 each micro-batch gathers the parameters that `keep_bytes` does
+    not keep, and reduces. A step inside `zgraph.no_sync` leaves the window open for the next step.
 
-    Schedules that split a backward in two, for inputs and for weights, are supported. A compiled backward is split into
-    two graphs; the second has the reductions. If that is not possible (with tensor parallelism, with parameters read
-    outside compiled code, or if the module was compiled before the stage was created), the whole backward runs when the
-    schedule requests the gradients of inputs. The backward of weights is then empty, which is correct but does not fill
-    the bubble.
+    Schedules that split a backward into two halves, for inputs and for weights, are supported. A compiled backward is
+    split into two graphs; the second has the reductions. A backward cannot be split with tensor parallelism, with
+    parameters read outside compiled code, or if the module was compiled before the stage was created. Then the whole
+    backward runs when the schedule requests the gradients of inputs, and the half for weights is empty, which is
+    correct but does not fill the bubble.
 
     Args:
         submodule, stage_index, num_stages, device: as for torch's `PipelineStage`.
@@ -50,10 +50,10 @@ class PipelineStage(NoMessageToItself, TorchStage):
         options: further arguments of torch's `PipelineStage`, such as `group`.
 
     Raises:
-        ValueError: a `dw_builder` is given, `closes` is unknown, or `keep_bytes` is not a number of bytes or there is
-            no parameter at ZeRO stage 3.
-        ZgraphError: from `schedule.step`, if the last backward is not that of the micro-batch named by `closes`;
-            from `optimizer.step()`, if the schedule's step has failed.
+        ValueError: a `dw_builder` is given, `closes` is unknown, `keep_bytes` is not a number of bytes, or it is given
+            without parameters at ZeRO stage 3.
+        ZgraphError: from `schedule.step`, if the last backward is of another micro-batch than `closes` says; from
+            `optimizer.step()`, if the schedule's step has failed.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class PipelineStage(NoMessageToItself, TorchStage):
             check.is_due = False
 
     def clear_runtime_states(self) -> None:
-        """Begin a step; release parameters that a failed step has gathered, which are no longer valid."""
+        """Begin a step; release parameters that a failed step has left gathered."""
         super().clear_runtime_states()
         if self._is_open:
             self._release()
@@ -108,11 +108,11 @@ class PipelineStage(NoMessageToItself, TorchStage):
         self._stop_splitting()
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module on a micro-batch, compiled if the user compiled it."""
+        """Run the module's forward on a micro-batch."""
         return self._runs(*args, **kwargs)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward of a micro-batch at its position in the window."""
+        """Run the forward of a micro-batch, after setting its window position."""
         position = self._position(fwd_chunk_id)
         self._is_open = position is not None
         for check in self._checks:
@@ -134,7 +134,7 @@ class PipelineStage(NoMessageToItself, TorchStage):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        """Run the backward of a micro-batch; only its part for the inputs, if that is requested and possible."""
+        """Run the backward of a micro-batch, or only the half for the inputs if requested and possible."""
         outputs, inputs = kept_of_forward(self, bwd_chunk_id) if self.has_backward else ((), ())
         if full_backward or self.is_first or not _any_compiled(outputs):
             with self._backward_of(bwd_chunk_id) if full_backward else contextlib.nullcontext():
@@ -161,7 +161,10 @@ class PipelineStage(NoMessageToItself, TorchStage):
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> tuple[tuple[Tensor | None, ...], Any]:
-        """Run the part `backward_type` of a backward; compiled modules leave the rest to `WeightBackwards`."""
+        """Run one part of a backward: "full", "input" or "weight".
+
+        Compiled modules defer the part "weight" to `WeightBackwards`.
+        """
         if backward_type == "input" and self._left is not None:
             outputs, grads, inputs = (bwd_kwargs[key] for key in ("stage_output", "output_grads", "input_values"))
             return input_gradients(outputs, grads, inputs), self._left
@@ -177,7 +180,7 @@ class PipelineStage(NoMessageToItself, TorchStage):
             param.state.defer = None
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """Run a micro-batch's backward for weights, unless it ran together with the backward for inputs."""
+        """Run the half of a micro-batch's backward for the weights, unless the whole backward has already run."""
         if bwd_chunk_id in self._whole:
             return
         for scope in self._scopes:
@@ -190,7 +193,7 @@ class PipelineStage(NoMessageToItself, TorchStage):
                 scope.accumulation.adds_returned = False
 
     def _position(self, chunk: int) -> str | None:
-        """Return a micro-batch's position in its window; None: the step has no other one, or no backward follows."""
+        """Return a micro-batch's window position; None if the step has one micro-batch, or no backward."""
         if not self.has_backward or self.chunks is None or self.chunks < 2:
             return None
         return CLOSING if chunk == (0 if self._closes_first else self.chunks - 1) else OPEN
@@ -200,7 +203,7 @@ class PipelineStage(NoMessageToItself, TorchStage):
 
     @contextlib.contextmanager
     def _backward_of(self, chunk: int) -> Generator[None]:
-        """Context for a micro-batch's backward that reaches the weights; the step's last backward closes the window."""
+        """Context manager for a backward that computes gradients of weights; a step's last one closes the window."""
         if not self.has_backward:
             yield
             return
@@ -258,7 +261,7 @@ def _check_keep_bytes(params: Iterable[ShardedParam], keep_bytes: object) -> Non
 
 
 def _are_plain_shards(module: nn.Module, params: Iterable[ShardedParam]) -> bool:
-    """Return whether zgraph shards all parameters and nothing else splits them, so that graphs read plain tensors."""
+    """Return whether zgraph shards all parameters and none is tensor-parallel, so that graphs read plain tensors."""
     sharded = {id(param.sharded) for param in params if param.spec.split is None}
     return all(id(parameter) in sharded for parameter in module.parameters())
 

@@ -1,7 +1,8 @@
-"""Runs a backward in two parts: first the gradients of a stage's inputs, later those of its weights.
+"""Run a backward in two halves: first for the gradients of a stage's inputs, later for those of its weights.
 
-A compiled backward is one node of autograd's graph. In a stage, this node computes only the gradients of inputs, and
-hands over a function that computes the others later. Their values are then passed to the parameters through autograd.
+A compiled backward is a single autograd node. In the first half, this node computes only the gradients of inputs, and
+returns a function that computes the gradients of weights. The second half calls the function, and passes its results to
+the parameters through autograd.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from zgraph.torch_compat.autograd import current_node, drop_graph, is_compiled, 
 
 @dataclass(frozen=True)
 class Way:
-    """The part of autograd's graph on which gradients of inputs depend.
+    """Part of autograd's graph: all nodes between a stage's outputs and its inputs.
 
     Attributes:
         nodes: all nodes of this part.
-        readers: compiled functions among the nodes that also yield gradients of parameters.
-        begins: edges of the outputs, which keep the nodes alive: in torch 2.11 and 2.12 a node of a Python function
-            dies with the nodes that lead to it, even if Python holds it.
+        readers: the nodes that are compiled functions and also return gradients of parameters.
+        begins: edges of the outputs. In torch 2.11 and 2.12 a node of a Python function is freed with the nodes that
+            lead to it, even if Python refers to it; these edges keep all nodes alive.
     """
 
     nodes: set[Node]
@@ -35,7 +36,7 @@ class Way:
 
 
 class WeightBackwards:
-    """The deferred part of one micro-batch's backward.
+    """The second half of one micro-batch's backward, which computes the gradients of weights.
 
     Args:
         way: result of `way_through`.
@@ -47,12 +48,12 @@ class WeightBackwards:
         self._waiting: list[tuple[Sequence[tuple[Node | None, int]], Gradients, Callable[[], Gradients]]] = []
 
     def add(self, early: Gradients, later: Callable[[], Gradients]) -> None:
-        """Defer a part of the running compiled backward.
+        """Defer a part of the compiled backward that is running.
 
         Args:
-            early: gradients computed so far, in the order of the compiled function's tensors; None: not computed yet,
-                or not needed.
-            later: computes the other gradients, in the same order.
+            early: gradients computed so far, in the order of the compiled function's input tensors; None for a gradient
+                that is not needed or not computed yet.
+            later: function that computes the other gradients, in the same order.
         """
         node = current_node()
         self._waiting.append((node.next_functions, early, later))
@@ -60,7 +61,7 @@ class WeightBackwards:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every compiled function that reads parameters has deferred their gradients."""
+        """Whether every compiled backward that returns gradients of parameters has deferred them."""
         return not self._unheard
 
     def run(self, device_type: str) -> None:
@@ -84,13 +85,15 @@ class WeightBackwards:
 def input_gradients(
     outputs: Iterable[Any], output_grads: Sequence[Tensor | None] | None, inputs: Sequence[Any]
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of a stage's inputs, and add each to its input's `.grad`; None for inputs that need none.
+    """Compute the gradients of a stage's inputs, add each to its input's `.grad`, and return them.
 
     Args:
-        outputs: outputs of the stage, or their edges in autograd's graph, or the loss; tensors are detached
-            afterwards.
+        outputs: outputs of the stage, or their autograd edges, or the loss; tensors are detached afterwards.
         output_grads: gradient of each output; None: ones.
         inputs: inputs of the stage.
+
+    Returns:
+        A gradient for each input; None for inputs that require none.
     """
     outputs = list(outputs)
     found = [
@@ -112,7 +115,7 @@ def input_gradients(
 
 
 def edges_of(outputs: Iterable[Any]) -> list[GradientEdge]:
-    """Return the autograd edges of a stage's outputs, which may be tensors or already edges."""
+    """Return the autograd edges of a stage's outputs, which are tensors or edges."""
     return [
         one if isinstance(one, GradientEdge) else get_gradient_edge(one)
         for one in outputs
@@ -121,11 +124,11 @@ def edges_of(outputs: Iterable[Any]) -> list[GradientEdge]:
 
 
 def way_through(outputs: Iterable[Any], inputs: Iterable[Any]) -> Way | None:
-    """Find the part of autograd's graph on which gradients of inputs depend.
+    """Return the part of autograd's graph between a stage's outputs and its inputs.
 
     Returns:
-        The part; None if it has no compiled function, or if gradients of parameters come from anything but the part's
-        compiled functions.
+        The part; None if it has no compiled function, or if functions that are not compiled, or not in this part,
+        return gradients of parameters.
     """
     ends = {get_gradient_edge(value).node for value in inputs if isinstance(value, Tensor) and value.requires_grad}
     edges = edges_of(outputs)

@@ -1,1 +1,1 @@
-"""Capture of a training step as one graph: running its Python code, and the inputs and outputs of the graph."""
+"""Capture of a training step as one graph, with the graph's inputs and outputs."""

@@ -59,18 +59,19 @@ from zgraph.torch_compat.modules import note_step, tree_flatten, tree_unflatten
 
 @dataclass(frozen=True, kw_only=True)
 class Captured:
-    """A step as a graph.
+    """A training step, captured as one graph.
 
     Attributes:
         gm: the graph. Inputs are the tensors of `Lifted.tensors`, tensors from outside, the options of `OptionInputs`,
             and the tensors of the arguments. It writes to shards, buffers, state and tensors from outside.
-        outputs: what each of the graph's outputs is.
+        outputs: kind and target of each output of the graph.
         assumed: assumptions of the graph about options and other numbers on which Python branched.
-        leaves: leaves of the function's return value that the graph does not compute, by place.
-        tree: pytree spec of the leaves.
-        constants: (number of the optimizer, position, key, value) of new entries of state that are not tensors.
-        cleared: positions of parameters whose gradients from before the step do not matter.
-        steps: numbers of the optimizers that step.
+        leaves: leaves of the function's return value that the graph does not compute, by index.
+        tree: pytree spec of the return value.
+        constants: new entries of optimizer state that are not tensors, each as (index of the optimizer, index of the
+            parameter, key, value).
+        cleared: indices of parameters whose gradients the step sets to None before it uses them.
+        steps: indices of the optimizers that step.
     """
 
     gm: fx.GraphModule
@@ -84,11 +85,11 @@ class Captured:
 
     @property
     def makes_state(self) -> bool:
-        """Whether the step adds tensors to the optimizers' state, as the first one does."""
+        """Whether the step adds tensors to the optimizers' state, as the first step of most optimizers does."""
         return any(isinstance(output, NewState) for output in self.outputs)
 
     def put(self, values: Sequence[Any], lifted: Lifted) -> Any:
-        """Put the output values of a call where they belong, and return the function's return value."""
+        """Assign a call's outputs to gradients, state and attributes, and return the function's return value."""
         left = put_all(self.outputs, values, lifted)
         for number, position, key, constant in self.constants:
             left.set_state(number, position, key, constant)
@@ -102,7 +103,7 @@ class Captured:
         return [float(value) for _, value in values_of(OwnNumber, self.outputs, values)]
 
     def check_gradients(self, has_gradient: Sequence[bool]) -> None:
-        """Refuse gradients from before the step, unless the step clears them before it adds new ones."""
+        """Refuse `.grad` values from before the step, unless the step sets them to None before it uses them."""
         if any(has and position not in self.cleared for position, has in enumerate(has_gradient)):
             raise ZgraphError(
                 "zgraph.training_step: parameters have gradients from before the step, to which it would add; call the "
@@ -171,7 +172,7 @@ def _kind(optimizer: object) -> str:
 
 
 def _tag_resting(graph: fx.Graph, lifted: Lifted, inputs: Sequence[Tensor], spaces: Sequence[Tier]) -> None:
-    """Mark inputs that are not stored on the device."""
+    """Record the memory space of each input that is offloaded to the host or to disk."""
     given, places = graph.find_nodes(op="placeholder"), lifted.places()
     for number, (node, space) in enumerate(zip(given, spaces, strict=False)):
         if space != DEVICE:
@@ -182,7 +183,7 @@ def _tag_resting(graph: fx.Graph, lifted: Lifted, inputs: Sequence[Tensor], spac
 
 
 def _tag_kept(graph: fx.Graph, lifted: Lifted) -> None:
-    """Mark inputs that are kept between steps."""
+    """Mark the inputs that are parameters, buffers or optimizer state, which persist between steps."""
     state = sum(isinstance(value, Tensor) for _, _, value in lifted.state_entries())
     handles = range(len(lifted.parameters), len(lifted.parameters) + len(lifted.handles))
     given = graph.find_nodes(op="placeholder")[: handles.stop + len(lifted.buffers) + state]
@@ -192,7 +193,7 @@ def _tag_kept(graph: fx.Graph, lifted: Lifted) -> None:
 
 
 def _tag_new_state(graph: fx.Graph, captured: Captured, lifted: Lifted) -> None:
-    """Mark each node that allocates new optimizer state with the memory space that stores the state from then on."""
+    """Mark nodes that allocate new optimizer state, with the memory space that stores the state after the step."""
     found = placements(graph)
     resting = lifted.resting
     rests_in = resting.options.optimizer_tier if resting is not None else None
@@ -209,7 +210,7 @@ def _tag_new_state(graph: fx.Graph, captured: Captured, lifted: Lifted) -> None:
 
 
 class _Tracer:
-    """One trace: its inputs, and the effects of the function."""
+    """Traces a step once, and records its inputs and outputs."""
 
     def __init__(
         self,
@@ -271,7 +272,7 @@ class _Tracer:
         return gm
 
     def _fakes_of(self, inputs: Sequence[Tensor], spaces: Sequence[Tier]) -> list[Any]:
-        """Return fake inputs. Inputs in host memory are faked on the GPU, since only copies to the GPU read them."""
+        """Return a fake tensor for each input. Tensors that a GPU model offloads get fake tensors on the GPU."""
         resting = self.lifted.resting
         if resting is None or not resting.computes_elsewhere:
             return [fake_of(self.mode, tensor) for tensor in inputs]
@@ -316,7 +317,10 @@ class _Tracer:
 
     @contextlib.contextmanager
     def _scaling(self, scaler: torch.amp.GradScaler, stand_ins: StandIns) -> Generator[None]:
-        """Let `scaler` decide inside the graph whether optimizers step; it tells models after the graph has run."""
+        """Make the graph, not Python, decide whether the GradScaler skips an optimizer's step.
+
+        Models are told of the decision after the graph has run.
+        """
         pending: list[Any] = []
         if isinstance(scaler, GradScaler):
             scaler.defer = lambda found: self.told.extend((scaler, *entry) for entry in found)
@@ -336,7 +340,10 @@ class _Tracer:
                 scaler.defer, scaler.found = None, pending
 
     def _outputs(self, result: Any, stand_ins: StandIns) -> list[Any]:
-        """Return the graph's outputs, and record what each is: results, new state, gradients, bindings, flags."""
+        """Return the values that the graph must output, and record the kind of each in `self.outputs`.
+
+        Kinds are results, new optimizer state, gradients, tensors bound to attributes, and flags of skipped steps.
+        """
         found, self.found["tree"] = tree_flatten(result)
         leaves: list[Any] = [self.watch.stand_ins.get(id(leaf), leaf) for leaf in found]
         pairs: list[tuple[Output, Any]] = []
@@ -383,7 +390,7 @@ class _Tracer:
         return [value for _, value in pairs]
 
     def result(self, gm: fx.GraphModule) -> Captured:
-        """Return the captured step, after the graph's windows are resolved and its parts are numbered."""
+        """Return the captured step for a traced and cleaned graph."""
         numbers = [OwnNumber()] * self._own_numbers(gm)
         captured = Captured(gm=gm, outputs=(*self.outputs, *numbers), **self.found)
         _tag_new_state(gm.graph, captured, self.lifted)
@@ -405,7 +412,7 @@ class _Tracer:
 
 
 def _part(value: Tensor) -> Tensor:
-    """Return this rank's part of a tensor, as the graph returns it."""
+    """Return this rank's part of a tensor, detached."""
     return (local_of(value) if isinstance(value, DTensor) else value).detach()
 
 

@@ -57,10 +57,10 @@ def _has_effect(node: fx.Node) -> bool:
 
 
 def number_parts(graph: fx.Graph) -> None:
-    """Number the parts (forwards and backwards) of a step such that no parameter changes within a part.
+    """Number the forwards and backwards (parts) of a step such that no parameter changes within a part.
 
-    A new forward begins where a written parameter is read again. Compiler passes let a forward gather each parameter
-    once, and gather again in the backward that follows.
+    The numbers increase where the step reads a parameter again after a write. Later passes let each part gather a
+    parameter at most once.
 
     Raises:
         ZgraphError: a backward needs a parameter that has changed since its forward; the message names the shard.

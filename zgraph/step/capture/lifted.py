@@ -1,4 +1,4 @@
-"""Tensors that a step reads and writes besides its arguments: the graph's inputs that persist between calls."""
+"""Tensors of a model and its optimizers, which are inputs of a captured step in addition to its arguments."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class Held:
 
 @dataclass(frozen=True)
 class LiftedOptimizer:
-    """An optimizer before a step.
+    """An optimizer, with its parameters as indices into the model's parameters.
 
     Attributes:
         parameters: all parameters of the model.
-        groups: positions of the optimizer's parameters in `parameters`, group by group.
+        groups: for each parameter group, the indices of its parameters in `parameters`.
     """
 
     optimizer: optim.Optimizer
@@ -52,7 +52,7 @@ class LiftedOptimizer:
 
     @classmethod
     def of(cls, optimizer: optim.Optimizer, parameters: tuple[Held, ...], places: Mapping[int, int]) -> LiftedOptimizer:
-        """Describe an optimizer; `places` has the positions of parameters by their ids."""
+        """Describe an optimizer; `places` maps ids of parameters to their indices."""
         groups: list[tuple[int, ...]] = []
         for number, group in enumerate(optimizer.param_groups):
             missing = [parameter for parameter in group["params"] if id(parameter) not in places]
@@ -66,7 +66,7 @@ class LiftedOptimizer:
         return cls(optimizer, parameters, tuple(groups))
 
     def positions(self) -> Iterator[int]:
-        """Yield positions of the optimizer's parameters, group by group."""
+        """Yield the indices of the optimizer's parameters, group by group."""
         for group in self.groups:
             yield from group
 
@@ -83,7 +83,7 @@ class LiftedOptimizer:
         )
 
     def state_entries(self) -> list[tuple[int, str, Any]]:
-        """Return (position of the parameter, key, value) of every entry of the state."""
+        """Return every entry of the optimizer's state as (index of the parameter, key, value)."""
         state = self.optimizer.state
         return [
             (position, key, value)
@@ -95,12 +95,12 @@ class LiftedOptimizer:
 
 @dataclass(frozen=True)
 class Lifted:
-    """A model and its optimizers before a step.
+    """A model and its optimizers, described for a capture.
 
     Attributes:
         optimizers: the step's optimizers, in the user's order.
         parameters: parameters of the model, each once, in the order of `named_parameters`.
-        handles: sharded parameters, which have a handle as an additional input, by name.
+        handles: sharded parameters by name; the graph has the handle of each as a further input.
         buffers: buffers of the model, each once.
     """
 
@@ -124,7 +124,7 @@ class Lifted:
 
     @cached_property
     def held(self) -> list[Tensor]:
-        """Tensors of the parameters."""
+        """Parameters as tensors, in the order of `parameters`."""
         return [one.tensor for one in self.parameters]
 
     @cached_property
@@ -137,11 +137,11 @@ class Lifted:
 
     @cached_property
     def _places(self) -> tuple[tuple[list[nn.Module], list[str], list[Tensor]], ...]:
-        """Modules, attributes and expected tensors: first of parameters, then of buffers."""
+        """Modules, attribute names and tensors: of all parameters, and of all buffers."""
         return _places_of(self.parameters), _places_of(self.buffers)
 
     def is_current(self) -> bool:
-        """Return whether the model still has the same tensors at the same sites, and the optimizers still step them."""
+        """Return whether the model and its optimizers still have the tensors that are described here."""
         (owners, names, parameters), (buffer_owners, buffer_names, buffers) = self._places
         return (
             all(map(is_, map(dict.get, map(local_parameters, owners), names), parameters))
@@ -150,12 +150,12 @@ class Lifted:
         )
 
     def scopes(self) -> list[Scope]:
-        """Return the scopes of the model's sharded parts."""
+        """Return the shared state of each part of the model that `zgraph.shard` sharded."""
         states = (state_of(part) for part in self.model.modules())
         return list(dict.fromkeys(state.scope for state in states if state is not None))
 
     def state_entries(self) -> list[tuple[int, str, Any]]:
-        """Return (position of the parameter, key, value) of every state entry, optimizer by optimizer."""
+        """Return every entry of optimizer state as (index of the parameter, key, value), optimizer by optimizer."""
         return [entry for one in self.optimizers for entry in one.state_entries()]
 
     @cached_property
@@ -164,13 +164,14 @@ class Lifted:
         return next((scope.resting for scope in self.scopes() if scope.resting is not None), None)
 
     def spaces(self, tensors: Iterable[Tensor], outside: Iterable[Tensor] = ()) -> tuple[Tier, ...]:
-        """Return the tiers in which the graph's inputs are stored; () if the model offloads nothing.
+        """Return the tier in which each input of the graph is stored; () if the model offloads nothing.
+
+        With a GPU, handles, buffers and plain tensors from outside count as stored on the device, even if they are on
+        the host.
 
         Args:
             tensors: this rank's parts of the inputs.
-            outside: tensors that the function reads from outside; their parts are the last inputs. If the device is a
-                GPU, only parts of DTensors count as offloaded to the host; other tensors on the host, like handles, are
-                read in place.
+            outside: tensors that the function reads from outside, whose parts are the last elements of `tensors`.
         """
         resting = self.resting
         if resting is None:
@@ -192,11 +193,11 @@ class Lifted:
         return tuple(found)
 
     def longest_bytes(self, position: int, part: Tensor) -> int:
-        """Return the bytes of a parameter, or of state of its shape, on the rank with the most rows.
+        """Return the size of a tensor in bytes on the rank that has most rows of it.
 
         Args:
-            position: position of the parameter.
-            part: this rank's part of the parameter or state.
+            position: index of a parameter.
+            part: this rank's part of the parameter, or of optimizer state for it.
         """
         shard = self.parameters[position]
         known = self.handles.get(shard.name)
@@ -206,13 +207,13 @@ class Lifted:
         return (part[0].nbytes if rows else part.new_empty((1, *part.shape[1:])).nbytes) * known.spec.layout.chunk_rows
 
     def places(self) -> list[int | None]:
-        """Return the position of the parameter of each tensor in `tensors()`; None for handles and buffers."""
+        """Return for each tensor of `tensors()` the index of its parameter; None for handles and buffers."""
         others = [None] * (len(self.handles) + len(self.buffers))
         state = [position for position, _, value in self.state_entries() if isinstance(value, Tensor)]
         return [*range(len(self.parameters)), *others, *state]
 
     def drawn(self) -> dict[int, Drawn] | None:
-        """Return how moments are rounded, by the parameter's position; None: moments are not rounded."""
+        """Return the seeds of the stochastic rounding of moments, by index of the parameter; None: no rounding."""
         if self.resting is None or self.resting.options.moments_dtype is None:
             return None
         found: dict[int, Drawn] = {}
@@ -224,7 +225,7 @@ class Lifted:
         return found
 
     def settle(self) -> None:
-        """Move the optimizers' state to the memory that stores it between steps."""
+        """Move the optimizers' state to the tier in which it is stored between steps."""
         if self.resting is not None:
             names = {id(one.tensor): one.name for one in self.parameters}
             for one in self.optimizers:
@@ -232,7 +233,7 @@ class Lifted:
                 self.resting.settle_counts(one.optimizer)
 
     def check_host(self, plan: FramePlan, late: Sequence[int] = ()) -> None:
-        """Refuse a step that would exceed the host budget, before it runs.
+        """Refuse a step that would keep more bytes on the host than `Offload.host_budget_bytes`.
 
         Args:
             plan: plan of the step.
@@ -247,7 +248,7 @@ class Lifted:
         self.resting.check_budget(host.parameters, host.state, host.step, host.staging)
 
     def tensors(self, state: Sequence[Tensor] | None = None) -> list[Tensor]:
-        """Return this rank's inputs of the graph: shards, handles, buffers and the tensors of the state.
+        """Return this rank's tensors that are inputs of the graph: shards, handles, buffers, optimizer state.
 
         Args:
             state: tensors of the state; None: read them from the optimizers.
@@ -258,7 +259,7 @@ class Lifted:
         return [*shards, *self._handles, *(local(one.tensor) for one in self.buffers), *state]
 
     def names(self) -> list[str]:
-        """Return readable names of the results of `tensors()`."""
+        """Return a readable name for each tensor of `tensors()`."""
         found = [f"shard_{name_part(one.name)}" for one in self.parameters]
         found += [f"handle_{name_part(name)}" for name in self.handles]
         found += [f"buffer_{name_part(one.name)}" for one in self.buffers]
@@ -272,17 +273,20 @@ class Lifted:
 
 @dataclass(frozen=True, kw_only=True)
 class StateLayout:
-    """Structure of an optimizer's state. The tensors are read again at each call, since any of them may be replaced.
+    """Structure of an optimizer's state, without the tensors, which are read anew at each call.
+
+    Entries are listed in the order of the `state` dict, unless stated otherwise.
 
     Attributes:
-        owners: parameters that have entries, in the order of the state.
+        owners: parameters that have entries.
         sizes: number of entries of each owner.
         keys, kinds: name and type of each entry.
         are_dtensors, are_plain, are_numbers: whether each entry is a DTensor, another tensor, or not a tensor.
         numbers: values of the entries that are not tensors.
-        order: for each of the graph's inputs, its index among the DTensors' local parts and then the other tensors.
-        conditions: (number of the optimizer, position of the parameter, key, number or None) of each entry, in the
-            order of the graph.
+        order: for each state input of the graph, its index in a list of the local parts of all DTensors, followed by
+            all other tensors.
+        conditions: (index of the optimizer, index of the parameter, key, number or None) of each entry, in the order
+            of the graph's inputs.
     """
 
     owners: Sequence[Tensor]
@@ -298,7 +302,7 @@ class StateLayout:
 
     @classmethod
     def of(cls, lifted: LiftedOptimizer, number: int) -> StateLayout:
-        """Describe an optimizer's state entry by entry; `number` is the optimizer's number in the step."""
+        """Describe an optimizer's state; `number` is the index of the optimizer in the step."""
         state: State = lifted.optimizer.state
         keys, values = list(chain.from_iterable(state.values())), _values(state)
         are_dtensors = [isinstance(value, DTensor) for value in values]
@@ -330,7 +334,10 @@ class StateLayout:
         )
 
     def tensors(self, state: State) -> list[Tensor] | None:
-        """Return this rank's parts of a state's tensors, in the graph's order; None if the structure differs."""
+        """Return this rank's parts of the tensors in `state`, in the order of the graph's inputs.
+
+        Returns None if the structure of `state` differs from this one.
+        """
         owners, values = list(state), _values(state)
         if (
             len(owners) != len(self.owners)
@@ -379,12 +386,12 @@ def local(tensor: Any) -> Tensor:
 
 
 def name_part(name: str) -> str:
-    """Turn a qualified name into part of a node's name."""
+    """Replace all characters of a qualified name that node names cannot have by "_"."""
     return re.sub(r"\W", "_", name)
 
 
 def overlapping(tensors: Sequence[Tensor]) -> set[int]:
-    """Return positions of tensors that share, or may share, memory with an earlier tensor of the sequence."""
+    """Return indices of tensors that share, or may share, memory with an earlier tensor of the sequence."""
     spans: list[tuple[int, int, int]] = []
     for place, tensor in enumerate(tensors):
         if tensor.numel() and tensor.layout == torch.strided:

@@ -13,11 +13,11 @@ from zgraph.torch_compat.fake_values import NumberGuards
 
 @dataclass(frozen=True)
 class OptionInputs:
-    """Options of the optimizers' groups at one call.
+    """Options in the optimizers' parameter groups at one call.
 
     Attributes:
-        values: options that are inputs: floats, also in tuples such as `betas`, and tensors; group by group, one
-            optimizer after another.
+        values: options that are inputs of the graph: tensors and floats, including floats in tuples such as `betas`.
+            They are listed group by group, one optimizer after another.
         conditions: all other options; a graph is valid only for their present values.
     """
 
@@ -53,7 +53,7 @@ class OptionInputs:
 
 
 def names_of(optimizers: Sequence[optim.Optimizer]) -> list[str]:
-    """Return readable names of `OptionInputs.values`: "lr_0" is the rate of the first optimizer's first group."""
+    """Return readable names of `OptionInputs.values`, such as "lr_0" for the first group's learning rate."""
     found: list[str] = []
     for number, group in enumerate(_groups(optimizers)):
         for key, value in group.items():
@@ -68,7 +68,7 @@ def _groups(optimizers: Sequence[optim.Optimizer]) -> Iterator[dict[str, Any]]:
 
 
 def with_inputs(group: dict[str, Any], inputs: Iterator[Any]) -> dict[str, Any]:
-    """Return a copy of an optimizer's group; options that are inputs of the graph are taken from `inputs`."""
+    """Return a copy of an optimizer's parameter group, with the graph's inputs in place of tensors and floats."""
     found: dict[str, Any] = {}
     for key, value in group.items():
         if type(value) is tuple:
@@ -88,10 +88,11 @@ class Assumed:
     """Assumptions of a graph about numbers on which Python branched during the trace.
 
     Args:
-        guards: decisions of the trace.
-        names: names of all inputs that come from options.
-        values: values of these inputs during the trace.
-        read: for other numbers, by name: position of the input tensor that holds the number, and what is added to it.
+        guards: comparisons that the trace made, with their outcomes.
+        names: names of the graph's inputs that are optimizer options.
+        values: values of these options during the trace.
+        read: numbers that the trace read from input tensors: (index of the tensor, constant to add to its value), by
+            name.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class Assumed:
         self._held, self._count = tuple(values), guards.current()  # the last values that held, and the number of guards
 
     def hold(self, values: tuple[float | Tensor, ...], tensors: Sequence[Tensor]) -> bool:
-        """Return whether the graph may be called with these options and tensors."""
+        """Return whether the assumptions hold for these option values and input tensors."""
         count = self._guards.current()
         if count == self._count and (not count or (not self._read and all(map(_is_same, values, self._held)))):
             return True
@@ -115,7 +116,7 @@ class Assumed:
         return True
 
     def broken(self, values: Sequence[float | Tensor], tensors: Sequence[Tensor]) -> str:
-        """Describe the first decision that these values would change; "" if there is none."""
+        """Describe the first comparison that has another outcome for these values; "" if there is none."""
         numbers = {name: value for name, value in zip(self._names, values, strict=True) if isinstance(value, float)}
         numbers |= {name: float(tensors[place]) + added for name, (place, added) in self._read.items()}
         return self._guards.broken(numbers)

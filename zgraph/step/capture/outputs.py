@@ -1,4 +1,4 @@
-"""Outputs of a captured step: each is typed, and puts its value where the plain lines would have left it."""
+"""Outputs of a captured step: after each call, each is assigned to `.grad`, optimizer state or another target."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Left:
 
     Attributes:
         lifted: the model and its optimizers.
-        leaves: leaves of the function's return value, by place.
-        flags: flag of each optimizer that may skip the step, by number; not 0 if the optimizer has skipped the step.
-        told: flags that GradScalers tell models, by scaler and optimizer.
+        leaves: leaves of the function's return value, by index.
+        flags: for the index of each optimizer that may skip its step, a flag that is nonzero if it has.
+        told: flags that GradScalers pass on to models, by scaler and optimizer.
     """
 
     lifted: Lifted
@@ -47,16 +47,16 @@ class Left:
 
 
 class Output(Protocol):
-    """An output of the graph."""
+    """An output of the graph: its kind and its target."""
 
     def put(self, value: Any, left: Left) -> None:
-        """Put this output's value, computed by one call, where the plain lines would have left it."""
+        """Assign this output's value, computed by one call, to its target."""
         ...
 
 
 @dataclass(frozen=True)
 class Returned:
-    """A leaf of the function's return value. If the output is a DTensor's local part, `like` is this DTensor."""
+    """A leaf of the function's return value, by index; `like` is a DTensor with its layout, None for a plain tensor."""
 
     place: int
     like: DTensor | None
@@ -67,7 +67,7 @@ class Returned:
 
 @dataclass(frozen=True)
 class NewState:
-    """A tensor that optimizer `number` has added to its state for the parameter at `position`."""
+    """A tensor that optimizer `number` has added under `key` to its state for the parameter at index `position`."""
 
     number: int
     position: int
@@ -80,7 +80,7 @@ class NewState:
 
 @dataclass(frozen=True)
 class Gradient:
-    """The gradient that the parameter at `position` has at the end of the step."""
+    """The `.grad`, at the end of the step, of the parameter at index `position`."""
 
     position: int
 
@@ -92,7 +92,7 @@ class Gradient:
 
 @dataclass(frozen=True)
 class Bound:
-    """A tensor that the step has bound to an attribute, or to an entry of a dict."""
+    """A tensor that the step has assigned to an attribute or a dict entry."""
 
     holder: dict[Any, Any]
     key: Any
@@ -104,7 +104,7 @@ class Bound:
 
 @dataclass(frozen=True)
 class ToldFlag:
-    """A flag that `scaler` passes on to models after `optimizer` steps: not 0 if the gradients had an inf."""
+    """A GradScaler's flag for one optimizer, which `scaler` passes on to models: nonzero if a gradient had an inf."""
 
     scaler: GradScaler
     optimizer: optim.Optimizer
@@ -115,7 +115,7 @@ class ToldFlag:
 
 @dataclass(frozen=True)
 class SkipFlag:
-    """Whether optimizer `number` has skipped the step."""
+    """A flag that is nonzero if optimizer `number` has skipped its step."""
 
     number: int
 
@@ -125,14 +125,14 @@ class SkipFlag:
 
 @dataclass(frozen=True)
 class OwnNumber:
-    """A rank-local number by which the step changed shards, see `return_own_numbers`; the ranks compare it."""
+    """A rank-local number by which the step changes shards, see `return_own_numbers`; the ranks compare it."""
 
     def put(self, value: Any, left: Left) -> None:
         pass
 
 
 def put_all(outputs: Sequence[Output], values: Sequence[Any], lifted: Lifted) -> Left:
-    """Put a call's output values where they belong: skip flags first, since they decide whether new state is kept."""
+    """Assign a call's output values to their targets; skip flags first, because a skipped step adds no state."""
     left = Left(lifted)
     pairs = list(zip(outputs, values, strict=True))
     for output, value in sorted(pairs, key=lambda pair: not isinstance(pair[0], SkipFlag)):
@@ -143,7 +143,7 @@ def put_all(outputs: Sequence[Output], values: Sequence[Any], lifted: Lifted) ->
 
 
 def values_of(kind: type, outputs: Sequence[Output], values: Iterable[Any]) -> list[tuple[Any, Any]]:
-    """Return (output, element of `values`) for the outputs of one kind; `values` are those of a call, or nodes."""
+    """Return pairs (output, value) for the outputs of class `kind`; `values` has one element for each output."""
     return [(output, value) for output, value in zip(outputs, values, strict=True) if isinstance(output, kind)]
 
 
@@ -152,9 +152,9 @@ def _wrapped(value: Tensor, like: Tensor | None) -> Tensor:
 
 
 def holds_traced(value: object, depth: int = 4) -> bool:
-    """Whether a Python object of a step holds tensors of the trace, which would be those of no call.
+    """Return whether a Python object holds fake tensors of the trace.
 
-    Looks into containers, attributes, closures and generators, up to a depth, and for tensors that became text.
+    Searches containers, attributes, closures and generators, `depth` levels deep, and strings that show a fake tensor.
     """
     if isinstance(value, Tensor):
         return is_fake(local(value))

@@ -17,7 +17,7 @@ Registered = tuple[tuple[int, Any], ...]  # handle ids and functions, in the ord
 
 
 def conditions(parameters: Sequence[Tensor]) -> tuple[Any, ...]:
-    """Return conditions on the hooks of parameters: (position, gradient hooks, post-accumulate-grad hooks)."""
+    """Return (index, gradient hooks, post-accumulate-grad hooks) of each parameter that has hooks."""
     return tuple(
         (position, *(tuple((hooks or {}).values()) for hooks in pair))
         for position, pair in enumerate(zip(*hooks_of(parameters), strict=True))
@@ -37,7 +37,8 @@ class CarriedHooks:
     Args:
         parameters: parameters of the model.
         stand_ins: stand-in of each parameter.
-        redirected: context in which hooks and the step's lines run; `backward` itself runs outside this context.
+        redirected: context manager that replaces real tensors by traced ones; active while a hook or the step's own
+            code runs, but not inside `backward`.
     """
 
     parameters: Sequence[Held]

@@ -28,15 +28,14 @@ WINDOW = ("accumulation", "window", "last", "repeats", "active", "gathered")  # 
 
 @dataclass
 class StandIns:
-    """Stand-ins of one trace.
+    """Traced tensors and optimizers that replace a model's own during one trace.
 
     Attributes:
         outside: tensors that the function reads from outside, each with its stand-in.
         parameters: leaves that wrap the traced shards, as DTensors if the parameters are DTensors.
         optimizers: stand-ins in the order of `Lifted.optimizers`.
-        read: positions of parameters whose gradients were read.
-        cleared: positions of parameters whose gradients were set to None before they were used: gradients from before
-            the step do not matter.
+        read: indices of parameters whose gradients were read.
+        cleared: indices of parameters whose gradients were set to None before any read.
     """
 
     lifted: Lifted
@@ -90,7 +89,7 @@ class StandIns:
         """Install the stand-ins in the model and optimizers; restore everything afterwards.
 
         Args:
-            redirected: context in which hooks on parameters run.
+            redirected: context manager that replaces real tensors by traced ones while hooks on parameters run.
         """
         lifted = self.lifted
         hooks = CarriedHooks(lifted.parameters, self.parameters, redirected)
@@ -127,7 +126,7 @@ class StandIns:
                 object.__setattr__(lifted.model, "zero_grad", model_zero_grad)
 
     def by_id(self) -> dict[int, Tensor]:
-        """Return stand-ins by the ids of the tensors they replace."""
+        """Return a map from the ids of real tensors to their stand-ins."""
         pairs = [
             (one.tensor, parameter) for one, parameter in zip(self.lifted.parameters, self.parameters, strict=True)
         ]
@@ -141,11 +140,11 @@ class StandIns:
             self.read.add(position)
 
     def new_state(self) -> list[tuple[int, int, str, Any]]:
-        """Return (number of the optimizer, position, key, value) of entries that steps have added to the state."""
+        """Return new entries of optimizer state as (index of the optimizer, index of the parameter, key, value)."""
         return [(number, *entry) for number, one in enumerate(self.optimizers) for entry in one.new_state()]
 
     def step_unless(self, optimizer: optim.Optimizer, found_inf: Tensor) -> None:
-        """Run an optimizer's step, and undo it if an inf was found."""
+        """Run an optimizer's step on its stand-in; the graph undoes it if `found_inf` is nonzero."""
         for one in self.optimizers:
             if one.lifted.optimizer is optimizer:
                 one.step_unless(found_inf)

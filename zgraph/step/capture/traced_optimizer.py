@@ -32,10 +32,10 @@ class TracedOptimizer:
         lifted: the real optimizer.
         parameters, shards: traced parameters and shards of the model.
         groups: the optimizer's groups, with traced parameters and options.
-        state: traced state, by tensors of `stepped_on`; it includes entries that the step adds.
+        state: traced state, with the tensors of `stepped_on` as keys; it includes entries that the step adds.
         stepped: whether the optimizer has stepped.
         skip: whether the step is skipped, as a 0-d bool tensor; None if it is never skipped.
-        drawn: how moments are rounded, by position of the parameter; None: they are not rounded.
+        drawn: seeds of the stochastic rounding of moments, by index of the parameter; None: no rounding.
     """
 
     lifted: LiftedOptimizer
@@ -81,12 +81,12 @@ class TracedOptimizer:
 
     @property
     def is_element_wise(self) -> bool:
-        """Whether the optimizer may step on shards."""
+        """Whether the optimizer computes element by element, and can therefore step on local shards."""
         return type(self.lifted.optimizer) in ELEMENT_WISE
 
     @property
     def stepped_on(self) -> Sequence[Tensor]:
-        """Tensors that the optimizer steps on, by position: shards if it is element-wise, else parameters."""
+        """Local shards of the parameters if the optimizer is element-wise, else the parameters, both by index."""
         return self.shards if self.is_element_wise else self.parameters
 
     @contextlib.contextmanager
@@ -94,7 +94,7 @@ class TracedOptimizer:
         """Install the stand-in in the user's optimizer; restore everything afterwards.
 
         Args:
-            clear: called by `zero_grad` with positions of parameters and `set_to_none`; clears their gradients.
+            clear: called by `zero_grad` with indices of parameters and `set_to_none`; clears their gradients.
         """
         optimizer = self.lifted.optimizer
         groups, own = optimizer.param_groups, {key: optimizer.__dict__.get(key) for key in ("step", "zero_grad")}
@@ -117,7 +117,7 @@ class TracedOptimizer:
                     optimizer.__dict__[key] = value
 
     def new_state(self) -> list[tuple[int, str, Any]]:
-        """Return (position, key, value) of entries that the step has added to the optimizer's state.
+        """Return entries that the step has added to the optimizer's state, as (index of the parameter, key, value).
 
         Raises:
             ZgraphError: the step has changed a Python number in the state, which a graph could only keep as a constant.
@@ -136,14 +136,14 @@ class TracedOptimizer:
         return found
 
     def layout_of(self, position: int, key: str, value: Tensor) -> DTensor | None:
-        """Return a DTensor with the layout of a new state entry; None: the entry is whole on each rank."""
+        """Return a DTensor with the layout of a new state entry; None if each rank has the whole entry."""
         if not self.is_element_wise:
             return value if isinstance(value, DTensor) else None
         parameter = self.parameters[position]
         return parameter if isinstance(parameter, DTensor) and key not in SCALARS else None
 
     def step_unless(self, found_inf: Tensor) -> None:
-        """Run the optimizer's step, and undo it if an inf was found.
+        """Run the optimizer's step; the graph undoes it if `found_inf` is nonzero.
 
         The optimizer works on copies, which are copied back to parameters and state unless the step is skipped. An inf
         or NaN in the copies is thus discarded, and the host need not wait for `found_inf`.
@@ -164,7 +164,7 @@ class TracedOptimizer:
         self._step_on(self.stepped_on, self._gradients())
 
     def _gradients(self) -> dict[int, Tensor]:
-        """Return this call's gradients by position: local shards if the optimizer steps on shards, else as they are."""
+        """Return gradients by index of the parameter; as local shards if the optimizer steps on local shards."""
         found: dict[int, Tensor] = {}
         for position in self.own:
             parameter = self.parameters[position]
@@ -182,7 +182,7 @@ class TracedOptimizer:
             self._step_on(given, grads)
 
     def _step_on(self, given: Sequence[Tensor], grads: Mapping[int, Tensor]) -> None:
-        """Run the optimizer's original step on the given tensors and gradients, both by position."""
+        """Run the optimizer's original step on tensors with the given gradients, both by index of the parameter."""
         optimizer, state = self.lifted.optimizer, self._state_of(given)
         held = {position: given[position].grad for position in self.own}
         for position in self.own:
@@ -217,7 +217,7 @@ class TracedOptimizer:
                 self._take_over(one, copy, state[copy])
 
     def _state_of(self, given: Sequence[Tensor]) -> dict[Tensor, dict[str, Any]]:
-        """Return the optimizer's state, or copies of it if `given` are copies of the stepped tensors."""
+        """Return the optimizer's state with the tensors of `given` as keys; copy its entries if these are copies."""
         if given is self.stepped_on:
             return self.state
         found: dict[Tensor, dict[str, Any]] = defaultdict(dict)
@@ -232,7 +232,7 @@ class TracedOptimizer:
         return found
 
     def _take_over(self, one: Tensor, copy: Tensor, entries: dict[str, Any]) -> None:
-        """Copy `copy` and its state `entries` back to the tensor `one` and its state, unless the step is skipped."""
+        """Copy a step's results, `copy` and `entries`, back to the tensor `one` and its state, unless it is skipped."""
         self._write(one, copy)
         known = self.state[one]
         for key, value in entries.items():

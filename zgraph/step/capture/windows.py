@@ -15,9 +15,10 @@ aten = torch.ops.aten
 
 
 def resolve_windows(graph: fx.Graph) -> None:
-    """Sum each window's gradients inside the graph, without state between calls; set all markers' positions to ALONE.
+    """Sum the gradients of each `zgraph.no_sync` window inside the graph, so that no state is needed between calls.
 
-    The sum has the order and the dtypes of `zgraph.runtime.window_state`. Each parameter has its own window.
+    Afterwards every marker has the window position ALONE. The sum has the order and the dtypes of
+    `zgraph.runtime.window_state`. Each parameter has its own window.
 
     Raises:
         ZgraphError: gradients are read, or the step ends, before they are reduced over the ranks.
@@ -59,10 +60,10 @@ def _stand_alone(marker: fx.Node) -> None:
 
 
 def _drop_placeholders(graph: fx.Graph, waiting: dict[fx.Node, None]) -> None:
-    """Remove the placeholders in `.grad` of open windows, and autograd's additions of the mean to placeholders.
+    """Remove placeholder gradients of open windows, and the additions of mean gradients to placeholders.
 
     Raises:
-        ZgraphError: anything else reads a placeholder.
+        ZgraphError: another node reads a placeholder.
     """
     dropped = dict(waiting)
     for node in list(graph.nodes):

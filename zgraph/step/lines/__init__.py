@@ -1,1 +1,1 @@
-"""The user's lines while a step is traced: their calls are watched, redirected to stand-ins, or refused."""
+"""Handle the user's calls while a step is traced: pass traced tensors, and refuse unsupported operations."""

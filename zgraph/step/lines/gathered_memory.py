@@ -1,4 +1,4 @@
-"""Detect a captured forward that writes to parameters: it would write to gathered copies."""
+"""Refuse writes to gathered parameters in a captured forward: the parameters themselves would not change."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class GatheredMemory:
     """Memory of the parameters that a trace has gathered.
 
     Attributes:
-        names: names of parameters, by the ids of their handles' stand-ins.
+        names: name of each parameter, by the id of the traced tensor for its handle.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class GatheredMemory:
             self._gathered[fake_storage_key(result)] = result, self.names.get(id(args[1]), "a parameter")
 
     def check(self, func: OpOverload, written: Sequence[Tensor]) -> None:
-        """Refuse a write to gathered memory: neither another forward nor the parameter would see the written values.
+        """Refuse an operator that writes to a gathered copy: the parameter itself would keep its values.
 
         Raises:
             ZgraphError: gathered memory is written to; the message names the line and the parameter.

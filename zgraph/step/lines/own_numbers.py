@@ -20,16 +20,16 @@ aten = torch.ops.aten
 def return_own_numbers(
     graph: fx.Graph, of_rank: Collection[fx.Node], kept: Collection[fx.Node], left: Collection[fx.Node]
 ) -> int:
-    """Append to a captured graph's outputs the rank-local numbers by which the graph changes shards.
+    """Add to a graph's outputs all numbers that change shards and may differ between ranks.
 
     Args:
-        graph: captured graph with markers; results of markers and of collectives are common to all ranks.
+        graph: captured graph with markers; results of markers and of collectives are equal on all ranks.
         of_rank: inputs that differ between ranks, such as the batch.
         kept: inputs that are shards: parameters and the optimizer's state.
         left: outputs that are shards: gradients and new state.
 
     Returns:
-        Number of appended outputs. Only numbers on the CPU are appended: reading others waits for the device.
+        Number of added outputs. Numbers on other devices than the CPU are not added: reading them waits for the device.
     """
     shards, own = set(kept), set(of_rank)
     numbers: dict[fx.Node, None] = {}

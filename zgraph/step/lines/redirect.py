@@ -1,4 +1,4 @@
-"""Calls of torch while a step is traced: their tensors and numbers are replaced by stand-ins."""
+"""Replace real tensors and numbers by traced ones in calls of torch, while a step is traced."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from zgraph.torch_compat.operators import is_fused_update
 class Redirect(TorchFunctionMode):
     """Pass traced tensors instead of the real ones to each call of torch, including reads and writes of `.grad`.
 
-    The user's lines may therefore reach a parameter in any way: through the model, a list, an attribute.
+    The user's code may therefore reach a parameter in any way: through the model, a list or an attribute.
 
     Args:
         watch: watch of the trace; `watch.stand_ins` has the traced tensors, by ids of the real ones.
@@ -66,7 +66,7 @@ class Redirect(TorchFunctionMode):
         return result
 
     def _set_data(self, tensor: Any, value: Any) -> None:
-        """Run `tensor.data = value` as a copy of the values, instead of binding other memory to the tensor."""
+        """Run `tensor.data = value` as a copy of values into `tensor`, which keeps its memory."""
         if not any(tensor is one for one in self._stand_ins.values()):
             raise refusal("assigns the .data of a tensor that the step has made", "write in place, with copy_")
         ours, theirs = _layout_of(tensor), _layout_of(value)
@@ -106,9 +106,9 @@ def _is_mask(index: Any) -> bool:
 
 
 def with_numbers(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call a fused optimizer with the values of symbolic numbers, then make the call's node read the symbolic numbers.
+    """Call a fused optimizer with plain floats for its symbolic numbers, and make its node read the symbolic numbers.
 
-    An argument of type `float` turns a symbolic number into a constant, and each value then needs another graph.
+    The operator's `float` arguments would turn symbolic numbers into constants of the graph.
     """
     numbers = {key: value for key, value in kwargs.items() if isinstance(value, torch.SymFloat)}
     before = newest_node()

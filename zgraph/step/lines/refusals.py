@@ -1,4 +1,4 @@
-"""Checks before a captured step is traced, and the user's line for errors during the trace."""
+"""Checks before a step is traced, and error messages that name the user's line."""
 
 from __future__ import annotations
 
@@ -90,12 +90,12 @@ def user_line() -> str:
 
 
 def is_library(file: str) -> bool:
-    """Return whether a code's file belongs to torch or zgraph, or is not a real file."""
+    """Return whether `file`, the file name of a code object, belongs to torch or zgraph, or is not a real file."""
     return file.startswith((*_LIBRARIES, "<"))
 
 
 def line_of(error: BaseException) -> str:
-    """Return the innermost line outside torch and zgraph that an error passed through, in the format of `user_line`."""
+    """Return the innermost line of an error's traceback outside torch and zgraph, in the format of `user_line`."""
     found, trace = "", error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code

@@ -32,18 +32,17 @@ _LITERALS = frozenset({aten.lift_fresh.default, aten.lift_fresh_copy.default})
 
 
 class Watch(DispatchMode):
-    """Sees each operator of a step while it is traced, and refuses what a graph would get wrong.
+    """Checks each operator of a step while the step is traced, and refuses operators that a graph would get wrong.
 
     Attributes:
-        accumulates: returns whether `zgraph.no_sync` is active. If so, gradients of stage 3, which are reduced anyway,
-            are marked as in an open window. The mark tells error feedback that no optimizer step follows.
+        accumulates: function that returns whether `zgraph.no_sync` is active. If so, markers of reduced gradients get
+            the window position OPEN, by which error feedback knows that no optimizer step follows.
         known: values of step counts and similar numbers.
-        gathered: memory of parameters inside forwards, which must not be written.
-        stand_ins: traced tensors, by ids of the real tensors that they replace; autograd may have saved real ones.
-        part: number of the running forward or backward: 0 a forward, 1 its backward, 2 the next forward, ...; nodes
-            are marked with this number.
-        reader: optimizer whose own step is running. Only this optimizer may read numbers from tensors, such as step
-            counts for bias correction. The attribute stays set if the step raises.
+        gathered: memory of gathered parameters, which must not be written.
+        stand_ins: traced tensors, by ids of the real tensors that they replace.
+        part: number of the running part: 0 is the first forward, 1 its backward, 2 the next forward, ...
+        reader: optimizer whose own step is running, which may read numbers such as step counts from tensors; None: no
+            code may.
     """
 
     def __init__(self, mode: Any, asks: bool, modules: Mapping[int, str]) -> None:
@@ -58,7 +57,7 @@ class Watch(DispatchMode):
 
     @contextlib.contextmanager
     def reading_values(self, reader: object) -> Generator[None]:
-        """Let `reader`, an optimizer, read its step counts inside the `with`."""
+        """Allow the optimizer `reader` to read numbers from tensors inside the `with`."""
         self.reader = reader
         yield
         self.reader = None
@@ -129,7 +128,7 @@ class Watch(DispatchMode):
             )
 
     def _instead(self, given: Any) -> Any:
-        """Return an argument with traced tensors in place of real ones."""
+        """Return an operator's argument with real tensors replaced by traced ones."""
         if isinstance(given, Tensor):
             return self.stand_ins.get(id(given), given)
         if type(given) in (list, tuple):
@@ -141,7 +140,9 @@ Origin = tuple[str, str, int, str]  # path of the module, file, line, function
 
 
 class Origins:
-    """Finds the module and the user's line that each operator comes from; in backward, those of the forward operator.
+    """Finds the module and the user's line that each operator comes from.
+
+    Operators of a backward have the module and line of the forward operator.
 
     Args:
         modules: paths of the model's modules by their ids.
@@ -186,7 +187,7 @@ def _is_foreign(tensor: Tensor) -> bool:
 
 
 def _indexes_by_numbers(func: OpOverload, args: Sequence[Any]) -> bool:
-    """Return whether elements are selected by positions, not by a mask, so that the result's shape is known."""
+    """Return whether an operator indexes by position, not by mask, so that the shape of its result is known."""
     return func is aten.index.Tensor and all(index is None or not _is_mask(index) for index in args[1])
 
 
@@ -202,7 +203,7 @@ def _draws_nothing(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, A
 
 @dataclass(frozen=True)
 class _Known:
-    """A number in a tensor: the value of input `place` before the step, plus `added`; without `place`, `added`."""
+    """A 0-d tensor with a known value: graph input `place` plus `added`; just `added` if `place` is None."""
 
     tensor: Tensor  # kept alive, so that its id is not reused
     place: int | None
@@ -210,16 +211,17 @@ class _Known:
 
 
 class KnownValues:
-    """Numbers on which Python may branch: the inputs of the next call tell whether that call takes the same branch.
+    """0-d tensors on the CPU, such as step counts, whose values Python may compare during a trace.
 
-    The numbers are in 0-d inputs on the host, such as step counts, to which a step at most adds a number.
+    A value is known if the tensor is a constant, or an input of the graph to which the step has added only constants.
+    The outcome of a comparison becomes a guard, which is checked on the inputs of later calls.
 
     Args:
         mode: result of `step_mode`.
-        asks: whether Python may also branch on numbers that it reads from these tensors; each branch adds a guard.
+        asks: whether Python may also branch on numbers that it reads with `item()`; each branch adds a guard.
 
     Attributes:
-        read: for each number, by name: position of the input that it comes from, and what the step has added to it.
+        read: (index of the input, constant that the step has added to its value) of each symbolic number, by name.
         numbers: the symbolic numbers, by name.
     """
 
@@ -232,7 +234,7 @@ class KnownValues:
         self.numbers: dict[str, Any] = {}
 
     def begin(self, present: Sequence[Tensor], traced: Sequence[Tensor]) -> None:
-        """Register the real inputs of the step, and the tensors that are traced in their place."""
+        """Register the real input tensors of the step, and the traced tensors that replace them."""
         self._present = list(present)
         for place, (real, one) in enumerate(zip(present, traced, strict=True)):
             if real.ndim == 0 and real.device.type == "cpu" and not is_fake(real):
@@ -255,7 +257,7 @@ class KnownValues:
                     self._known[id(one)] = replace(known, added=known.added + added)
 
     def _added(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float | None:
-        """Return the number that an operator adds to its first argument; None if it does anything else."""
+        """Return the number that an operator adds in place to its first argument; None if it does anything else."""
         if func not in _ADDITIONS or len(args) < 2:
             return None
         other, factor = args[1], kwargs.get("alpha", 1)
@@ -265,7 +267,7 @@ class KnownValues:
         return other * factor if isinstance(other, int | float) and isinstance(factor, int | float) else None
 
     def decide(self, tensor: Any) -> bool | None:
-        """If `tensor` compares a known number, return the comparison's result and add a guard; else return None."""
+        """Return the outcome and add a guard if `tensor` is the result of comparing a known number; else None."""
         if id(tensor) not in self._compared:
             return None
         _, compare, known, other = self._compared[id(tensor)]
@@ -273,7 +275,7 @@ class KnownValues:
             return bool(compare(self._number(known), other))
 
     def number(self, tensor: Tensor, number: Any) -> Any:
-        """Return the number read from a tensor; if it is a known number, a symbolic one on which Python may branch."""
+        """Return the number in a tensor: a symbolic number if the tensor's value is known, else `number` unchanged."""
         known = self._known.get(id(tensor))
         if not self._asks or known is None or not isinstance(number, torch.SymFloat):
             return number

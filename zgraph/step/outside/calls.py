@@ -1,4 +1,4 @@
-"""Record the functions called while a step is traced: the step can only have read values that their code names."""
+"""Record the functions called while a step is traced, to find the outside values that the step may have read."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ class Calls:
         return not self.is_known or id(code) in self._ran
 
     def names(self) -> frozenset[str]:
-        """Return all names in the recorded code. Libraries count, too: they read attributes of modules they define."""
+        """Return all names in the recorded code, including code of libraries."""
         return frozenset[str]().union(*map(names_of, self._ran.values()))
 
 
 @functools.cache
 def computes_names(code: CodeType) -> bool:
-    """Return whether `code` may read attributes that it does not name, like `getattr(self, f"w{number}")`."""
+    """Return whether `code` may read attributes by computed names, as `getattr(self, f"w{number}")` does."""
     asks = names_of(code)
     if not _BY_ANY_NAME.isdisjoint(asks):
         return True

@@ -1,4 +1,4 @@
-"""Functions that a step may call, and the names in their code: attributes, entries, globals, cells, defaults."""
+"""Find the functions that a step may call, by the names in their code."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _CALLED_BY_PYTHON = frozenset({"forward", "backward", "setup_context", "__call__
 
 @dataclass
 class Functions:
-    """Functions that can be reached by the names in each other's code.
+    """All functions that a step may call, found by the names in the code of the step and of these functions.
 
     Attributes:
-        names: attributes named by the code of any function, and the code's strings, which may be attribute names.
+        names: attribute names in the code of all functions, and the code's strings, which may be attribute names.
         seen: functions found so far, with their paths.
         packages: installed packages whose functions are followed; all others are libraries.
-        has_run: returns whether a code object has run; code that has not is not followed.
+        has_run: function that returns whether a code object has run; functions that have not run are ignored.
     """
 
     packages: frozenset[str]
@@ -39,7 +39,10 @@ class Functions:
     _users: dict[type, bool] = field(default_factory=dict[type, bool])
 
     def add(self, value: Any, path: str) -> bool:
-        """Follow a function, or the functions in a method or property; return whether any of them is new."""
+        """Add the functions of a value (a function, method or property) with the names in their code.
+
+        Returns whether any function is new.
+        """
         found = [one for one in _plain(value) if one not in self.seen and self.follows(one)]
         for one in found if len(self.seen) < _MOST_FUNCTIONS else ():
             self.seen[one] = path
@@ -47,7 +50,7 @@ class Functions:
         return bool(found)
 
     def follows(self, function: FunctionType) -> bool:
-        """Return whether a function has run and belongs to the user, or to a package that the model comes from."""
+        """Return whether a function has run, and is defined by the user or in a package that the model comes from."""
         code = function.__code__
         return self.is_users(code.co_filename, function.__module__) and self.has_run(code)
 
@@ -72,7 +75,7 @@ class Functions:
                 yield f"defaults of {path}", [*(function.__defaults__ or ()), function.__kwdefaults__ or {}], None
 
     def methods(self, kind: type, path: str) -> bool:
-        """Follow the methods of a class that code names or Python itself calls; return whether any of them is new."""
+        """Add the methods of a class that code names or that Python calls; return whether any method is new."""
         is_new = False
         for base in kind.__mro__:
             if base is object or not self.is_users_class(base):
@@ -128,7 +131,7 @@ def _plain(value: Any) -> list[FunctionType]:
 
 
 def is_library_module(value: ModuleType, functions: Functions) -> bool:
-    """Return whether a Python module belongs neither to the user nor to a package that the model comes from."""
+    """Return whether a Python module is a library: not the user's, and not in a package that the model comes from."""
     file = getattr(value, "__file__", None)
     return file is None or not functions.is_users(file, value.__name__)
 

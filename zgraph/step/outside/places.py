@@ -1,4 +1,4 @@
-"""Places where Python keeps values (attributes and containers), with their earlier contents to detect changes.
+"""Containers that hold Python values, with copies of their earlier contents, to detect changes.
 
 Contents are compared entry by entry, by identity first, which is cheap.
 """
@@ -24,7 +24,7 @@ _MISSING: Any = type("Missing", (), {"__repr__": lambda _: "nothing"})()
 
 @dataclass(frozen=True)
 class Binding:
-    """An attribute, or an entry of a dict, to which a step binds a tensor that it makes."""
+    """A traced tensor that a step has assigned to an attribute or a dict entry."""
 
     holder: dict[Any, Any]
     key: Any
@@ -33,15 +33,15 @@ class Binding:
 
 @dataclass(eq=False)
 class Place:
-    """A container, and its earlier contents.
+    """A container, with a copy of its earlier contents.
 
     Attributes:
         path: Python expression of the container, for messages.
-        holder: a dict of attributes or entries, a list, a set, a cell, or an iterator.
+        holder: the container: a dict, an object's `__dict__`, a list, a set, a cell, or an iterator.
         keys: names of the attributes to compare; None: all contents.
-        counts: whether attributes that are added later matter, too.
-        reads: names of the added attributes that matter; None: all.
-        kind: class whose attributes `holder` has; None: the holder does not belong to a class.
+        counts: whether attributes that were added later count as changes.
+        reads: names of added attributes that count as changes; None: all.
+        kind: class whose `__dict__` is `holder`; None: `holder` belongs to no class.
         held: earlier contents, in order.
     """
 
@@ -58,7 +58,7 @@ class Place:
         self.held = self.now()
 
     def has_more(self) -> bool:
-        """Return whether attributes that matter were added or removed."""
+        """Return whether attributes were added or removed since the copy; see `reads`."""
         added = [key for key in self.holder if key not in self.every]
         return any(self.reads is None or key in self.reads for key in added) or (
             self.reads is None and len(self.holder) != len(self.every)
@@ -66,7 +66,7 @@ class Place:
 
     @property
     def _is_too_long(self) -> bool:
-        """Whether only the length of a dict is known, not its keys and values."""
+        """Whether `held` has only the length of a dict, not its keys and values."""
         return self.keys is None and len(self.held) % 2 == 1
 
     @property
@@ -106,7 +106,10 @@ class Place:
         return f"{self.path}[{place}]" if isinstance(self.holder, list | tuple | deque) else self.path
 
     def take_made(self) -> list[Binding]:
-        """Restore and return the entries in which a tensor of the trace has replaced a tensor, None or nothing."""
+        """Return entries to which the trace has assigned a tensor, after restoring their earlier values.
+
+        Entries whose earlier value was another Python object are left out.
+        """
         if not isinstance(self.holder, dict) or self._is_too_long:
             return []
         half = len(self.held) // 2
@@ -153,9 +156,9 @@ class Place:
 
 
 class Compared:
-    """Fast check of many places: whether all their entries are still the same objects.
+    """Fast check that the contents of many places are still the same objects.
 
-    Entries of a tuple cannot change. If an entry is another object, the places themselves compare it for equality.
+    If the check fails, callers compare the places one by one, by value.
     """
 
     def __init__(self, places: Sequence[Place]) -> None:
@@ -175,7 +178,7 @@ class Compared:
         self._entries = list(self._now())
 
     def take_sizes(self) -> None:
-        """Expect the containers' present sizes from now on."""
+        """Replace the expected sizes of the containers by the present ones."""
         self._sizes = list(map(len, self._sized))
 
     def _now(self) -> Iterator[Any]:
@@ -187,7 +190,7 @@ class Compared:
         )
 
     def are_same(self) -> bool:
-        """Return whether all entries are the same objects."""
+        """Return whether all places still have the same contents as when this check was created."""
         return (
             all(map(is_, map(cast(Any, call), self._readers, self._keys), self._values))
             and list(map(len, self._sized)) == self._sizes

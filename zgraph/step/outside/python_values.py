@@ -1,7 +1,7 @@
-"""Python values that a step may read, as they were at the step's capture: numbers, containers, configurations.
+"""Snapshot of the Python values that a step may read: numbers, containers, configurations.
 
-They are found by names: names in the code of the step and of its model's forwards, in the functions that these name,
-and everything that modules hold.
+The values are all attributes of the model's modules, and the variables and attributes named in the code of the step, of
+the modules' forwards, and of functions that this code calls.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class PythonValues:
     Args:
         functions: the step, and hooks on parameters.
         models: modules whose forwards the step may call; all their attributes are read.
-        ran: functions that the step called while it was traced. Only values that their code names are included. None:
-            the step was not traced.
+        ran: record of the functions called in a trace; only values named in their code are included. None: values named
+            in any reachable function are included.
 
     Attributes:
         places: containers found, by their ids.
-        calls: calls of the step while it is traced.
-        bound: dicts in which a trace has left tensors. The step's results go into these very dicts, so they must not be
-            replaced by equal ones.
+        calls: record of the functions that the step calls while it is traced.
+        bound: dicts to which a trace has assigned tensors. Later calls assign their results to the same dicts, so a
+            dict that was replaced by an equal one counts as changed.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class PythonValues:
         self._compared = Compared([place for place in self.places.values() if not place.is_iterator])
 
     def of_what_ran(self) -> PythonValues:
-        """Return a snapshot of only the values that functions called during the trace may have read."""
+        """Return a smaller snapshot, with only the values named in functions that the trace has called."""
         found = PythonValues(*self._given, self.calls) if self.calls.is_known else self
         found.bound = self.bound
         return found
@@ -80,7 +80,7 @@ class PythonValues:
     # --- compare ------------------------------------------------------------------------------------------------------
 
     def changed(self) -> str:
-        """Describe the first value that has changed; "" if there is none."""
+        """Describe the first value that has changed since the snapshot; "" if there is none."""
         if self._compared.are_same():
             return ""
         for place in self.places.values():
@@ -121,7 +121,10 @@ class PythonValues:
         )
 
     def effects(self) -> tuple[list[Binding], str]:
-        """Undo a trace's changes; return the entries that held the trace's tensors, and the first other change."""
+        """Undo the changes that a trace has made to the values.
+
+        Returns the assignments of traced tensors, and a description of the first other change ("" if there is none).
+        """
         bindings: list[Binding] = []
         found = ""
         for place in self.places.values():
@@ -169,7 +172,7 @@ class PythonValues:
                 self._global(path, holder, key)
 
     def _computes_names(self) -> bool:
-        """Return whether the code that has run may read attributes whose names do not appear in it."""
+        """Return whether code that has run may read attributes by computed names, as with `getattr`."""
         return self._ran is not None and any(computes_names(one.__code__) for one in self._functions.seen)
 
     def _module(self, path: str, part: nn.Module) -> None:
@@ -274,7 +277,7 @@ def _is_data(value: Any) -> bool:
 
 
 def _inside(value: Any) -> Any:
-    """Return the part of a value that is compared: the value itself, or an object's attributes."""
+    """Return the container to compare for a value: the `__dict__` of an object, or the value itself."""
     if isinstance(value, list | dict | set | deque | tuple):
         return cast(Any, value)
     return getattr(value, "__dict__", value)

@@ -1,4 +1,4 @@
-"""Random numbers of Python and numpy, which a captured step cannot draw."""
+"""Refuse draws of Python's and numpy's random numbers in a captured step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values that a function reads from outside: variables, the attributes and entries that its code names, tensors."""
+"""Find the values that a function reads from outside: variables, and the attributes and entries that its code names."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ DEPTH = 4  # limit for names such as self.config.loss.weight
 
 
 def variables_of(function: Callable[..., Any], *, but: nn.Module | None = None) -> Iterator[tuple[str, Any]]:
-    """Yield names and values that a function may read from outside, as far as they are set.
+    """Yield names and values of the variables that a function may read from outside.
 
-    These are its closure, the globals that it names, the object that it is a method of, and in all of these the
-    attributes and entries whose names appear in its code: `config.alpha`, `self.args["alpha"]`. All attributes of a
-    module are included, since its forward may read them. Values read by functions that `function` calls are not seen.
+    These are the variables in its closure, the globals that its code names, and `self` of a method. Attributes and
+    entries of these are included if the code names them: `config.alpha`, `self.args["alpha"]`. A module's attributes
+    are all included, since its forward may read them. Variables that only called functions read are not included.
 
     Args:
         function: a function or a method.
@@ -92,7 +92,7 @@ class Outside:
     Attributes:
         variables: names and values from `variables_of`.
         scalers: enabled GradScalers among the variables, each once.
-        tensors: tensors by name: among the variables, and in their lists, tuples, dicts, modules and GradScalers.
+        tensors: tensors by name: the variables, and the tensors in their lists, tuples, dicts, modules and GradScalers.
     """
 
     variables: list[tuple[str, Any]]
@@ -114,7 +114,7 @@ class Outside:
             function: the user's function.
             model: the step's model, whose attributes are left out.
             own: ids of the tensors that belong to the model, which are left out, too.
-            device: device for the scales of scalers that have not been used yet.
+            device: device for the scales of GradScalers that have not been used yet.
             hooks: hooks on parameters, which may read more variables.
         """
         variables = list(variables_of(function, but=model))

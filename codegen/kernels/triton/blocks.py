@@ -115,7 +115,7 @@ def unite(first, second, MANY: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit
 def in_stripes(x):
-    """Rearrange runs of each thread into stripes, one column per thread: [runs, THREADS, run] -> [runs * run * THREADS]."""
+    """Rearrange runs into stripes, one column per thread: [runs, THREADS, run] -> [runs * run * THREADS]."""
     return tl.reshape(tl.permute(x, (0, 2, 1)), [x.shape[0] * x.shape[1] * x.shape[2]])
 
 

@@ -29,8 +29,7 @@ class WeightGradients:
     """The outputs of a backward that are gradients of weights.
 
     Attributes:
-        handle: index, among the inputs of backward, of a parameter's handle (the tensor through which its state is
-        found).
+        handle: index among the inputs of a parameter's handle, the tensor through which its state is found.
         late: indices of the outputs that are gradients of weights.
         tensors: for each output, the index of the input of the compiled function whose gradient it is; None if that
             input is a number.
@@ -50,8 +49,7 @@ def saying_that_it_splits(forward: Program, handle: int) -> Program:
 
     Args:
         forward: the lowered forward.
-        handle: index, among the inputs of `forward`, of a parameter's handle (the tensor through which its scope is
-        found).
+        handle: index among the inputs of a parameter's handle, the tensor through which the model's state is found.
     """
 
     def run(args: list[Any]) -> Any:
@@ -114,8 +112,7 @@ def switch_by_step(
     """Return a program that runs, in each optimizer step, the variant planned for that step.
 
     Args:
-        programs: pairs (first optimizer step, program) in order, beginning with step 0; all have equal inputs and
-        outputs.
+        programs: pairs (first optimizer step, program) in order, from step 0 on, with equal inputs and outputs.
         gm: graph of the last program; its compressed reductions tell for which parameters to count steps.
         weights: outputs that are gradients of weights, if programs may run in halves; a step is then counted when the
             second half has run. None: programs run whole.

@@ -158,7 +158,7 @@ def carries_mean(node: fx.Node) -> bool:
 
 
 def finish_before(graph: fx.Graph, start: fx.Node, anchor: fx.Node, ahead: Hazards) -> None:
-    """Move the wait of a reduction, and the nodes that make a gradient of its result, to just before the anchor.
+    """Move the wait of a reduction, and the nodes that turn its result into a gradient, to just before `anchor`.
 
     For a replicated parameter, the start of the gather of the averaged gradient moves as well, but not its wait.
     """

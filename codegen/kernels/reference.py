@@ -7,6 +7,8 @@ Each group of elements x is sent as integer codes c and one bf16 scale s. The re
     c = clamp(floor(k u))        k = levels / 2 / (K + 1) / clip, for the clip with the largest <u, c + b>^2 / |c + b|^2
     s = max|y| / K <u, u> / <u, c + b> / 32
 
+Here levels is 2^bits, clip is a clipping level as a share of the largest magnitude, and <x, y> is the inner product.
+
 With rotation by H, values look Gaussian: codes represent the middles of their intervals (b = 1/2), and all levels are
 used. Without rotation, y = x and s has no factor 1/32; codes are rounded to nearest, and zero has a code of its own
 (b = 0, one level fewer).
@@ -79,7 +81,7 @@ class CodeBook:
         return 2 * (self.top + 1) // (self.high - self.low + 1)
 
     def slope(self, clip: float) -> float:
-        """Return the factor of u that gives codes or, with rotation, positions between the two clips."""
+        """Return the factor of u to get a code or, with rotation, a position between the two clips."""
         return fp32(0.5 / (self.top + 1) / clip if self.rotated else self.high / self.top / clip)
 
     @property
@@ -248,8 +250,8 @@ def to_blocks(values: Tensor) -> Tensor:
     """Cut groups into blocks of 32 elements: [..., group] -> [..., blocks, 32], or [..., 1, group] for smaller groups.
 
     A block has runs of 8 neighbouring elements, group / 4 elements apart: element 8 * blocks * a + 8 * b + c of a group
-    is at place 8 * a + c of block b. A GPU thread, which keeps one block in registers, so reads 8 elements at once,
-    neighbouring threads read neighbouring runs, and a byte of codes only has elements of one block.
+    is at place 8 * a + c of block b. A GPU thread keeps one block in its registers. It therefore reads 8 elements at
+    once, neighbouring threads read neighbouring runs, and a byte of codes only has elements of one block.
     """
     places = min(values.shape[-1], HADAMARD)
     return values.unflatten(-1, (places // RUN, -1, RUN)).transpose(-3, -2).flatten(-2)
@@ -355,8 +357,7 @@ def quantize_bucket(
     """Quantize the gradients of a bucket into its payload.
 
     Args:
-        grads: contiguous gradients of any shape; each counts as padded with zeros to `stretches * world * numel`
-        elements.
+        grads: contiguous gradients of any shape, treated as padded to `stretches * world * numel` elements by zeros.
         states: error-feedback state of each gradient, see `quantize`; updated in place.
         layout: layout of the bucket; its method is a BlockMethod.
         draw, rank: key of the random signs.
@@ -406,8 +407,7 @@ def dequantize_each_bucket(received: Tensor, layout: BucketLayout, draw: RngKey,
 
     Args:
         received: [ranks, payload_bytes] uint8, from ranks 0, 1, ... of the group; rows need not be adjacent.
-        layout, draw: layout, and key of random signs, used by the senders; the layout has a world of one and one
-        stretch.
+        layout, draw: layout, with world and stretches of 1, and key of random signs, used by the senders.
         outputs: [ranks, numel] in any floating-point dtype for each tensor; overwritten.
     """
     for rank in range(received.shape[0]):

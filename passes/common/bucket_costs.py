@@ -10,11 +10,11 @@ from dataclasses import dataclass
 def link_bytes(
     *, total_bytes: int, latency_us: float, transfer_us: float, compute_us: float, latency_share: float
 ) -> int:
-    """Return the bucket size that suits a link.
+    """Return the bucket size in bytes that suits a link: the smaller of two sizes.
 
-    The size is the smaller of two. At the first, latency is `latency_share` of the transfer. The second minimizes the
-    exposed time when compute cannot hide such a large bucket: n buckets expose n latencies and 1 / n of the transfer,
-    or of the compute if that is shorter, and the minimum is at n = sqrt(min(transfer, compute) / latency).
+    - The size at which latency is `latency_share` of the transfer.
+    - The size that exposes the least time. With n buckets, n latencies are exposed, and 1 / n of the transfer (or of
+      the compute, if that is shorter). The sum is least at n = sqrt(min(transfer, compute) / latency).
 
     Args:
         total_bytes: bytes of all collectives together.

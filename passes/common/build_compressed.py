@@ -134,10 +134,10 @@ class CompressedReduction(ReductionBuilder):
         return TwoHop(inter_host=one_hop)
 
     def _known_ranks_per_host(self) -> int | None:
-        """Return the number of consecutive ranks of the group on each host, by the hardware of target or machine.
+        """Return the number of consecutive ranks of the group on each host.
 
-        None if the hardware is unknown, if each host has one rank or one host has all, or if hosts have different
-        numbers.
+        Returns None if the hardware of the target or this machine is unknown, if each host has one rank or one host has
+        all, or if hosts have different numbers of ranks.
         """
         machine, world = self.ctx.hardware or self.ctx.machine, self.layout.world
         if machine is None or world == 1:
@@ -148,7 +148,7 @@ class CompressedReduction(ReductionBuilder):
         return found if 1 < found < world and on_nodes == neighbours else None
 
     def _hops(self, chunk: Chunk, numel: int) -> list[Hop]:
-        """Return the hops of the reduction over the last group of `chunk`, in order."""
+        """Return the hops (exchanges) of the reduction over the last process group of `chunk`, in order."""
         if isinstance(self.method, TwoHop) and self.layout.num_replicas == 1:
             return self._hops_by_host(self.method, chunk, numel)
         is_second = len(chunk.group_names) > 1  # over the replicas: hybrid sharding is two hops by itself

@@ -149,7 +149,10 @@ class _Bucket:
         return meta.create(self.graph, aten.slice.Tensor, (mean, 0, 0, rows), like=marker)
 
     def _grad(self, args: ReduceArgs, marker: fx.Node) -> fx.Node:
-        """Return the gradient to compress, without a cast to fp32; at a window's end, with accumulated gradients."""
+        """Return the gradient to compress, without a cast to fp32.
+
+        At the end of a `no_sync` window, the accumulated gradients are added.
+        """
         if args.layout.gradients_wait(args.window):
             waited = (args.grad, args.handle, args.dtype, args.layout.zero_stage)
             return meta.create(self.graph, torch.ops.zgraph.add_accumulated.default, waited, like=marker)

@@ -257,7 +257,10 @@ def _hops_of(marker: fx.Node) -> dict[str, Reduction]:
 
 
 def _travelling(grad: fx.Node, asked: torch.dtype | None) -> tuple[fx.Node, torch.dtype]:
-    """Return the node to send for `grad` and the dtype to send: the source of a cast that only widened the gradient."""
+    """Return the node to send in place of `grad`, and the dtype in which to send it.
+
+    If `grad` is a cast that only widened a bf16 or fp16 gradient to fp32, the node is the source of the cast.
+    """
     dtype = meta.tensor_value(grad).dtype
     if traits.cast_dtype(grad) == torch.float32 and wire_dtype_of(dtype, asked) == dtype:
         source = grad.all_input_nodes[0]

@@ -31,7 +31,7 @@ _TENSORS: Mapping[object, int] = MappingProxyType(
 
 @dataclass(frozen=True)
 class ListCall:
-    """A call on single tensors that can be one element of a call over lists.
+    """An operator call on single tensors that can be merged with others into one call over lists.
 
     Attributes:
         target: operator of the call.
@@ -49,7 +49,7 @@ class ListCall:
 
     @classmethod
     def of(cls, node: fx.Node) -> ListCall | None:
-        """Return the call of a node as a list element; None if no operator over lists gives the same result."""
+        """Return a node's call; None if no operator over lists gives the same result."""
         target, count = node.target, _TENSORS.get(node.target)
         if count is None or not isinstance(target, OpOverload):
             return None
@@ -76,7 +76,7 @@ class ListCall:
 
 
 def call_over_lists(calls: Sequence[ListCall]) -> tuple[OpOverload, tuple[Any, ...], dict[str, Any]]:
-    """Return operator, arguments and keyword arguments of one call over lists that replaces calls with equal keys."""
+    """Return operator, arguments and keyword arguments of the merged call that replaces calls with equal keys."""
     first = calls[0]
     lists = [list(members) for members in zip(*(call.tensors for call in calls), strict=True)]
     numbers = [call.number for call in calls]

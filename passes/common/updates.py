@@ -95,7 +95,7 @@ def carries_parameter(node: fx.Node) -> bool:
 
 
 def _arrivals_alone(order: Iterable[fx.Node]) -> dict[fx.Node, int]:
-    """Return for each gradient that is not reduced the position of the last gradient in its bucket."""
+    """Return for each gradient that is not reduced (on a single rank) the position of its bucket's last gradient."""
     found: dict[fx.Node, int] = {}
     bucket: dict[fx.Node, None] = {}
     held = 0

@@ -146,8 +146,8 @@ def on_gpu(order: Sequence[fx.Node]) -> bool:
 def bring_to_host(graph: fx.Graph, found: Sequence[HostUpdate]) -> None:
     """Let each update in `found` read copies on the host, each started when its source has been computed.
 
-    An update starts after the copies for the next update, so that the device never waits for a copy that has just
-    begun. Copies of parameters that are kept on the device start one update earlier.
+    An update starts after the copies for the next update have started, so that the device never waits for a copy that
+    has just begun. Copies of parameters that are kept on the device start one update earlier.
     """
     updates = {one.update: frozenset(overwritten(one.update)) for one in found}
     deadlines = _first_followers(list(graph.nodes), updates)

@@ -391,7 +391,10 @@ def _batches(order: Sequence[fx.Node], visits: Sequence[Visit]) -> Iterator[list
 def _write_behind(
     graph: fx.Graph, outgoing: Iterable[tuple[fx.Node, fx.Node]], visits: Sequence[Visit], in_flight: int
 ) -> None:
-    """Wait for each copy back after `in_flight` later batches of copies have started, or before its input is read."""
+    """Wait for each copy back after `in_flight` later batches of copies have started.
+
+    The wait is earlier if the input is read before that.
+    """
     read_again: dict[fx.Node, fx.Node] = {}  # from the start of each store to the first read after it
     last_store: dict[fx.Node, fx.Node] = {}
     for visit in visits:

@@ -144,7 +144,7 @@ def _share_numbers(graph: fx.Graph, updates: Updates) -> bool:
 
 
 def _call(node: fx.Node, most_numel: int) -> ListCall | None:
-    """Return a node's call as an element of a call over lists; None for large tensors, and if it cannot be merged."""
+    """Return a node's call if it can be merged into a call over lists; None also for large tensors."""
     value = meta.value(node)
     if not isinstance(value, Tensor) or value.device.type != "cpu" or size_hint(value.numel()) > most_numel:
         return None

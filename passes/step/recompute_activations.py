@@ -111,7 +111,7 @@ def _calls_to_make(
 
 
 def _is_fused(value: Value, number: int, model: WholeStepModel, fusible: Collection[object]) -> bool:
-    """Return whether a storage has only one value, and only operators that Inductor can fuse read it in backward."""
+    """Return whether a storage holds a single value, and only operators that Inductor can fuse read it in backward."""
     storage = model.placed.storages[number]
     forward = model.part[storage.first]
     return all(node is storage.first or _is_selected(node) for node in value.nodes) and all(

@@ -288,7 +288,7 @@ def _error_bytes(quantize: fx.Node) -> int:
 def _grouped_flops(a: Any, b: Any, *_: Any, **__: Any) -> Any:
     """Return the flops of a grouped matrix product, which has one product per expert.
 
-    A dim that is divided among the experts has their total size; no other factor for their number is then needed.
+    If the experts divide a dim among them, the dim's size is the total over all experts.
     """
     groups = a[0] if len(a) == 3 and len(b) == 3 else 1
     return 2 * groups * a[-2] * a[-1] * b[-1]

@@ -51,7 +51,9 @@ def _flash_backward(node: fx.Node) -> int:
 
 
 def _efficient_backward(node: fx.Node) -> int:
-    """Return the bytes of one fp32 number per row of the query, and of fp32 gradients of narrower query, key and value.
+    """Return the bytes of one fp32 number per row of the query, and of fp32 gradients.
+
+    Each of query, key and value needs an fp32 gradient if its own dtype is narrower.
 
     Source: torch/aten/src/ATen/native/transformers/cuda/mem_eff_attention/kernel_backward.h (workspace_size: gk, gv and
     gq are accumulated in fp32 if the output type is narrower), attention_backward.cu (delta).

@@ -157,7 +157,7 @@ class Hardware:
     def collective_us(self, kind: str, sent_bytes: float, size: int, stride: int = 1) -> float:
         """Return the microseconds of one collective, from its start to its result.
 
-        Of N ranks, a ring needs N-1 message steps, and an all_reduce 2 (N-1). In a ring across hosts, one rank of each
+        A ring of N ranks needs N-1 message steps, an all_reduce 2 (N-1). In a ring across hosts, one rank of each
         host sends to the next host. An all_to_all consists of N-1 pairwise exchanges. Across hosts, NCCL uses trees or
         PAT where a ring is slower; their number of steps is logarithmic in the number of hosts.
 
@@ -307,7 +307,7 @@ def _gpu(
     pcie: float,
     nic: float,
 ) -> Hardware:
-    """Return the `Hardware` of a GPU from data-sheet figures: Tflop/s, memory TB/s, and GB/s of a link's direction."""
+    """Return the `Hardware` of a GPU from data-sheet figures: Tflop/s, TB/s of memory, GB/s per direction of links."""
     tera = {torch.float64: fp64, torch.float32: fp32, torch.float16: half, torch.bfloat16: half}
     if byte is not None:
         tera |= dict.fromkeys((torch.float8_e4m3fn, torch.float8_e5m2), byte)

@@ -134,9 +134,9 @@ class _Axis:
 def link_of(ranks: MeasuringRanks, group: ProcessGroup, ranks_per_host: int) -> _Axis | None:
     """Measure the link of one group with all_to_alls and all_gathers; None for a single rank.
 
-    Small collectives are timed with several in flight, because in a step the latency of one does not delay the next.
-    With one at a time, gloo on a single core would need ten times as long, because its thread waits a scheduler tick
-    for a lock of the sending program, which computes during that time in a real step.
+    Small collectives are timed with several in flight, as in a step. One at a time, gloo on a single core would
+    need ten times as long, because its thread waits a scheduler tick for a lock that the sending program holds. In a
+    step, the program computes during that tick.
     """
     world = dist.get_world_size(group)
     if world == 1:
@@ -175,7 +175,7 @@ def link_of(ranks: MeasuringRanks, group: ProcessGroup, ranks_per_host: int) -> 
 
 
 def _stream_us(ranks: MeasuringRanks, group: ProcessGroup, link: Link, makes: Sequence[Make]) -> float:
-    """Return the microseconds per byte with three collectives of the group in flight, made by `makes` in turn."""
+    """Return the microseconds per byte with three collectives of the group in flight, of the kinds `makes` in turn."""
     world = dist.get_world_size(group)
     # As large as a bucket, but limited in time on a slow link.
     sent_bytes = min(ranks.large_bytes[1] // 2, int(link.bytes_per_us * MESSAGE_US))

@@ -1,11 +1,12 @@
 """Memory that operators allocate in addition to their results, while they run or while a collective is in flight.
 
 The figures are for CPU kernels in torch 2.13, each verified by a test; CUDA's are in `cuda_workspace.py`. Operators
-that are not in the table count as having no workspace. Not counted are buffers of a fixed size of a few KiB, and
-buffers
-that depend on the processor: oneDNN repacks operands of narrow matrix products, and bf16 attention repacks keys and
-values on processors with AMX (in backward also with AVX512-BF16). Such a buffer is at most as large as an operand. At a
-width of 512 it needs 0.1 to 0.4 MiB, which matters only for small models.
+that are not in the table count as having no workspace.
+
+Buffers of a fixed size of a few KiB are not counted, nor are buffers that depend on the processor: oneDNN repacks
+operands of narrow matrix products, and bf16 attention repacks keys and values on processors with AMX (in backward also
+with AVX512-BF16). Such a buffer is at most as large as an operand. At a width of 512 it needs 0.1 to 0.4 MiB, which
+matters only for small models.
 """
 
 from __future__ import annotations

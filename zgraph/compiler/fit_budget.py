@@ -22,8 +22,7 @@ def fit(peak_of: Callable[[int], int], budget_bytes: int) -> int | None:
     The last call of `peak_of` is made with the returned bytes.
 
     Args:
-        peak_of: returns the peak of the final graphs, given the bytes that passes plan for. Equal bytes give equal
-        peaks.
+        peak_of: returns the peak of the final graphs, given the bytes that passes plan for; equal for equal bytes.
         budget_bytes: bytes that must not be exceeded.
     """
     target = budget_bytes
@@ -39,7 +38,7 @@ def fit(peak_of: Callable[[int], int], budget_bytes: int) -> int | None:
 
 
 def smallest_feasible(peak_of: Callable[[int], int]) -> int:
-    """Return the smallest budget for which `fit` succeeds, as far as at most `SEARCHES` searches find.
+    """Search for a budget for which `fit` succeeds; return the smallest found in at most `SEARCHES` searches.
 
     Args:
         peak_of: as for `fit`.

@@ -113,8 +113,8 @@ class PassContext:
     def host_groups(self, group_name: str, ranks_per_host: int) -> tuple[str, str]:
         """Return the names of two subgroups: this host's ranks, and the ranks at this position on each host.
 
-        Creates the subgroups if they are missing, so all ranks of the group must call it. Consecutive ranks share a
-        host.
+        Consecutive ranks share a host. Missing subgroups are created, so all ranks of the group must call this
+        together.
         """
         return make_host_groups(group_name, ranks_per_host)
 
@@ -151,8 +151,7 @@ class GraphPass:
         provides: facts that hold after the pass.
         conflicts: facts that must not hold before the pass.
         from_step: first optimizer step that uses this pass; earlier steps run a backward planned without it. Only
-        passes
-            of phase "graph" that do not change forward may start later than step 0.
+            passes of phase "graph" that do not change forward may start later than step 0.
         needs_target: whether the pass plans by costs; a pipeline without a `zgraph.Target` then refuses it.
     """
 

@@ -39,8 +39,7 @@ class LowRank:
         rank: rank of the matrices, that is, number of columns of P and of Q.
         least_saving: a gradient is compressed only if its factors need at least this many times fewer bytes.
         bucket_bytes: maximum fp32 size of the gradients whose factors share an exchange. Each gradient is kept in
-        memory
-            until the factors P of its bucket have arrived.
+            memory until the factors P of its bucket have arrived.
 
     Source: Vogels, Karimireddy, Jaggi 2019, "PowerSGD", arXiv 1905.13727, algorithms 1 and 2.
     """

@@ -104,8 +104,7 @@ class BlockMethod(CompressionMethod):
         bits: bits of a code: 2, 4 or 8.
         group: number of elements that share a scale.
         rotate: whether to Hadamard-transform blocks of 32 elements, with random signs that differ between ranks and
-        steps.
-            This spreads outliers, and lets the quantization errors of equal gradients cancel in the mean.
+            steps. This spreads outliers, and lets the quantization errors of equal gradients cancel in the mean.
         clip_search: whether to try a few clipping levels and use the one that loses least.
         error_dtype: dtype of the error-feedback state: torch.int8, with a scale for each group, or torch.float32.
         error_device: device of the error-feedback state: None for the gradient's device, or "cpu".

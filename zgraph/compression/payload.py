@@ -18,9 +18,8 @@ class BucketLayout:
     """Layout of a bucket's encoded gradients in its payload [world, payload_bytes], a row for each receiving rank.
 
     Every gradient is padded and cut into `stretches * world` equal chunks; chunk `s * world + d` goes to rank d. The
-    row
-    of rank d has first the codes of all its chunks, gradient by gradient, then their scales: in general, one section
-    after another. A row is padded to a multiple of 16 bytes.
+    row of rank d has first the codes of all its chunks, gradient by gradient, then their scales: in general, one
+    section after another. A row is padded to a multiple of 16 bytes.
 
     Attributes:
         method: compression method, which defines the sections.
@@ -63,7 +62,7 @@ class BucketLayout:
 
 
 def chunk_unit(method: CompressionMethod, chunk: Chunk, stretches: int) -> list[Chunk]:
-    """Describe the encoded chunks of a gradient, one for each stretch, for `meta.set_chunks`.
+    """Return a description of the encoded chunks that each rank receives of a gradient, for `meta.set_chunks`.
 
     Returns [] unless the method is a `BlockMethod`, because other encodings have no fixed size per group.
     """

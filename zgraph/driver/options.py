@@ -29,8 +29,7 @@ class CompileOptions:
         agreement_timeout_s: seconds that a rank waits for its peers to compile the same communication.
         cuda_graph: launch the whole step with one host call; only for `zgraph.training_step`, on GPUs.
         check: only for `zgraph.training_step`: in the first two calls, also run the step uncompiled and compare
-        bitwise.
-            A number k: in every k-th call as well. 0 or False: never.
+            bitwise. A number k: in every k-th call as well. 0 or False: never.
     """
 
     passes: PassList | None = None

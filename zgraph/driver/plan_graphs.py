@@ -76,7 +76,8 @@ class GraphPlanner:
             ctx: context for the passes.
             observation: sees each graph after each pass.
             keeps_windows: whether the frame is a pipeline stage's, which has several micro-batches in flight. If so,
-                the passes plan without a budget as long as one micro-batch fits, and `keep_bytes` uses the rest.
+                the passes plan without a budget as long as one micro-batch fits; the rest of the budget is for
+                gathered parameters kept between micro-batches (`keep_bytes`).
 
         Returns:
             The plan, and the budget in bytes or None.

@@ -107,9 +107,8 @@ class DequantizeConstants(BlockConstants):
         accumulate: whether values are added to the outputs.
         each: whether each rank's values become a row of the outputs, instead of being summed.
         divides: whether sums are divided, by IEEE division; otherwise they are multiplied by the reciprocal.
-        signs, word_signs: mask that flips the sign bit of each code in a byte, and in a word of four bytes, so that
-        codes
-            count from 0.
+        signs, word_signs: masks that flip the sign bits of all codes in a byte, and in a word of four bytes. The lowest
+            code then becomes 0.
         middle: fp32 number that represents level 0 when codes are inserted into its bits.
     """
 

@@ -61,8 +61,7 @@ def dequantize_each_bucket(
 
     Args:
         received: [ranks, payload_bytes] uint8; the stride between rows may be any multiple of 16 bytes.
-        layout, draw: layout, and key of random signs, used by the senders; the layout has a world of one and one
-        stretch.
+        layout, draw: layout, with world and stretches of 1, and key of random signs, used by the senders.
         outputs: [ranks, numel], contiguous, in any floating-point dtype for each tensor.
         options: launch options. None: the fastest of a few, found once for each method, dtype and device.
 

@@ -30,8 +30,7 @@ def quantize_bucket(
     """Quantize the gradients of a bucket into its payload, like `zgraph.codegen.kernels.reference.quantize_bucket`.
 
     Args:
-        grads: contiguous gradients of any shape; each counts as padded with zeros to `stretches * world * numel`
-        elements.
+        grads: contiguous gradients of any shape, treated as padded to `stretches * world * numel` elements by zeros.
         states: error-feedback state of each gradient, contiguous, on the gradients' device; updated in place.
         layout: layout of the bucket; its method is a BlockMethod.
         draw, rank: key of the random signs.

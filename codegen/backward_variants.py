@@ -29,7 +29,7 @@ class WeightGradients:
     """The outputs of a backward that are gradients of weights.
 
     Attributes:
-        handle: index among the inputs of a parameter's handle, the tensor through which its state is found.
+        handle: position among the inputs at which a parameter's handle is given; its state is found through the handle.
         late: indices of the outputs that are gradients of weights.
         tensors: for each output, the index of the input of the compiled function whose gradient it is; None if that
             input is a number.
@@ -49,7 +49,7 @@ def saying_that_it_splits(forward: Program, handle: int) -> Program:
 
     Args:
         forward: the lowered forward.
-        handle: index among the inputs of a parameter's handle, the tensor through which the model's state is found.
+        handle: position among the inputs at which a parameter's handle is given; the model's state is found through it.
     """
 
     def run(args: list[Any]) -> Any:

@@ -47,9 +47,9 @@ class BucketCollectives(GraphPass):
 
     Attributes:
         bucket_bytes: maximum bytes per collective, counted on unsharded parameters and gradients without padding.
-            None: the size that suits the link of the target's hardware, see `link_bytes`. A collective also stays
-            out of a bucket if waiting for it would cost more time than the saved latency; the estimate assumes that
-            gathers and reductions do not share a link.
+            None: the size that suits the link of the target's hardware, see `link_bytes`. In addition, a collective
+            then stays out of a bucket if waiting for it costs more time than the saved latency; the estimate assumes
+            that gathers and reductions do not share a link.
             "auto": on NCCL as for None, with the hardware of the target or else the preset for these GPUs, or 64 MiB
             if neither is known; on other backends 2 MiB, large enough to make Ethernet latency negligible.
         gathers: how the parameters of a bucket are gathered.

@@ -66,9 +66,9 @@ def plan_shared_gathers(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
 
 
 def next_fold(graph: fx.Graph) -> tuple[fx.Node, fx.Node, fx.Node] | None:
-    """Return the first (add, left, right): an addition of two reductions of one parameter that have no other reader.
+    """Return the first sum of two reductions of one parameter, as (add, left, right); None if there is none.
 
-    Returns None if there is none.
+    The two reductions have no reader but the addition.
     """
     for add in nodes.call_functions(graph, lambda node: node.target is aten.add.Tensor):
         if add.kwargs or len(add.all_input_nodes) != 2:

@@ -43,8 +43,9 @@ class LowerGathers(GraphPass):
 def _read_after_dependences(graph: fx.Graph) -> None:
     """Move views of a unit's parameters after the unit's `depend` node, which reads all parameters of the unit.
 
-    Each gather is placed before its first reader. A view before the `depend` node, such as a weight transposed for
-    backward, would order the gathers differently from rank to rank.
+    A unit is a module that gathers its parameters together. Each gather is placed before its first reader. A view
+    before the `depend` node, such as a weight transposed for backward, would order the gathers differently from rank to
+    rank.
     """
     for node in list(nodes.call_functions(graph, lambda node: node.target is torch.ops.zgraph.depend.default)):
         order = nodes.order_of(graph)

@@ -35,7 +35,7 @@ class QuantizeGathers(GraphPass):
     parameters that are not sent, because they are replicated or on a single rank.
 
     Attributes:
-        method: a compression method of zgraph without error feedback, which cannot correct errors in parameters.
+        method: a built-in compression method without error feedback; feedback cannot correct errors in parameters.
         min_numel, min_dims: minimum number of elements and of dims of a quantized parameter.
         skip: names of parameters that are not quantized, as shell patterns, see `CompressGradients`.
 

@@ -47,9 +47,9 @@ class Member:
 class GatherQueue:
     """Model of a graph's gathers on a link, to decide whether each gather joins the previous bucket.
 
-    The link starts with the graph and is never idle. A gather that joins delays the first reader of the bucket; a
-    gather that stays out arrives one latency later. It joins unless the graph would then end later. The gathers after
-    it are assumed to have no latency.
+    The link starts with the graph and is never idle. A gather that joins a bucket delays the first reader of the
+    bucket; a gather that stays out arrives one latency later. A gather joins unless the graph would then end later. The
+    gathers after it are assumed to have no latency.
 
         joined   link [lat a b      ]      compute ...........[a][b]
         apart    link [lat a][lat b ]      compute .......[a]....[b]
@@ -82,7 +82,7 @@ class GatherQueue:
         return max(self.compute_us + late_us, done_us + self._rest_us[self._next])
 
     def add(self, *, joins: bool) -> None:
-        """Add the next gather, to the open bucket if `joins`, else to a new one."""
+        """Add the next gather: to the open bucket if `joins`, else to a new bucket."""
         member = self.members[self._next]
         if not joins:
             if self._next:
@@ -130,7 +130,7 @@ class ReductionQueue:
         return max(self.compute_us, done_us + self._rest_us[self._next], self._earliest_us[self._next])
 
     def add(self, *, joins: bool) -> None:
-        """Add the next reduction, to the open bucket if `joins`, else to a new one."""
+        """Add the next reduction: to the open bucket if `joins`, else to a new bucket."""
         member = self.members[self._next]
         if not joins:
             self._free_us, self._carried_us = self._closed_us(), 0.0

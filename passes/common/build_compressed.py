@@ -38,7 +38,7 @@ class Hop:
         group_name, world, rank: name and size of the group, and this rank's number in it.
         method: compression method.
         slot: name under which each parameter keeps the error-feedback state of this hop.
-        salt: seed of random signs; differs between groups along the same mesh axis, and between hops.
+        salt: seed of random numbers; differs between groups along the same mesh axis, and between hops.
         chunk: part of the gradient that the collective carries.
         numel: number of elements of one chunk.
         receivers: number of ranks that get different data: `world`, or 1 if all ranks get the same.

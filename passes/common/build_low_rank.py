@@ -46,7 +46,7 @@ def build_low_rank(graph: fx.Graph, markers: Sequence[fx.Node], ctx: PassContext
     """Replace reduce_grad nodes (markers) with low-rank reductions, bucket by bucket.
 
     To overlap exchanges with compute, the second (right) factor of a bucket is sent together with the first (left)
-    factor of the next bucket. The means of a bucket are rebuilt one bucket later:
+    factor of the next bucket. The means of a bucket are rebuilt when the following exchange has started:
 
         left 0 ... right 0, left 1 ... right 1, left 2, means 0 ... right 2, means 1, means 2
 
@@ -193,7 +193,10 @@ class _Bucket:
         return made
 
     def _of_part(self, node: fx.Node) -> fx.Node:
-        """Record that a node belongs to the backward of the bucket's gradients, in a whole training step; return it."""
+        """Mark a node as part of the backward to which the bucket belongs, and return it.
+
+        Only the graph of a whole training step, which has several parts, has such marks.
+        """
         part = meta.part(self.markers[0])
         if part is not None:
             meta.set_part(node, part)

@@ -50,7 +50,7 @@ def _repeat(
     """Let the `readers` in one part of a step (a forward or a backward) read a new gather of a parameter.
 
     The gather goes before its first reader, and so does each repeated view. An earlier view would change the order in
-    which the parameters of a unit are gathered.
+    which the parameters of a module are gathered.
 
     Args:
         values: the gathered parameter and its views, in all parts.

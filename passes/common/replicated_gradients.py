@@ -60,7 +60,10 @@ class ReplicatedReduction:
 
     @property
     def policy(self) -> list[Any]:
-        """Key that is equal for reductions with equal steps after the exchange; only these can be merged."""
+        """Key that is equal for reductions with the same steps after the exchange.
+
+        Reductions with different keys cannot be merged.
+        """
         return [(step.target, step.args[1:], step.kwargs) for step in self.steps[1:]]
 
     def flat(self, graph: fx.Graph) -> fx.Node:

@@ -265,7 +265,7 @@ def _visit(graph: fx.Graph, visit: Visit, placed: Placements) -> None:
 
 
 def _copy_of(graph: fx.Graph, alias: fx.Node, visit: Visit, use: fx.Node) -> fx.Node:
-    """Return the value in the copy on the device that replaces `alias`, a value of the offloaded input."""
+    """Return the value that replaces `alias`, a value in the offloaded input's storage, in the copy on the device."""
     if alias not in visit.copies:
         source = visit.aliases[alias]
         behind = _copy_of(graph, source, visit, use)

@@ -42,7 +42,7 @@ class Outcome:
     compute_us: float
 
     def is_better(self, other: Outcome) -> bool:
-        """Return whether this step exceeds the budgets by fewer bytes, or equally and is faster by more than 1 %."""
+        """Return whether this step is better: fewer bytes above the budgets or, if equal, faster by more than 1 %."""
         if self.excess_bytes != other.excess_bytes:
             return self.excess_bytes < other.excess_bytes
         return self.step_us < other.step_us * (1 - SAME)

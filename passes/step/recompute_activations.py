@@ -62,7 +62,7 @@ class RecomputeActivations(GraphPass):
 
 
 def plan_recomputation(graph: fx.Graph, *, longest: int, least_bytes: int) -> StepEstimate:
-    """Estimate the step in which backward recomputes all pointwise activations; arguments as for the pass."""
+    """Estimate the step in which backward recomputes all activations that fuse; arguments as for the pass."""
     model = WholeStepModel(graph, cost_of=lambda node: FREE, sharing=Sharing())
     return model.estimate(dict.fromkeys(_free_values(model, longest, least_bytes)))
 

@@ -74,7 +74,7 @@ def _as_reduced(order: Sequence[fx.Node], updates: Updates) -> list[fx.Node]:
 
 
 def _beyond_preparation(node: fx.Node, updates: Updates) -> set[fx.Node]:
-    """Return the nodes that must run before a node and the nodes preparing it, without the preparing nodes."""
+    """Return the nodes on which a node and the nodes preparing it depend, without nodes that prepare updates."""
     found: set[fx.Node] = set()
     for one in [*_preparation(node, updates), node]:
         found.update(source for source in updates.needs(one) if source not in updates.preparing)

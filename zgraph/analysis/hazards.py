@@ -19,7 +19,7 @@ OUTSIDE: Region = (-1, 0, 1)
 
 
 def hazards(order: Sequence[fx.Node]) -> Hazards:
-    """Return for each node the earlier nodes that must run before it because one of the two writes memory they share.
+    """Return for each node the earlier nodes that must run before it, because they share memory and one of them writes.
 
     A wait counts as a reader of the tensors that its collective sends, which must not be overwritten before the wait.
     Parts of one storage, such as the gradients of a bucket, are distinguished by their byte ranges. Random operators,

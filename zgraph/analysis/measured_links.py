@@ -1,4 +1,4 @@
-"""Measurements that all ranks make together: times of calls, and links by collectives of several sizes."""
+"""Measurements that all ranks make together: times of calls, and latency and rate of links."""
 
 from __future__ import annotations
 

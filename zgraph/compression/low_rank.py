@@ -64,7 +64,7 @@ class LowRank:
 
     @property
     def kept_as(self) -> str:
-        """Text with the method's name and rank, which determine the shapes of its error-feedback state."""
+        """Text that identifies error-feedback state: the method's name and its rank, which determines shapes."""
         return json.dumps([self.name, {"rank": self.rank}])
 
     def pays(self, shape: Sequence[int], sent_bytes: int) -> bool:

@@ -178,11 +178,13 @@ class LoCo(BlockMethod):
     Attributes:
         beta: weight of the old error in the moving average.
         reset_every: number of optimizer steps after which the error is reset to zero; 0 for never.
-        hops: 1: codes are sent directly to the rank that sums them, so that each of a host's P ranks sends the whole
-            gradient across hosts. 2: ranks of a host first sum their gradients, see `TwoHop`, so that each rank sends
-            only 1/P of the gradient across hosts. "auto": 2 if the mesh replicates shards across hosts (hybrid
-            sharding), or if the group spans hosts with several ranks each according to the pipeline's hardware;
-            otherwise 1.
+        hops: number of exchanges.
+            1: codes are sent directly to the rank that sums them, so that each of a host's P ranks sends the whole
+            gradient across hosts.
+            2: ranks of a host first sum their gradients, see `TwoHop`, so that each rank sends only 1/P of the gradient
+            across hosts.
+            "auto": 2 if the mesh replicates shards across hosts (hybrid sharding), or if the pipeline's hardware has
+            several ranks on each of several hosts; otherwise 1.
 
     Source: Xie et al. 2024, "LoCo", arXiv 2407.04480, equations 5 to 8. We differ in the rotation of groups, in
     clipping, and in scaling codes so that they are unbiased along the gradient; see codegen/kernels/reference.py.
@@ -215,7 +217,8 @@ class LoCo(BlockMethod):
 class ErrorFeedback(BlockMethod):
     """Low-bit codes with classic error feedback: the whole quantization error is added to the next gradient.
 
-    The noise of a single step is twice the noise without error feedback. (With LoCo it is 2 / (1 + beta) times.)
+    The noise of a single step is twice the noise without error feedback. With LoCo, it is 2 / (1 + beta) times the
+    noise without error feedback.
 
     Source: Seide et al. 2014, "1-bit stochastic gradient descent"; Karimireddy et al. 2019, arXiv 1901.09847.
     """

@@ -141,7 +141,7 @@ class Observation:
         return GraphWatch(called, self.clocks, partial(self.report.profiler_of, self.frame, direction))
 
     def count_islands(self, islands: int, distinct: int) -> None:
-        """Add numbers to the report: of islands (runs of compute) given to Inductor, and of distinct ones compiled."""
+        """Count in the report the islands (runs of compute) given to Inductor, and the distinct islands compiled."""
         self.report.islands += islands
         self.report.distinct_islands += distinct
 

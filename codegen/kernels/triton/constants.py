@@ -71,7 +71,7 @@ class QuantizeConstants(BlockConstants):
         clipped: whether each clipping level is below the largest magnitude.
         begins: at each clipping level, the offset to add after dividing rounded integers by step, to get levels.
         top: K, the largest integer u.
-        intervals: number of values of u between the lower and the upper clip.
+        intervals: number of intervals of the grid of integers u between the two clips.
         step: number of integers u that share a level.
         low, high: smallest and largest code.
         unit: scale of a group whose largest magnitude is 1.

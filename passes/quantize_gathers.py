@@ -103,7 +103,7 @@ def _replace(graph: fx.Graph, marker: fx.Node, method: BlockMethod) -> None:
     args = UnshardArgs.of(marker)
     narrow = plan_narrow_cast(marker)
     if args.dtype != torch.float32:
-        narrow = None  # decoded values are fp32: rounding twice would differ from what the readers cast
+        narrow = None  # decoded values are fp32; rounding them twice would change the results of the readers' casts
     dtype = args.dtype if narrow is None else narrow
 
     def build() -> fx.Node:

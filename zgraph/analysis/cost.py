@@ -164,7 +164,7 @@ class CostModel:
     def _updated_bytes(self, node: fx.Node) -> int:
         """Return the bytes that an optimizer update reads and writes.
 
-        Each parameter counts on the rank with the most rows of it.
+        If ranks have different numbers of a parameter's rows, the largest number counts.
         """
         written = dict.fromkeys(overwritten(node))
         given = [*node.args, *node.kwargs.values()]

@@ -175,7 +175,10 @@ def link_of(ranks: MeasuringRanks, group: ProcessGroup, ranks_per_host: int) -> 
 
 
 def _stream_us(ranks: MeasuringRanks, group: ProcessGroup, link: Link, makes: Sequence[Make]) -> float:
-    """Return the microseconds per byte with three collectives of the group in flight, of the kinds `makes` in turn."""
+    """Return the microseconds per byte of a stream in which three collectives of the group are in flight.
+
+    The collectives are of the kinds in `makes`, in turn.
+    """
     world = dist.get_world_size(group)
     # As large as a bucket, but limited in time on a slow link.
     sent_bytes = min(ranks.large_bytes[1] // 2, int(link.bytes_per_us * MESSAGE_US))

@@ -12,7 +12,7 @@ from zgraph.graph import meta
 
 TRIES = 4  # tries before the most frugal plan
 STEP = 32  # from the second try on, a target is lowered by at least 1 / STEP of the budget
-SEARCHES = 4  # searches for a budget below that of the most frugal plan, before an error names the smallest found
+SEARCHES = 4  # maximum number of searches for a smaller feasible budget, which an error then names
 LEAST = 1  # bytes to plan for in order to hold as little as possible
 
 

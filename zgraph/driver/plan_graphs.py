@@ -33,14 +33,14 @@ class GraphPlanner:
     """
 
     def __init__(self, frame: Frame, options: CompileOptions) -> None:
-        # Not the frame itself: its inputs would live as long as what was compiled, and the model with them.
+        # Only the name of the frame: its inputs, and with them the model, would live as long as the compiled code.
         self.passes = options.passes or PassList(presets.default())
         self.timeout_s = options.agreement_timeout_s
         self.frame, self.is_step = frame.name, frame.is_step
         self.names, self.handles = frame.handle_names(), tuple[str, ...]()
-        self.spaces = {} if frame.is_step else frame.spaces()  # the graph of a step knows
+        self.spaces = {} if frame.is_step else frame.spaces()  # recorded in the graph of a step
         models = [model for scope in frame.scopes() for model in scope.models] if frame.is_step else []
-        self.group_names = [name for model in models for name in model.group_names]  # whose ranks all have the step
+        self.group_names = [name for model in models for name in model.group_names]  # all ranks of these run the step
 
     @property
     def ranks_per_host(self) -> int:

@@ -118,7 +118,7 @@ def quantize(
 
     if CASE.error != "none":
         if CASE.rotate:
-            # `sign_bit` is an argument, lest the compiler keep all signs in registers from their first use on.
+            # As an argument, `sign_bit` stops the compiler from keeping all signs in registers after their first use.
             sent = hadamard(levels) * flip(to_all(from_bf16(scale), CASE.stripes), signs, sign_bit)
         else:
             sent = levels * to_all(from_bf16(scale), CASE.stripes)

@@ -1,4 +1,4 @@
-"""Lowering, from the final graph to a callable; importing the room registers the kernels of the dialect's operators."""
+"""Turns final graphs into callables; importing this package registers the kernels of zgraph's operators."""
 
 from zgraph.codegen import adam_kernels, compressed_kernels, low_rank_kernels
 from zgraph.codegen.kernels.triton import sum_blocks

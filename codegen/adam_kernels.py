@@ -62,9 +62,9 @@ def update_on_gpu(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """Update tensors of one GPU as specified by `zgraph::fused_adam_`, with two launches in stream order.
+    """Run `zgraph::fused_adam_` on tensors of one GPU, with two kernel launches.
 
-    The kernels read scalars on the GPU, and the host reads a learning rate on the CPU, so the host never waits.
+    The host never waits for the GPU: kernels read scalars that are on the GPU.
     """
     if not parameters:
         return
@@ -105,12 +105,12 @@ def update_on_gpu(
 
 
 def _number(tensor: Tensor, device: torch.device) -> Tensor:
-    """The scalar `tensor` as fp32 on `device`; a copy to the device runs in stream order."""
+    """Return a scalar tensor as fp32 on `device`; the copy is ordered by the stream and does not block the host."""
     return tensor.to(device, torch.float32, non_blocking=True)
 
 
 def _learning_rate(lr: float | Tensor, device: torch.device) -> tuple[str, int]:
-    """Describe the learning rate: (dtype, address) for a device tensor, ("number", bits) otherwise."""
+    """Return (dtype, address) for a learning rate on the device, and ("number", bits of the double) for any other."""
     if isinstance(lr, Tensor) and lr.device == device and lr.dtype in (torch.float32, torch.float64):
         return str(lr.dtype).removeprefix("torch."), lr.data_ptr()
     return "number", _bits(float(lr))

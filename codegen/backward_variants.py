@@ -1,7 +1,8 @@
-"""Variants of a backward: by optimizer step, such as one without compression for warm-up, and in two halves.
+"""Variants of a compiled backward.
 
-If a pipeline schedule needs the gradients of a stage's inputs first, the first half of a backward computes them, and
-the second half, run later, computes the gradients of weights.
+- By optimizer step: for example, a backward without gradient compression during warm-up.
+- In two halves, for pipeline schedules that need the gradients of a stage's inputs first: the first half computes
+  these, the second half runs later and computes the gradients of weights.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ Program = Callable[[list[Any]], Any]
 
 @dataclass(frozen=True)
 class WeightGradients:
-    """Which outputs of a backward are gradients of weights.
+    """The outputs of a backward that are gradients of weights.
 
     Attributes:
-        handle: index of a parameter's handle (the tensor that leads to its state) among the inputs of backward.
+        handle: position among the inputs at which a parameter's handle is given; its state is found through the handle.
         late: indices of the outputs that are gradients of weights.
-        tensors: for each output, which is the gradient of an input of the compiled function, the index of that input;
-            None: the input is a number.
+        tensors: for each output, the index of the input of the compiled function whose gradient it is; None if that
+            input is a number.
     """
 
     handle: int
@@ -39,16 +40,16 @@ class WeightGradients:
     tensors: tuple[int | None, ...]
 
     def in_order(self, outputs: Sequence[Any]) -> Gradients:
-        """The outputs that are gradients of tensors, in order; gradients of numbers are left out."""
+        """Return the gradients of tensors among `outputs`, in order, without the gradients of numbers."""
         return [value for place, value in zip(self.tensors, outputs, strict=False) if place is not None]
 
 
 def saying_that_it_splits(forward: Program, handle: int) -> Program:
-    """Wrap `forward`: each call records that the following backward can leave gradients of weights for later.
+    """Wrap `forward` so that each call records that the following backward can run in two halves.
 
     Args:
         forward: the lowered forward.
-        handle: index of a parameter's handle (the tensor that leads to its scope) among the inputs of `forward`.
+        handle: position among the inputs at which a parameter's handle is given; the model's state is found through it.
     """
 
     def run(args: list[Any]) -> Any:
@@ -63,12 +64,12 @@ def saying_that_it_splits(forward: Program, handle: int) -> Program:
 def in_halves(
     whole: Program, weights: WeightGradients, halves: Halves, lower: Callable[[fx.GraphModule], Program]
 ) -> Program:
-    """Return a backward that computes all gradients or, if the schedule defers those of weights, only the others.
+    """Return a backward that computes all gradients, or runs in two halves if the schedule defers gradients of weights.
 
     Args:
         whole: the lowered backward.
         weights: the outputs of `whole` that are gradients of weights.
-        halves: both halves of the backward's graph, not lowered.
+        halves: graphs of both halves of the backward, not lowered.
         lower: lowers each half when it is first needed.
     """
     programs: list[Program] = []
@@ -108,13 +109,13 @@ def _placed(count: int, places: Sequence[int], values: Sequence[Any]) -> list[An
 def switch_by_step(
     programs: Sequence[tuple[int, Program]], gm: fx.GraphModule, weights: WeightGradients | None = None
 ) -> Program:
-    """Return a program that runs one of several programs: the last one whose first optimizer step has been reached.
+    """Return a program that runs, in each optimizer step, the variant planned for that step.
 
     Args:
-        programs: programs with equal inputs and outputs, each with its first optimizer step, in order; the first is 0.
-        gm: graph of the last program; steps are counted for the parameters of its compressed reductions.
-        weights: which outputs are gradients of weights, if programs may run in halves; a step then counts when the
-            second half has run.
+        programs: pairs (first optimizer step, program) in order, from step 0 on, with equal inputs and outputs.
+        gm: graph of the last program; its compressed reductions tell for which parameters to count steps.
+        weights: outputs that are gradients of weights, if programs may run in halves; a step is then counted when the
+            second half has run. None: programs run whole.
     """
     (*earlier, (last_step, last)) = programs
     quantized = list(nodes.call_functions(gm.graph, nodes.is_quantize))

@@ -1,4 +1,4 @@
-"""The kernels of `zgraph::quantize_grads` and its counterparts; dispatches by compression method and device."""
+"""The kernels of `zgraph::quantize_grads` and related operators, selected by compression method and device."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def _begin(handles: Sequence[Tensor], kept: Sequence[Feedback]) -> None:
 
 @dataclass(frozen=True)
 class Kernels:
-    """The kernels of one type of device: modules with the functions of `zgraph.codegen.kernels.reference`."""
+    """The kernels for one type of device: modules with the functions of `zgraph.codegen.kernels.reference`."""
 
     quantize: ModuleType
     dequantize: ModuleType
@@ -189,7 +189,7 @@ def _dequantize_sum(
 
 
 def _dequantize_each(received: Tensor, layout: BucketLayout, draw: RngKey, outputs: Sequence[Tensor]) -> None:
-    """Decode the rows of `received`, one per rank, into rows of the outputs; on a GPU with a single launch."""
+    """Decode each rank's row of `received` into that rank's row of the outputs; a single launch on a GPU."""
     if isinstance(layout.method, BlockMethod):
         _kernels(received.device).dequantize.dequantize_each_bucket(received, layout, draw, outputs)
         return

@@ -1,12 +1,12 @@
-"""A whole step as a CUDA graph: recorded once, then launched by one host call per step.
+"""Runs a whole training step as a CUDA graph: recorded once, then replayed by one host call per step.
 
-    call 1, 2, 3    the program itself, on a separate stream: kernels and communicators are made ready
-    call 4          the program is recorded, which computes nothing, and the recording is replayed
-    call 5, ...     arguments are copied to where the recording reads them, and the recording is replayed
+    call 1, 2, 3    warm-up: the program runs on a separate stream, which initialises kernels and communicators
+    call 4          the program is recorded without being run, and the recording is replayed
+    call 5, ...     arguments are copied to fixed addresses, and the recording is replayed
 
-Tensors that persist between calls, such as shards and the optimizer's state, are read and written in place. If the
-address of such a tensor or the value of a number changes, warm-up starts again. A step that turns out not to be
-recordable runs without a recording from then on, after a warning.
+Shards, optimizer state and other tensors that persist between calls are read and written in place. If the address of
+such a tensor or the value of a number changes, warm-up starts again. If recording fails, a warning is shown, and all
+further calls run the program without a recording.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class RecordError(ZgraphError):
 
 
 class Recorder(Protocol):
-    """Records programs on a device, all for one training step.
+    """Interface that records programs on a device; all programs belong to one training step.
 
     Attributes:
         has_failed: whether a recording has failed; from then on, nothing is recorded or replayed.
@@ -56,11 +56,16 @@ class Recorder(Protocol):
     has_failed: bool
 
     def check(self, gm: fx.GraphModule, resident: int) -> None:
-        """Raise a ZgraphError if a replay would skip work of the graph; for `resident`, see `RecordedSteps`."""
+        """Raise a ZgraphError if a replay of the graph would skip some of its work.
+
+        Args:
+            gm: final graph of the step.
+            resident: number of leading inputs that keep their addresses from call to call.
+        """
         ...
 
     def warm_up(self, program: Program, inputs: list[Any]) -> Any:
-        """Run a program on the stream where it will be recorded; return its outputs."""
+        """Run a program on the stream on which it will be recorded; return its outputs."""
         ...
 
     def record(self, program: Program, inputs: list[Any]) -> Recording:
@@ -74,7 +79,7 @@ class Recorder(Protocol):
 
 @dataclass(frozen=True)
 class RecordedSteps:
-    """How the graph of a whole step is recorded.
+    """Settings for recording the graph of a whole training step.
 
     Attributes:
         recorder: recorder of the device.
@@ -88,13 +93,13 @@ class RecordedSteps:
         self.recorder.check(gm, self.resident)
 
     def of(self, program: Program, gm: fx.GraphModule) -> Program:
-        """Wrap the program of a graph so that it is recorded as soon as possible."""
+        """Wrap a graph's program so that it is recorded after its warm-up calls, and replayed from then on."""
         names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
         return boxed(_Recorded(program, names, self.resident, self.recorder))
 
 
 class _Recorded:
-    """A program that is recorded once its inputs keep their addresses."""
+    """A program that is recorded after warm-up, and replayed while its inputs keep their addresses."""
 
     def __init__(self, program: Program, names: Sequence[str], resident: int, recorder: Recorder) -> None:
         self._program, self._names, self._resident, self._recorder = program, names, resident, recorder
@@ -130,10 +135,10 @@ class _Recorded:
         return [output.clone() if is_made else output for output, is_made in made]
 
     def _follow(self, inputs: Sequence[Any]) -> None:
-        """Drop the recording if it is not valid for these inputs.
+        """Drop the recording if an address or a number among the inputs has changed.
 
         Raises:
-            ZgraphError: inputs change so often that recordings are not replayed.
+            ZgraphError: inputs change so often that recordings are never replayed.
         """
         key = [*map(Tensor.data_ptr, inputs[: self._resident])]
         key += [None if isinstance(value, Tensor) else value for value in inputs[self._resident :]]
@@ -175,7 +180,7 @@ def _restless(name: str, *, is_number: bool) -> str:
 
 
 class CudaGraphs:
-    """Records on the current GPU, on a stream and with memory that all graphs of a step share.
+    """Recorder for the current GPU; all graphs of a step share one stream and one memory pool.
 
     The graphs run one after another, and the outputs of each are copied before the next one runs.
     """

@@ -1,4 +1,4 @@
-"""Checks that a step can be recorded as a CUDA graph: a replay must neither skip an operator nor run it wrongly."""
+"""Checks that a step can be recorded as a CUDA graph, so that a replay runs every operator correctly."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _READS = frozenset({aten._local_scalar_dense.default, aten.equal.default, aten.i
 
 
 def check_recordable(gm: fx.GraphModule, resident: int) -> None:
-    """Refuse a step that cannot be recorded as a CUDA graph.
+    """Raise an error for a step that cannot be recorded as a CUDA graph.
 
     Args:
         gm: the final graph of the step.
-        resident: as in `zgraph.codegen.cuda_graph.RecordedSteps`.
+        resident: number of leading inputs that keep their addresses from call to call.
 
     Raises:
         ZgraphError: the step cannot be recorded; the message names the operator, the reason, and what to do.
@@ -53,7 +53,7 @@ def _reasons(graph: fx.Graph, resident: int) -> Iterator[tuple[fx.Node, str]]:
 
 
 def _of_operator(node: fx.Node) -> str:
-    """Why an operator cannot be recorded, and what to do instead; "" if it can be recorded."""
+    """Return why an operator cannot be recorded, and what to do instead; "" if it can be recorded."""
     assert isinstance(node.target, OpOverload)
     if node.target in _READS:
         return "reads a tensor's value on the host in each call; use an optimizer with fused=True"

@@ -1,9 +1,9 @@
-"""Turns a final graph into a callable that keeps the order of passes; Inductor compiles the islands of compute.
+"""Compiles a final graph with Inductor, but keeps the order of nodes that the passes chose.
 
-Inductor reorders and fuses nodes and reuses buffers, so in a graph that it compiles whole, every node's place has to be
-pinned. Here the generated program fixes the order of islands, which are runs of compute, and of all other nodes. Equal
-blocks have equal islands, which are compiled once. Islands contain no communication, so Inductor's cache can share them
-with other processes.
+Inductor may reorder and fuse the nodes of a graph. It therefore receives only islands: runs of compute nodes between
+collectives and other nodes whose order matters. A generated program calls islands and all other nodes in order. Equal
+islands, such as the blocks of a model, are compiled once. They contain no communication, so that processes can share
+them through Inductor's cache.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Compiled = Callable[[list[Any]], Any]
 
 
 class InductorLowering:
-    """Lowers the graphs of one frame; islands that compute the same are compiled once.
+    """Lowers the graphs of one frame; equal islands (runs of compute) are compiled once.
 
     Attributes:
         rank, ranks: this process's rank among the processes that compile the same graphs, and their number.
@@ -49,22 +49,22 @@ class InductorLowering:
         title: str = "a graph",
         recorded: RecordedSteps | None = None,
     ) -> Compiled:
-        """Lower a graph like `lower_fx`, but with each island compiled; the progress line shows `title`."""
+        """Lower a graph like `lower_fx`, with each island compiled; `title` is shown while islands compile."""
         gm = lazy_graph_module(gm, gm.graph)
         drop_dependences(gm.graph)
         self.islands += self.place(gm, title)
         return lower_fx(gm, runner_of, ranks_per_host, recorded)
 
     def place(self, gm: fx.GraphModule, title: str = "a graph") -> int:
-        """Replace islands with calls of compiled functions; return the number of islands."""
+        """Replace islands (runs of compute) by calls of compiled functions; return the number of islands."""
         self._compile(map(cut_out, find_islands(gm.graph)), title)
         return place_islands(gm, lambda island: self.compiled[_key(island)])
 
     def _compile(self, islands: Iterable[Island], title: str) -> None:
-        """Compile new islands; rank 0 shows the progress.
+        """Compile islands that are not compiled yet; rank 0 shows the progress.
 
-        Ranks compile in different orders. Ranks of a host share Inductor's cache, in which each rank finds the islands
-        that other ranks have compiled meanwhile.
+        Each rank compiles in a different order. Ranks of a host share Inductor's cache, so that later on each rank
+        finds most islands already compiled by another.
         """
         new = {key: island for island in islands if (key := _key(island)) not in self.compiled}
         names = {key: f"island_{len(self.compiled) + number}" for number, key in enumerate(new)}
@@ -79,10 +79,10 @@ class InductorLowering:
 
 
 def order_of_rank(rank: int, ranks: int, count: int) -> list[int]:
-    """The order in which a rank compiles islands.
+    """Return the order in which a rank compiles islands (runs of compute).
 
-    Two neighbouring ranks share a range of islands: one rank begins at the start of the range, the other at its end, so
-    that they meet when both have worked equally long. Both then continue around the ring of ranges.
+    Two neighbouring ranks share a range of islands, and begin at opposite ends of it until they meet. Both then
+    continue with the ranges of the other ranks.
     """
     pair, goes_back = divmod(rank, 2)
     pairs = (ranks + 1) // 2
@@ -93,7 +93,7 @@ def order_of_rank(rank: int, ranks: int, count: int) -> list[int]:
 
 
 def _key(island: Island) -> object:
-    """A key that is equal for islands that compute the same."""
+    """Return a key that is equal for islands with equal code and equal input layouts."""
     return island.gm.code, tuple(_layout(node) for node in island.inputs)
 
 
@@ -114,12 +114,12 @@ def _layout(node: fx.Node) -> object:
 
 
 def hand_over(*values: Any) -> list[Any]:
-    """Return the `values`, at their last use, as a list; the callee empties the list to free the values early."""
+    """Return `values` as a list; the callee empties the list, so that each value is freed at its last use."""
     return list(values)
 
 
 def place_islands(gm: fx.GraphModule, compile: Callable[[Island], Compiled]) -> int:
-    """Replace the nodes of each island with a call of the function that `compile` returns; all other nodes stay.
+    """Replace the nodes of each island (run of compute) by a call of the function that `compile` returns for it.
 
     Returns:
         The number of islands.

@@ -1,10 +1,10 @@
-"""Islands: runs of compute between the nodes whose order was planned, each cut out as a graph of its own.
+"""Islands: runs of compute between nodes whose order was planned, each copied into a graph of its own.
 
-A scheduled graph, where c is compute and S, W start and wait for a collective, has three islands:
+A scheduled graph, where c is compute, and S and W start and wait for a collective, has three islands:
 
     c c c S c c c W c c        ->        [ccc] S [ccc] W [cc]
 
-Inside an island the compiler may reorder freely. The nodes ordered by passes are between islands, and keep their order.
+The compiler may reorder nodes inside an island. All other nodes keep their order.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ LEAST_FUSIBLE = 2  # fusing needs at least two
 
 @dataclass(frozen=True)
 class Island:
-    """A run of nodes as a graph of its own.
+    """A run of compute nodes as a graph of its own.
 
     Attributes:
-        members: the nodes, in order.
+        members: the nodes of the original graph, in order.
         inputs: nodes outside the island that members read, ordered by first read; the placeholders of `gm`.
         outputs: members that are read outside the island, in order; `gm` returns them as a tuple.
-        gm: the new graph. Its names are numbers, so islands that compute the same have equal code.
+        gm: the new graph. Its names are numbers, so that islands that compute the same have equal code.
     """
 
     members: tuple[fx.Node, ...]
@@ -43,9 +43,9 @@ class Island:
 
 
 def find_islands(graph: fx.Graph) -> list[list[fx.Node]]:
-    """The runs of nodes that are worth compiling, in order; all other nodes run one by one.
+    """Return the runs of compute nodes that are worth compiling, in order.
 
-    Moves each `getitem` up to the call whose result it selects, and changes nothing else.
+    Moves each `getitem` up to the call whose result it selects; the graph is not changed otherwise.
     """
     _join_getitems(graph)
     found: list[list[fx.Node]] = []
@@ -60,12 +60,12 @@ def find_islands(graph: fx.Graph) -> list[list[fx.Node]]:
 
 
 def is_compute(node: fx.Node) -> bool:
-    """Whether a compiler may compile the node together with its neighbours, and reorder them.
+    """Return whether the compiler may compile a node together with its neighbours, and reorder them.
 
     False for communication and other operators of zgraph, operators that write to their inputs, random operators
     (which must draw in program order) and views of tensors on the host of a GPU. On CPU, also False for copies in and
-    out of collectives' buffers: compiling does not make them faster, and their strides depend on the bucket, so that
-    every kernel around them is compiled separately, at two seconds of C++ each.
+    out of collectives' buffers: compiling does not make them faster. Their strides differ between buckets, so each
+    kernel fused with them would be compiled again, at two seconds of C++ each.
     """
     if nodes.is_getitem(node):
         source = node.args[0]
@@ -102,7 +102,7 @@ def _join_getitems(graph: fx.Graph) -> None:
 
 
 def cut_out(members: Sequence[fx.Node]) -> Island:
-    """Copy a run of nodes into a new graph, which shares nothing with the old one; return both as an island."""
+    """Copy a run of nodes into a new graph that shares nothing with the old one; return it as an island."""
     inside = set(members)
     inputs = list(dict.fromkeys(source for node in members for source in node.all_input_nodes if source not in inside))
     outputs = [node for node in members if any(user not in inside for user in node.users)]
@@ -120,5 +120,5 @@ def cut_out(members: Sequence[fx.Node]) -> Island:
 
 
 def _value_inside(value: Any) -> Any:
-    """The value of an island's input; a symbolic float, computed outside, becomes an unknown number for Inductor."""
+    """Return the fake value of an island's input, with an unknown number in place of a symbolic float."""
     return unknown_number(value) if isinstance(value, torch.SymFloat) else value

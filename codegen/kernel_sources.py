@@ -1,4 +1,4 @@
-"""Source code of the kernels run by a graph's compressed collectives, for dumps."""
+"""Source code of the compression kernels that a graph runs, for dumps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ from zgraph.torch_compat.operators import arguments_by_name
 
 
 def sources_of(graph: fx.Graph) -> dict[str, str]:
-    """Sources by file name, one for each compression or decompression node; none for user-defined methods."""
+    """Return the kernel source of each compression or decompression node, by file name.
+
+    User-defined methods have no kernels and are left out.
+    """
     found: dict[str, str] = {}
     for node in nodes.call_functions(graph, _has_kernel):
         launches = [launch for launch in _launches(node) if isinstance(launch.layout.method, BlockMethod)]
@@ -37,7 +40,7 @@ def sources_of(graph: fx.Graph) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Quantize:
-    """One launch of the kernel that turns gradients, or shards, into a payload."""
+    """One launch of the kernel that quantizes gradients, or shards of parameters, into a payload."""
 
     layout: BucketLayout
     read: tuple[Tensor, ...]
@@ -52,7 +55,7 @@ class Quantize:
         return _described("//", name, self.layout) + "".join(cpu_source.emit_quantize(method, dtype) for dtype in kinds)
 
     def triton(self, name: str) -> str:
-        """The Triton source, for gradients that begin at multiples of 16 bytes: allocators place them there."""
+        """Return the Triton source for gradients aligned to 16 bytes, as torch's allocators place them."""
         method = cast(BlockMethod, self.layout.method)
         sizes: dict[torch.dtype, list[int]] = {}
         for tensor, length in zip(self.read, self.layout.numels, strict=True):
@@ -65,7 +68,7 @@ class Quantize:
 
 @dataclass(frozen=True)
 class Dequantize:
-    """One launch of the kernel that decodes the payloads of all ranks, and stores their sums or each rank's values."""
+    """One launch of the kernel that decodes the payloads of all ranks, and stores their sum or each rank's values."""
 
     layout: BucketLayout
     dtype: torch.dtype
@@ -93,7 +96,7 @@ def _has_kernel(node: fx.Node) -> bool:
 
 
 def _launches(node: fx.Node) -> list[Quantize] | list[Dequantize]:
-    """Launches of the node's kernel in `zgraph.codegen.compressed_kernels`, without duplicates."""
+    """Return the distinct kernel launches of a node, as `zgraph.codegen.compressed_kernels` makes them."""
     named = arguments_by_name(node)
     method, world = named["method"], named.get("world", 1)
     if node.target is torch.ops.zgraph.quantize_shards.default:
@@ -122,7 +125,7 @@ def _described(mark: str, name: str, layout: BucketLayout) -> str:
 
 
 def _quantize_case(method: BlockMethod, dtype: torch.dtype, *, aligned: bool) -> str:
-    """Describe the case that a kernel is compiled for, and the bytes it moves."""
+    """Describe in a comment the constants that the quantizing kernel is compiled for, and the bytes it moves."""
     state = method.state(method.group, 1).values()
     kept = sum(torch.Size(shape).numel() * kept.itemsize for shape, kept in state)
     read, written = method.group * dtype.itemsize + kept, kept + sum(method.sections(method.group))
@@ -138,7 +141,7 @@ def _quantize_case(method: BlockMethod, dtype: torch.dtype, *, aligned: bool) ->
 
 
 def _dequantize_case(method: BlockMethod, dtype: torch.dtype, task: Task, *, aligned: bool) -> str:
-    """Describe the case that a kernel is compiled for, and the bytes it moves."""
+    """Describe in a comment the constants that the decoding kernel is compiled for, and the bytes it moves."""
     verb, what = "Add" if task.accumulate else "Write", "the values" if task.each else "sums of the values"
     sent, stored = sum(method.sections(method.group)), method.group * dtype.itemsize * (1 + task.accumulate)
     lines = [
@@ -158,7 +161,7 @@ def _comment(lines: Iterable[str], case: BlockConstants) -> str:
 
 
 def _triton_source(kernel: str) -> str:
-    """Source of a kernel's module, followed by the module of functions shared between kernels."""
+    """Return the source of a kernel's module, followed by the module of functions that kernels share."""
     folder = resources.files("zgraph.codegen.kernels.triton")
     texts = (folder.joinpath(f"{name}.py").read_text() for name in (f"{kernel}_kernel", "blocks"))
     return "".join(f"\n\n{text}" for text in texts)

@@ -1,4 +1,4 @@
-"""The kernels of `zgraph::low_rank_left` and its counterparts: library matrix products, batch by batch."""
+"""The kernels of `zgraph::low_rank_left` and related operators: matrix products of libraries, batch by batch."""
 
 from __future__ import annotations
 
@@ -110,13 +110,13 @@ def low_rank_means(
 
 
 def _multiply_rows(directions: Tensor, factor: Tensor, first: int, out: Tensor) -> None:
-    """Write rows of directions.t() @ factor to `out`, starting at row `first`, rounded as in the whole product.
+    """Compute `count` rows of directions.t() @ factor, with the same bits as in the whole product.
 
     Args:
         directions: [rank, rows].
         factor: [rank, columns].
-        first: first row to write.
-        out: [count, columns].
+        first: first row to compute.
+        out: [count, columns], overwritten.
     """
     count, rows = out.shape[0], directions.shape[1]
     if count >= min(ROUNDED_ALIKE, rows):
@@ -128,15 +128,20 @@ def _multiply_rows(directions: Tensor, factor: Tensor, first: int, out: Tensor) 
 
 
 def first_right(name: str, like: Tensor) -> Tensor:
-    """The first right factor of the parameter `name`, equal on all ranks, with the shape and dtype of `like`."""
+    """Return a random right factor to start with, seeded by the parameter's name: equal on all ranks.
+
+    Args:
+        name: name of the parameter.
+        like: tensor with the factor's shape and dtype.
+    """
     seed = zlib.crc32(f"{name} {list(like.shape)}".encode())
     return torch.randn(like.shape, generator=torch.Generator().manual_seed(seed), dtype=like.dtype)
 
 
 def next_right(right: Tensor, before: Tensor) -> Tensor:
-    """The right factor for the next step; only directions matter, so each row is scaled to a largest magnitude of 1.
+    """Return the right factor for the next step: `right`, each row scaled to a largest magnitude of 1.
 
-    A row that is zero or not finite cannot recover, so it is replaced by the row of the previous step.
+    A row that is zero or not finite is replaced by the row of `before`, the factor of the previous step.
 
     Args:
         right, before: [..., rank, columns].
@@ -147,10 +152,10 @@ def next_right(right: Tensor, before: Tensor) -> Tensor:
 
 
 def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """Multiply batches of matrices; on a CPU one by one, so that results do not depend on other members of the batch.
+    """Multiply batches of matrices, on a CPU one by one, so that a result does not depend on the rest of its batch.
 
-    On a CPU, operands are aligned first: if an operand does not begin at a multiple of 16 bytes, MKL multiplies by a
-    thin matrix in another order (seen on an AMD EPYC).
+    On a CPU, operands are copied unless they begin at a multiple of 16 bytes: MKL multiplies unaligned thin matrices in
+    another order (seen on an AMD EPYC).
     """
     if out.device.type == "cpu":
         for one, other, product in zip(left, right, out, strict=True):
@@ -160,7 +165,7 @@ def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
 
 
 def _aligned(operand: Tensor) -> Tensor:
-    """The operand, copied if it is not aligned like newly allocated memory."""
+    """Return the operand, copied unless it is aligned like newly allocated memory."""
     return operand if operand.data_ptr() % _ALIGNMENT_BYTES == 0 else operand.clone()
 
 

@@ -1,4 +1,4 @@
-"""Turns a final graph into a callable that runs it node by node, in the order the passes chose."""
+"""Turns a final graph into a callable that runs it node by node, in the order that the passes chose."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ def lower_fx(
     ranks_per_host: int = 1,
     recorded: RecordedSteps | None = None,
 ) -> Callable[[list[Any]], Any]:
-    """Generate Python with one line per node: no fusion, no reordering, each value dropped at its last use.
+    """Generate Python code with one line per node: no fusion, no reordering; each value is freed at its last use.
 
     Args:
         gm: the final forward, backward or inference graph.
         runner_of: called with the inputs of each call; returns a runner that runs the call through an instrumented
             program, or None to run the call directly. None: all calls run directly.
         ranks_per_host: number of ranks on each host; decides how collectives are dispatched.
-        recorded: how calls without a runner are recorded and replayed; None: they are not recorded.
+        recorded: how calls without a runner are recorded and replayed as a CUDA graph; None: they are not recorded.
 
     Returns:
-        A function of one list, which it empties (AOTAutograd's boxed convention). A collective that fails raises
-        CollectiveError with the parameters it was working for.
+        A function of one list, which it empties (AOTAutograd's boxed convention). If a collective fails, it raises a
+        CollectiveError that names the affected parameters.
     """
     # A new module: AOTAutograd's would be regenerated, through three calls, each time it runs.
     gm = edits.copy_of(gm)
@@ -85,7 +85,7 @@ def lower_fx(
 
 
 def drop_dependences(graph: fx.Graph) -> None:
-    """Remove `depend` nodes; their readers read the value itself, or a copy if sharing memory would be visible."""
+    """Replace each `depend` node by the value that it returns, or by a copy where sharing memory would be visible."""
     found = list(nodes.call_functions(graph, lambda node: node.target is torch.ops.zgraph.depend.default))
     if not found:
         return
@@ -102,9 +102,10 @@ def drop_dependences(graph: fx.Graph) -> None:
 
 
 def _must_copy(node: fx.Node, written: set[fx.Node], returned: dict[fx.Node, None]) -> bool:
-    """Whether a `depend` node must copy its value, because sharing memory with the value would be visible.
+    """Return whether a `depend` node must copy its value, because sharing memory with it would be visible.
 
-    A write or other strides show it, or a returned alias of an input, where the trace promised a new tensor.
+    True if the value is written to, if strides differ, or if the graph returns an alias of an input that was traced as
+    a new tensor.
     """
     value = node.all_input_nodes[0]
     base = value
@@ -124,7 +125,7 @@ def _views(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _call_cast_kernels(graph: fx.Graph) -> None:
-    """Run casts as `aten._to_copy`: the prim's kernel is in Python, ten times slower, with bitwise equal results."""
+    """Replace `prims.convert_element_type` by `aten._to_copy`: ten times faster, with bitwise equal results."""
     for node in nodes.call_functions(graph, lambda node: node.target is prims.convert_element_type.default):
         source, dtype = cast("tuple[fx.Node, torch.dtype]", node.args)
         if meta.tensor_value(source).stride() == meta.tensor_value(node).stride():  # otherwise strides may differ
@@ -132,10 +133,7 @@ def _call_cast_kernels(graph: fx.Graph) -> None:
 
 
 def _divide_in_place(graph: fx.Graph) -> None:
-    """Divide the sum of an all-reduced bucket in place, as it has no other reader.
-
-    Only on CPU, where allocating memory costs more than the division; on GPUs `sum_ranks` is one kernel.
-    """
+    """Divide the sum of an all-reduced bucket in place on CPU, where allocating memory costs more than the division."""
     for start in nodes.call_functions(graph, nodes.is_all_reduce):
         wait = nodes.wait_of(start)
         on_cpu = meta.tensor_value(start).device.type == "cpu"
@@ -147,10 +145,10 @@ def _divide_in_place(graph: fx.Graph) -> None:
 
 
 def _copy_beside_compute(graph: fx.Graph) -> None:
-    """Run copies between memory spaces on their lanes; each start then returns an object for its wait only.
+    """Run copies between memory spaces concurrently with compute; a copy's wait receives an object from its start.
 
-    Before the program returns, it waits for copies from and to state kept on the host of a GPU or on disk, because the
-    host may use this state afterwards.
+    Before the program returns, it waits for all copies of state kept on the host of a GPU or on disk, because the host
+    may use this state afterwards.
     """
     touched: dict[int, StreamLanes] = {}
     for node in nodes.call_functions(graph, lambda node: nodes.is_copy_start(node) or nodes.is_copy_wait(node)):
@@ -172,19 +170,19 @@ def _copy_beside_compute(graph: fx.Graph) -> None:
 
 
 def _device_of(start: fx.Node) -> torch.device:
-    """The device that a copy reads from or writes to."""
+    """Return the device to or from which a node copies, as opposed to the host."""
     node = start if nodes.is_reload(start) else start.all_input_nodes[1 if nodes.is_return(start) else 0]
     return meta.tensor_value(node).device
 
 
 def _touches_resting(start: fx.Node) -> bool:
-    """Whether a copy reads or writes state on the host or disk that outlives the step; False for activations."""
+    """Return whether a copy reads or writes offloaded state that outlives the step; False for activations."""
     touched = (start, *start.all_input_nodes)
     return any(meta.kept_as(node) is not None and is_offloaded(meta.space(node)) for node in touched)
 
 
 def _update_beside_compute(graph: fx.Graph) -> None:
-    """Run updates of state kept on the host on a separate lane, concurrently with compute."""
+    """Run optimizer updates of state kept on the host in a separate thread, concurrently with compute."""
     started: dict[int, fx.Node] = {}
     devices = (_device_of(start) for start in nodes.call_functions(graph, nodes.is_copy_start))
     device = next((one for one in devices if one.type != "cpu"), torch.device("cpu"))
@@ -216,7 +214,7 @@ def finish_copy(started: Copy) -> Tensor:
 
 
 def _instrumented(gm: fx.GraphModule, probe: Probe, starts: Sequence[str], waits: Mapping[str, str]) -> fx.GraphModule:
-    """The same program with a probe that times waits and, if `starts` is not empty, records allocations."""
+    """Return a copy of the program with a probe that times waits and, if `starts` is not empty, records allocations."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
     for node in [node for node in graph.nodes if node.op not in ("placeholder", "output")]:
@@ -232,7 +230,7 @@ def _instrumented(gm: fx.GraphModule, probe: Probe, starts: Sequence[str], waits
 
 
 def _program(gm: fx.GraphModule, guarded: Mapping[str, Guarded], called_for: CalledFor) -> Program:
-    """A function that runs the generated code of a graph; a collective's error names the collective and parameters."""
+    """Generate the function that runs a graph; errors of collectives name the collective and its parameters."""
     gm.graph.set_codegen(BoxedCodeGen())
     # The class's forward, not the module's __call__, which would print its own report of a failing line.
     forward = generate_code(gm)
@@ -277,7 +275,7 @@ Guarded = tuple[str, str, tuple[str, ...], tuple[str, ...]]
 
 
 def _guarded_lines(gm: fx.GraphModule) -> dict[str, Guarded]:
-    """(kind, group, handles, parameters) of every collective, by the names of its start and waits."""
+    """Map the name of each collective's start and waits to (kind, group, handles, parameters) of the collective."""
     guarded: dict[str, Guarded] = {}
     for start in nodes.call_functions(gm.graph, nodes.is_collective):
         about = (str(start.target).split(".")[1], nodes.group_of(start), meta.handles(start), meta.parameters(start))
@@ -287,7 +285,7 @@ def _guarded_lines(gm: fx.GraphModule) -> dict[str, Guarded]:
 
 
 def _failed_line(error: BaseException, forward: Callable[..., Any]) -> str:
-    """The name that the failing line of generated code assigns; "" if the error is not in generated code."""
+    """Return the variable assigned in the line of generated code that failed; "" if another function failed."""
     code = forward.__code__
     trace = error.__traceback__
     while trace is not None:

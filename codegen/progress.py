@@ -1,4 +1,4 @@
-"""Shows the progress of compilation: a temporary line on a terminal, and lines in the log."""
+"""Shows the progress of compilation in a temporary line on a terminal, and in the log."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _log = logging.getLogger(__name__)
 
 
 def shown(islands: Iterable[T], title: str) -> Iterator[T]:
-    """Yield each island when it is about to be compiled, and show the progress.
+    """Yield each island (run of compute) when it is about to be compiled, and show the progress.
 
     On a terminal, a line on stderr counts the islands and is removed at the end. The number of islands and their
-    compile time are logged at level INFO, which is not shown with the default configuration of loggers.
+    compile time are logged at level INFO, which loggers do not show by default.
 
     Args:
-        islands: islands of one graph; nothing is shown if there are none.
+        islands: islands of one graph; if there are none, nothing is shown.
         title: title of the graph.
     """
     waiting = list(islands)

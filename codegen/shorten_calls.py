@@ -1,8 +1,8 @@
-"""Makes fewer and cheaper calls in a program that runs node by node; values and their lifetimes stay the same.
+"""Merges operator calls in a program that runs node by node; values and their lifetimes stay the same.
 
-A collective of many small parameters is packed and unpacked by several calls for each of them, and each operator call
-costs about two microseconds of Python and dispatch, whatever it computes. So the calls for each part of a buffer are
-merged into one call for all parts, and every operator is called through its fastest binding:
+Packing and unpacking a bucket of many small parameters needs several calls for each of them, and each call costs about
+two microseconds of Python and dispatch. The calls for all parts of a buffer are therefore merged into one, and every
+operator is called through its fastest binding:
 
     slice, view | slice, view | ...                ->  views_of
     slice, clone, view | slice, clone, view | ...  ->  rows_as for small parts; split_with_sizes, reshape | reshape...
@@ -35,7 +35,10 @@ MOST_PART_NUMEL, MOST_NUMEL = 2**10, 2**14
 
 
 def shorten_calls(graph: fx.Graph) -> None:
-    """Shorten a graph that only runs node by node; other uses of it fail, because not all its calls are operators."""
+    """Merge operator calls in a graph that will run node by node.
+
+    The result cannot be traced or compiled, because not all of its calls are operators.
+    """
     with without_fake_mode():  # leaves the fake mode of the surrounding compile
         _drop_kept_dims(graph)
         _join_copies_in(graph)
@@ -61,9 +64,9 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _cancel_views(graph: fx.Graph) -> None:
-    """Bypass a second transposition that undoes the first, and views of views.
+    """Bypass pairs of transpositions that cancel, and views of views.
 
-    Values returned by the graph stay: a returned view of an input must not become the input itself.
+    Values that the graph returns stay, because a returned view of an input must not become the input itself.
     """
     for node in nodes.call_functions(graph, _is_view):
         source = node.all_input_nodes[0]
@@ -78,7 +81,7 @@ def _cancel_views(graph: fx.Graph) -> None:
 
 
 def _drop_kept_dims(graph: fx.Graph) -> None:
-    """Drop `keepdim` from sums that only views read."""
+    """Drop `keepdim` from sums whose only readers are views."""
     for node in nodes.call_functions(graph, lambda node: node.target is aten.sum.dim_IntList):
         value = _value(node)
         if len(node.args) != 3 or not node.args[2] or not _is_contiguous(node) or value is None:
@@ -91,7 +94,7 @@ def _drop_kept_dims(graph: fx.Graph) -> None:
 
 
 def _call_linear(graph: fx.Graph) -> None:
-    """Let ATen transpose the weight of a layer: `linear` calls the same kernel (torch 2.11 - 2.15)."""
+    """Replace `t` and `addmm` by `linear`, which calls the same kernel (torch 2.11 - 2.15)."""
     for node in nodes.call_functions(graph, lambda node: node.target is aten.addmm.default):
         bias, x, transposed = cast("tuple[fx.Node, fx.Node, fx.Node]", node.args)
         if transposed.target is aten.t.default and len(transposed.users) == 1 and not node.kwargs and _rank(bias) == 1:
@@ -106,7 +109,7 @@ def _replace(node: fx.Node, source: fx.Node) -> None:
 
 
 def _join_copies_in(graph: fx.Graph) -> None:
-    """Pack all parts of a buffer with one call, instead of a view for each part and a cat."""
+    """Pack all parts of a buffer with one call, instead of one view for each part and a cat."""
     for cat in nodes.call_functions(graph, lambda node: node.target is aten.cat.default):
         parts = cast("Sequence[fx.Node]", cat.args[0])
         dim = cat.args[1] if len(cat.args) > 1 else 0
@@ -124,14 +127,14 @@ def _join_copies_in(graph: fx.Graph) -> None:
 
 
 def _source(view: fx.Node) -> fx.Node:
-    """The base of a chain of views of contiguous tensors that ends with `view`; `view` itself without a chain."""
+    """Return the tensor at the base of a chain of views that ends with `view`, as long as bases are contiguous."""
     while view.target is aten.view.default and _is_contiguous(view.all_input_nodes[0]):
         view = view.all_input_nodes[0]
     return view
 
 
 def _divided(part: fx.Node, rows: int) -> fx.Node:
-    """The base of the views that make `part`, if the base's first dim is divisible by `rows`; else `part` itself."""
+    """Return the base of the views that make `part`, if its first dim is divisible by `rows`; else `part`."""
     source = _source(part)
     shape = _shape(source)
     return source if shape and shape[0] and shape[0] % rows == 0 else part
@@ -141,7 +144,7 @@ def _divided(part: fx.Node, rows: int) -> fx.Node:
 
 
 class Part(NamedTuple):
-    """A slice of a buffer."""
+    """A slice of a buffer along one dim: elements from `start` to before `end`, and the node that reads them."""
 
     start: int
     end: int
@@ -149,7 +152,7 @@ class Part(NamedTuple):
 
 
 def _reshape_once(graph: fx.Graph) -> None:
-    """Replace a copy, and the view that needs this copy, with one reshape where the copy was."""
+    """Replace a contiguous copy and the view of this copy with one reshape."""
     for clone in nodes.call_functions(graph, lambda node: node.target is aten.clone.default):
         if len(clone.users) != 1 or clone.kwargs != {"memory_format": torch.contiguous_format}:
             continue
@@ -165,7 +168,7 @@ def _reshape_once(graph: fx.Graph) -> None:
 
 
 def _copy_out_together(graph: fx.Graph) -> None:
-    """Copy small parts out of a row-major buffer with one call, at the place of the first copy."""
+    """Copy small parts out of a row-major buffer with one call, at the position of the first copy."""
     found: dict[fx.Node, list[Part]] = {}
     for copy in nodes.call_functions(graph, lambda node: node.target is aten.reshape.default):
         cut = cast(fx.Node, copy.args[0])
@@ -190,7 +193,7 @@ def _is_returned(node: fx.Node) -> bool:
 
 
 def _is_written(base: fx.Node) -> bool:
-    """Whether a node writes to the buffer of `base`, so that the order of reads and writes matters."""
+    """Return whether any node writes to the memory of `base`."""
     while traits.is_view(base):
         base = base.all_input_nodes[0]
     views = [base]
@@ -200,7 +203,7 @@ def _is_written(base: fx.Node) -> bool:
 
 
 def _runs(parts: Sequence[Part]) -> list[list[Part]]:
-    """Group parts, in the order in which they are read, into runs of at most `MOST_NUMEL` elements."""
+    """Group consecutive parts into runs of at most `MOST_NUMEL` elements."""
     runs: list[list[Part]] = [[]]
     numel = 0
     for part in parts:
@@ -236,7 +239,7 @@ def _copy_out(graph: fx.Graph, base: fx.Node, parts: Sequence[Part]) -> None:
 
 
 def _cut_once(graph: fx.Graph) -> None:
-    """Cut a buffer into its parts with one call, at the place of the first slice."""
+    """Cut a buffer into its parts with one call, at the position of the first slice."""
     cut: dict[tuple[fx.Node, int], list[Part]] = {}
     for node in nodes.call_functions(graph, lambda node: node.target is aten.slice.Tensor):
         base, dim, start, end, *step = node.args
@@ -292,7 +295,7 @@ def _cut(
 
 
 def _only_view(node: fx.Node) -> fx.Node:
-    """The view that is the only reader of a slice, or else the slice itself."""
+    """Return the view that is the only reader of a slice, or else the slice."""
     if len(node.users) == 1:
         (user,) = node.users
         if user.target is aten.view.default and _shape(user) is not None:
@@ -323,7 +326,7 @@ def _value(node: fx.Node) -> Tensor | None:
 
 
 def _shape(node: fx.Node) -> tuple[int, ...] | None:
-    """The shape of a tensor; None if the node's value is not a tensor or has symbolic sizes."""
+    """Return the shape of a tensor node; None for other values and for symbolic sizes."""
     value = _value(node)
     if value is None or not all(type(size) is int for size in (*value.shape, *value.stride())):
         return None
@@ -346,7 +349,7 @@ def _is_on_cpu(node: fx.Node) -> bool:
 
 
 def _can_view(node: fx.Node, shape: Sequence[int]) -> bool:
-    """Whether a tensor can be viewed with `shape`, which must cut each run of densely packed dims separately.
+    """Return whether a tensor can be viewed with `shape` without a copy.
 
     Same rule as ATen's `computeStride`, which cannot be called because it runs in the fake mode of the compile.
     """

@@ -32,33 +32,35 @@ NCCL_BYTES = 64 * MIB
 
 @dataclass(frozen=True, kw_only=True)
 class BucketCollectives(GraphPass):
-    """Merge neighbouring collectives of the same kind, group and dtype into buckets of limited size.
+    """Merge neighbouring collectives of the same kind, process group and dtype into buckets of limited size.
 
-    A bucket of gathers takes the place of its first member, a bucket of reductions that of its last member. The order
-    of summation over ranks does not change: a bucket is summed element by element, like its members.
-    A bucket of replicated gradients is one flat vector, padded once. Its means are gathered into one storage, of which
-    each gradient is a view. Bucketing may change which rank sums an element; if `LowerReductions` sums in rank order,
-    the result is the same. Buckets with sharded gradients, with parts over replicas (hybrid sharding) or with
-    compressed gradients keep the chunks of their members separate.
-    Leaves alone: collectives larger than a bucket; collectives that depend on each other; and gathers in a window
-    (`no_sync`) that keeps their results, because these gathers run once for several forwards, into the kept storage.
+    A bucket of gathers runs where its first member was, a bucket of reductions where its last member was. Each element
+    is still summed over the ranks in the same order.
+
+    A bucket of replicated gradients (ZeRO stage 0) is one flat vector, padded once at the end. Bucketing may change
+    which rank sums an element; with `LowerReductions` summing in rank order, results stay bitwise equal. The averaged
+    gradients are views of one storage. Buckets of sharded gradients, of hybrid sharding and of compressed gradients
+    keep the chunks of their members separate.
+
+    Leaves alone: collectives larger than a bucket; collectives that depend on each other; gathers whose result is kept
+    for several forwards of a `no_sync` window.
 
     Attributes:
-        bucket_bytes: maximum bytes per collective, counted on unsharded parameters and gradients; replicated gradients
-            count without padding. None: the size that suits the link of the target's hardware (`link_bytes`). A
-            collective then stays out of a bucket if waiting for it costs more time than the saved latency; this
-            assumes that each kind of collective has the link to itself. "auto" on NCCL: as for None, with the target's
-            hardware or else the preset for these GPUs; 64 MiB if neither is known. "auto" on other backends: 2 MiB,
-            large enough to make Ethernet latency a small part.
-        gathers: how parameters share a gather.
-            "flat": through one flat buffer, from which each parameter is copied, or decoded if it is sent as codes.
-            "coalesced": each parameter directly into its own storage; NCCL launches these gathers as one, other
+        bucket_bytes: maximum bytes per collective, counted on unsharded parameters and gradients without padding.
+            None: the size that suits the link of the target's hardware, see `link_bytes`. In addition, a collective
+            then stays out of a bucket if waiting for it costs more time than the saved latency; the estimate assumes
+            that gathers and reductions do not share a link.
+            "auto": on NCCL as for None, with the hardware of the target or else the preset for these GPUs, or 64 MiB
+            if neither is known; on other backends 2 MiB, large enough to make Ethernet latency negligible.
+        gathers: how the parameters of a bucket are gathered.
+            "flat": through one flat buffer, from which each parameter is copied, or decoded if it was quantized.
+            "coalesced": each parameter directly into a storage of its own. NCCL launches these gathers as one; other
             backends run them one after another.
-            "sequential": not at all. Each parameter is gathered just before its first reader and none is prefetched, so
-            that hardly more than one is unsharded at a time. A parameter that is read twice stays unsharded in between.
-            "auto": for each bucket, the cheaper of "flat" and "coalesced" that fits the budget on the target's
-            hardware, or else "sequential"; without a target, "coalesced" on NCCL and "flat" on other backends.
-        latency_share: with bucket_bytes=None, the share of latency in a transfer at which a bucket is large enough.
+            "sequential": each parameter separately, just before its first reader, without prefetch. Few parameters
+            are then unsharded at a time. A parameter that is read twice stays unsharded in between.
+            "auto": with a target, the faster of "flat" and "coalesced" that fits the budget, or else "sequential";
+            without a target, "coalesced" on NCCL and "flat" on other backends.
+        latency_share: with bucket_bytes=None, a bucket is large enough when latency is this share of its transfer.
     """
 
     bucket_bytes: int | Literal["auto"] | None
@@ -122,7 +124,7 @@ class BucketCollectives(GraphPass):
         return merged > 0
 
     def _chosen(self, graph: fx.Graph, ctx: PassContext) -> tuple[BucketCollectives, PassContext]:
-        """Return this pass with a bucket size for the backend, and the context with the costs that the pass needs."""
+        """Replace bucket_bytes="auto" by the backend's value; return the new pass and a context with hardware costs."""
         start = next(nodes.call_functions(graph, nodes.is_collective), None)
         sent = [] if start is None else nodes.sent_by(start)
         device = meta.tensor_value(sent[0]).device if sent else torch.device("cpu")
@@ -171,11 +173,11 @@ class BucketCollectives(GraphPass):
 
 @dataclass(frozen=True)
 class Filling:
-    """Rules for filling the buckets of collectives that can be merged.
+    """Limits for filling buckets with collectives.
 
     Attributes:
         limit_bytes: maximum bytes of a bucket.
-        queue: decides by costs whether a collective joins the open bucket; None: every one joins if there is room.
+        queue: decides from predicted times whether a collective joins the open bucket; None: it joins if it fits.
     """
 
     limit_bytes: int
@@ -189,12 +191,13 @@ def plan_buckets(
     *,
     one_by_one: bool = False,
 ) -> list[Bucket]:
-    """Fill buckets greedily in program order; return those with two or more members.
+    """Fill buckets greedily in program order; return the buckets with at least two members.
 
     Args:
-        graph, predicate: the collectives to consider.
-        limits: called with all collectives that can share buckets; returns the rules for filling these buckets.
-        one_by_one: return each gather of a parameter as a bucket of its own.
+        graph: graph to search.
+        predicate: whether to consider a collective, given its start node.
+        limits: returns the limits for filling buckets with the given collectives, all of which can be merged.
+        one_by_one: put each gather of a parameter into a bucket of its own, and return these buckets as well.
     """
     order = nodes.order_of(graph)
     compatible: dict[tuple[object, ...], list[fx.Node]] = {}
@@ -238,18 +241,24 @@ def _fill(starts: Sequence[fx.Node], filling: Filling, order: Mapping[fx.Node, i
 
 
 def carried_bytes(start: fx.Node) -> int:
-    """Bytes of a collective's unsharded tensor; a replicated gradient counts in the wider dtype of its collectives."""
+    """Return the bytes of a collective's unsharded tensor.
+
+    A replicated gradient, which is reduced and then gathered, counts in the wider dtype of the two collectives.
+    """
     found = None if nodes.is_gather(start) else ReplicatedReduction.of(start)
     return nodes.unsharded_bytes(start) if found is None else found.carried_bytes
 
 
 def gathers_parameter(start: fx.Node) -> bool:
-    """Whether the collective gathers an input of the graph, as opposed to a mean computed by the graph."""
+    """Return whether a collective gathers a parameter, as opposed to an averaged gradient."""
     return nodes.is_all_gather(start) and dataflow.copy_in(start) is not None
 
 
 def compute_ahead(graph: fx.Graph, cost_of: Callable[[fx.Node], NodeCost]) -> dict[fx.Node, float]:
-    """Microseconds of compute before each node, without the copies for collectives: ranks may differ in these."""
+    """Return the microseconds of compute before each node.
+
+    Copies into and out of collective buffers do not count, because their times may differ between ranks.
+    """
     ahead: dict[fx.Node, float] = {}
     spent = 0.0
     for node in graph.nodes:
@@ -264,7 +273,7 @@ def compute_ahead(graph: fx.Graph, cost_of: Callable[[fx.Node], NodeCost]) -> di
 
 
 def plan_modes(graph: fx.Graph, plan: Sequence[Bucket], gathers: Gathers, ctx: PassContext) -> list[Mode]:
-    """The mode of each bucket: how its members share a collective."""
+    """Return for each bucket the mode in which its members are merged: "flat", "coalesced" or "sequential"."""
     alive_bytes: list[int] | None = None
     modes: list[Mode] = []
     for bucket in plan:
@@ -281,7 +290,7 @@ def plan_modes(graph: fx.Graph, plan: Sequence[Bucket], gathers: Gathers, ctx: P
 
 
 def _cheaper_mode(bucket: Bucket, ctx: PassContext) -> Mode:
-    """The cheaper of "coalesced", whose launches cost time on the link, and "flat", whose copies cost compute."""
+    """Return the faster mode for a bucket of gathers: "coalesced" costs launches, "flat" costs copies."""
     first = bucket.starts[0]
     if nodes.is_quantized_gather(first):
         return "flat"  # codes are written to the flat buffer, and decoded from it, without copies
@@ -300,7 +309,7 @@ def _cheaper_mode(bucket: Bucket, ctx: PassContext) -> Mode:
 
 
 def _fitting_mode(bucket: Bucket, ctx: PassContext, room_bytes: int) -> Mode:
-    """The cheaper mode if it fits in `room_bytes`, else "coalesced" if that mode fits, else "sequential"."""
+    """Return the first mode that fits in `room_bytes`: the faster one, then "coalesced", then "sequential"."""
     sizes = [*map(nodes.unsharded_bytes, bucket.starts)]
     needed: dict[Mode, int] = {"flat": sum(sizes), "coalesced": sum(sizes) - min(sizes), "sequential": 0}
     options: tuple[Mode, ...] = (_cheaper_mode(bucket, ctx), "coalesced")
@@ -311,13 +320,13 @@ def _fitting_mode(bucket: Bucket, ctx: PassContext, room_bytes: int) -> Mode:
 
 
 def _alive_bytes(graph: fx.Graph, *, inputs_die: bool) -> list[int]:
-    """Bytes alive while each node runs, as if every gather ran where its result is read; equal on all ranks."""
+    """Return the bytes alive while each node runs, equal on all ranks."""
     order = list(graph.nodes)
     return list(curve_of(order, storages_of(order, inputs_die=inputs_die, agreed=True)).bytes_during)
 
 
 def _highest(graph: fx.Graph, bucket: Bucket, alive_bytes: Sequence[int]) -> int:
-    """The most bytes alive between a bucket's place in the graph and the last reader of its results."""
+    """Return the peak of `alive_bytes` between a bucket's position in the graph and the last reader of its results."""
     order = nodes.order_of(graph)
     results = [cast(fx.Node, nodes.wait_of(start)) for start in bucket.starts]
     readers = [order[user] for result in results for node in dataflow.reshaped_values(result) for user in node.users]
@@ -328,7 +337,7 @@ def _highest(graph: fx.Graph, bucket: Bucket, alive_bytes: Sequence[int]) -> int
 
 
 def _key(start: fx.Node) -> tuple[object, ...] | None:
-    """A key that is equal for collectives that can be merged; None for a collective that cannot be merged at all."""
+    """Return a key that is equal for collectives that can be merged; None if the collective cannot be merged."""
     wait = nodes.wait_of(start)
     if wait is None or len(start.users) != 1 or not meta.parameters(start) or meta.is_tagged_at_use(start):
         return None
@@ -359,7 +368,7 @@ def _key(start: fx.Node) -> tuple[object, ...] | None:
 
 
 def _anchor(members: Sequence[fx.Node], order: Mapping[fx.Node, int]) -> fx.Node | None:
-    """The node before which the merged collective can run; None if its members depend on each other."""
+    """Return the node before which the merged collective can run; None if members depend on each other."""
     last = members[-1]
     results = [cast(fx.Node, nodes.wait_of(start)) for start in members]
     if all(order[user] > order[last] for wait in results[:-1] for user in _readers(wait)):
@@ -371,7 +380,7 @@ def _anchor(members: Sequence[fx.Node], order: Mapping[fx.Node, int]) -> fx.Node
 
 
 def _readers(wait: fx.Node) -> list[fx.Node]:
-    """Nodes that compute with a wait's result; sums over ranks, copies and collectives only pass the result on."""
+    """Return the compute nodes that read a wait's result, directly or through sums, copies and other collectives."""
     pending, found = dict.fromkeys(wait.users), dict[fx.Node, None]()
     while pending:
         user = pending.popitem()[0]
@@ -383,7 +392,7 @@ def _readers(wait: fx.Node) -> list[fx.Node]:
 
 
 def _can_precede(node: fx.Node, anchor: fx.Node, order: Mapping[fx.Node, int]) -> bool:
-    """Whether the node is before the anchor, or is a copy of inputs that can be moved before it."""
+    """Return whether a node runs before the anchor, or can be moved there because it only copies earlier values."""
     if order[node] < order[anchor]:
         return True
     if nodes.is_start(node) or nodes.is_wait(node) or not (nodes.is_communication(node) or traits.is_reshaping(node)):

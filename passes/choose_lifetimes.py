@@ -23,20 +23,23 @@ from zgraph.scheduling.timeline import Sharing
 
 @dataclass(frozen=True, kw_only=True)
 class ChooseLifetimes(GraphPass):
-    """Save values for backward within the budget; recompute the values whose recomputation costs the least time.
+    """Choose which values forward saves for backward within a memory budget; recompute or offload the others.
 
-    With a budget in the target, one plan decides which stage 3 parameters are gathered again in backward, and which
-    activations are recomputed there, of those that torch's partitioner saves. Without a budget, gathers are repeated
-    and activations are left to the partitioner; replicated parameters always gather again. A repeated gather is
-    tagged for recomputation together with all views and casts of its result, lest the partitioner save unsharded
-    weights. A replicated parameter is tagged too: its gather is free, and saving it means saving its cast copy.
-    A whole training step is not partitioned: nodes that backward repeats are copied to just before their readers there.
-    Without a budget, each backward gets its own gathers, and activations are kept as eager torch keeps them.
-    If offloading is allowed, each value is kept, recomputed or offloaded, whichever costs the least time per byte at
-    the peak; `OffloadActivations` then copies the values to offload.
-    Leaves alone: parameters of stages 1 and 2, which are gathered once per window and saved for its backwards;
-    parameters that the graph returns, as before a graph break, because their receiver keeps them alive; operators that
-    are random, write, or communicate for the model; and decisions made by activation checkpointing.
+    With a budget in the target, one plan covers parameters of ZeRO stage 3, which backward can gather again, and
+    activations, which it can recompute. Without a budget, backward gathers stage 3 parameters again, and torch's
+    partitioner chooses the activations. Replicated parameters are never saved: backward repeats their cast, and sends
+    nothing. A repeated gather is tagged for recomputation together with the views and casts of its result, so that
+    the partitioner cannot save unsharded weights through a view.
+
+    The graph of a whole training step is not partitioned. There, each node that backward repeats is copied to just
+    before its readers in backward. Without a budget, activations are kept as in eager torch.
+
+    If offloading is allowed, each value is kept, recomputed or offloaded, whichever costs the least time per byte
+    saved at the peak. `OffloadActivations` then inserts the copies.
+
+    Leaves alone: parameters of stages 1 and 2, which are gathered once per `no_sync` window; parameters that the graph
+    returns, for example before a graph break; random operators, operators that write to their inputs, and the model's
+    own collectives; values that activation checkpointing has tagged.
 
     Attributes:
         offload_least_bytes: minimum size of activations that may be offloaded under a budget; None: no offloading.
@@ -135,7 +138,7 @@ class ChooseLifetimes(GraphPass):
 
 
 def plan_regathers(graph: fx.Graph, user_outputs: int | None) -> list[fx.Node]:
-    """The gathers that backward repeats: all of ZeRO stages 0 and 3 that forward does not return to the user."""
+    """Return the gathers that backward repeats: stage 0 and 3 parameters, unless forward returns them to the user."""
     returned = nodes.returned_by(graph)[:user_outputs]
     return [
         node
@@ -156,9 +159,9 @@ def plan_lifetimes(
     target_bytes: int,
     copies: HostLinks | None = None,
 ) -> tuple[StepEstimate, StepEstimate]:
-    """Return the estimates of the best step and of the step that saves every value.
+    """Find what to save for backward; return the estimates of the chosen step and of the step that saves everything.
 
-    The best step is the fastest within `target_bytes`; if no step is, the one with the least memory.
+    The chosen step is the fastest within `target_bytes` or, if no step fits, the one with the least memory.
     """
     model = PartitionedModel(
         joint, forward, backward, user_outputs=user_outputs, cost_of=cost_of, sharing=sharing, copies=copies
@@ -168,7 +171,7 @@ def plan_lifetimes(
 
 
 def apply(found: StepEstimate, joint: Mapping[str, fx.Node]) -> None:
-    """Tag the nodes of the joint graph so that the partitioner saves exactly the values that `found` saves."""
+    """Tag the nodes of a joint graph so that torch's partitioner saves exactly the values in `found.saved`."""
     for node in found.saved:
         saved = joint[node.name]
         if saved.op != "call_function" or meta.is_tagged_by_others(saved):

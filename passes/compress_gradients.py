@@ -26,26 +26,26 @@ from zgraph.runtime.window_state import OPEN
 class CompressGradients(GraphPass):
     """Reduce large gradients as low-bit codes, exchanged by one all_to_all per bucket; the mean is computed in fp32.
 
-    With `LowRank`, gradients are instead sent as two thin factors. Each factor is reduced like a replicated gradient,
-    with one reduction for the first factors of a bucket and one for the second factors.
+    With `LowRank`, two thin factors are sent instead of each gradient. A bucket then needs two reductions: one for the
+    first factors, one for the second.
 
-    Lossy: `zgraph.passes.LoCo` and the other methods document how far the mean is from the exact one. Each rank keeps
-    error-feedback state for each parameter, see `zgraph.runtime_state`. Gradients are quantized from their own dtype,
-    not from the dtype in which uncompressed gradients are sent.
-    Leaves alone: gradients that are small, have few dims or a skipped name (LowerReductions sends them uncompressed),
-    and gradients on a single rank, which are not sent. Gradients accumulated in a window are compressed once, at its
-    end.
+    The mean is inexact; `zgraph.passes.LoCo` and the other methods document the error. Each rank keeps error-feedback
+    state for each parameter, see `zgraph.runtime_state`. Gradients are quantized from their own dtype. Gradients
+    accumulated in a `no_sync` window are compressed once, at its end.
+
+    Leaves alone: gradients that are small, have few dims or a skipped name, which LowerReductions sends uncompressed;
+    gradients on a single rank, which are not sent.
 
     Attributes:
         method: LoCo, ErrorFeedback, NoFeedback, TwoHop, LowRank, or your own subclass of `zgraph.passes.TensorMethod`.
-        min_numel, min_dims: minimum size and number of dims of a parameter whose gradient is compressed.
+        min_numel, min_dims: minimum number of elements and of dims of a parameter whose gradient is compressed.
         skip: names of parameters whose gradients are not compressed, as shell patterns ("*.embed*"). Blocks that share
-            a compiled graph are all treated like the block for which it was compiled; if a pattern must distinguish
+            a compiled graph are treated like the block for which it was compiled; if a pattern must distinguish
             such blocks, compile the whole model.
         warmup_steps: number of initial optimizer steps in which gradients are not compressed.
-        mean_codec: how the means of replicated parameters' gradients are gathered after each rank has averaged a part:
-            in the given dtype, or as codes of the given BlockMethod, with its own error feedback. Gradients sent
-            uncompressed use `mean_dtype` of `zgraph.shard` instead. Not used by LowRank: each rank rebuilds all means.
+        mean_codec: encoding in which replicated parameters' averaged gradients are gathered: a dtype, or codes of a
+            BlockMethod, with error feedback of their own. Gradients sent uncompressed use `mean_dtype` of
+            `zgraph.shard` instead. LowRank does not use it, because each rank rebuilds all averages itself.
     """
 
     method: CompressionMethod | TwoHop | LowRank = field(default_factory=LoCo)
@@ -135,6 +135,6 @@ class CompressGradients(GraphPass):
 
 
 def _sent_bytes(args: ReduceArgs, grad: torch.Tensor) -> int:
-    """Bytes sent for an uncompressed gradient: its elements for the sums, and as many for the means if replicated."""
+    """Return the bytes that a rank sends for an uncompressed gradient: its size, or twice its size if replicated."""
     wire = wire_dtype_of(grad.dtype, args.wire_dtype)
     return grad.numel() * (wire.itemsize if args.layout.is_sharded else 2 * wire.itemsize)

@@ -18,12 +18,12 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, kw_only=True)
 class DedupeGathers(GraphPass):
-    """Let all reads of a parameter share the first gather, and reduce the sum of its gradients once.
+    """Gather each parameter once per graph, and reduce the sum of its gradients once.
 
     `reduce(a) + reduce(b)` becomes `reduce(a + b)`: the same sum as in the replicated model, for half the bytes.
-    Leaves alone: reads in another dtype or of another parameter; sums with anything but a reduction of the same
-    parameter. In a whole training step also: reads of stage 0 and 3 parameters in different forwards and backwards,
-    reads before and after an update, and sums of the reductions of several backwards: eager torch has the same sums.
+    Leaves alone: reads of a parameter in different dtypes; sums of a reduced gradient and any other value. In the graph
+    of a whole training step also, as in eager torch: reads of stage 0 and 3 parameters in different forwards and
+    backwards, reads before and after an update, and sums of gradients of several backwards.
     """
 
     name: ClassVar[str] = "dedupe_gathers"
@@ -47,7 +47,7 @@ class DedupeGathers(GraphPass):
 
 
 def plan_shared_gathers(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
-    """The pairs (duplicate, first) of gathers in which the first can replace the duplicate."""
+    """Return pairs (duplicate, first) of gathers such that `first` can replace `duplicate`."""
     first: dict[tuple[object, ...], fx.Node] = {}
     plan: list[tuple[fx.Node, fx.Node]] = []
     writes: Counter[fx.Node] = Counter()
@@ -66,7 +66,10 @@ def plan_shared_gathers(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
 
 
 def next_fold(graph: fx.Graph) -> tuple[fx.Node, fx.Node, fx.Node] | None:
-    """The first (add, left, right) where only `add` reads two reductions of one parameter; None: there is none."""
+    """Return the first sum of two reductions of one parameter, as (add, left, right); None if there is none.
+
+    The two reductions have no reader but the addition.
+    """
     for add in nodes.call_functions(graph, lambda node: node.target is aten.add.Tensor):
         if add.kwargs or len(add.all_input_nodes) != 2:
             continue

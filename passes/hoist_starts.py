@@ -16,16 +16,16 @@ from zgraph.runtime.chunks import MIB
 
 @dataclass(frozen=True, kw_only=True)
 class HoistStarts(GraphPass):
-    """Move the start of each gather to just before the wait of an earlier gather, as early as the limits allow.
+    """Prefetch gathers: start each one just before the wait of an earlier gather, as early as the limits allow.
 
-    Likewise the copy of an offloaded tensor back to the device starts before the wait of an earlier copy. Reductions
-    already start where their gradients are ready.
-    Leaves alone: gathers whose input is computed or written to in the graph, such as means of replicated gradients, and
-    gathers pinned to their use to save memory.
+    Copies of offloaded activations back to the device are prefetched in the same way. Reductions already start where
+    their gradients are ready.
+    Leaves alone: gathers of values that the graph computes or writes to, such as averaged gradients; gathers that are
+    pinned to their first reader to save memory.
 
     Attributes:
-        prefetch: number of gathers that may be in flight besides the awaited one; the same for copies from the host.
-        in_flight_bytes: maximum bytes of unsharded parameters in flight; the same for copies from the host. One gather
+        prefetch: maximum number of gathers in flight besides the awaited one; separately, the same for copies.
+        in_flight_bytes: maximum bytes of unsharded parameters in flight; separately, the same for copies. One gather
             and one copy are always prefetched, whatever their size.
     """
 
@@ -66,9 +66,9 @@ def _reads_inputs_alone(start: fx.Node, ahead: Hazards) -> bool:
 
 
 def plan_hoists(graph: fx.Graph, prefetch: int, in_flight_bytes: int) -> list[tuple[fx.Node, fx.Node]]:
-    """The starts to move, each with the node to put it before: first gathers, then copies, each in program order.
+    """Return pairs (start node, node to move it before): first the gathers, then the copies from the host.
 
-    The first gathers go to the top of the graph; with prefetch 0 nothing moves.
+    The first gathers move to the top of the graph. With prefetch 0, the result is empty.
     """
     if prefetch == 0:
         return []
@@ -91,7 +91,7 @@ def plan_hoists(graph: fx.Graph, prefetch: int, in_flight_bytes: int) -> list[tu
 def _ahead(
     graph: fx.Graph, starts: Sequence[fx.Node], prefetch: int, in_flight_bytes: int
 ) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Yield the starts of one lane (a link) in their order, each with the node to put it before."""
+    """Yield pairs (start node, node to move it before) for `starts`, which are all gathers or all copies, in order."""
     if not starts:
         return
     # Before the first compute, or the first wait if that comes first: after it they would overtake nothing.

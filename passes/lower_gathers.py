@@ -19,11 +19,11 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, kw_only=True)
 class LowerGathers(GraphPass):
-    """Cast the local shard, gather it just before its first use, and remove the padding.
+    """Lower each `unshard`: cast the local shard, gather it just before its first use, and remove the padding.
 
-    A cast by the `unshard` node itself, and one that every reader applies (as under autocast), happen before the
-    gather, so that the narrow dtype is sent. A replicated parameter, or a group of one rank, needs no collective.
-    Leaves alone: nothing; every `unshard` is lowered.
+    A cast to a narrower dtype that `unshard` or all of its readers apply, as under autocast, is done before the gather,
+    so that fewer bytes are sent. A replicated parameter, or a group of one rank, needs no collective.
+    Leaves alone: nothing.
     """
 
     name: ClassVar[str] = "lower_gathers"
@@ -41,10 +41,11 @@ class LowerGathers(GraphPass):
 
 
 def _read_after_dependences(graph: fx.Graph) -> None:
-    """Move views of gathered parameters after the `depend` node that reads all of a unit's gathers.
+    """Move views of a unit's parameters after the unit's `depend` node, which reads all parameters of the unit.
 
-    Each gather is put before its first reader. If this is an earlier view, such as a weight transposed for backward,
-    gathers take the order in which this rank reads the parameters, instead of the unit's order.
+    A unit is a module that gathers its parameters together. Each gather is placed before its first reader. A view
+    before the `depend` node, such as a weight transposed for backward, would order the gathers differently from rank to
+    rank.
     """
     for node in list(nodes.call_functions(graph, lambda node: node.target is torch.ops.zgraph.depend.default)):
         order = nodes.order_of(graph)
@@ -63,7 +64,7 @@ def _read_after_dependences(graph: fx.Graph) -> None:
 
 
 def plan_narrow_cast(marker: fx.Node) -> torch.dtype | None:
-    """The dtype that every reader casts the gathered parameter to, if that is narrower; else None."""
+    """Return the narrower dtype to which every reader casts the gathered parameter; None if there is none."""
     casts = [traits.cast_dtype(user) for user in marker.users]
     if not casts or casts[0] is None or any(cast != casts[0] for cast in casts):
         return None

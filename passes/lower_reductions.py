@@ -19,24 +19,23 @@ from zgraph.passes.common.reduction_algorithms import ALGORITHMS, Algorithm
 
 @dataclass(frozen=True, kw_only=True)
 class LowerReductions(GraphPass):
-    """Exchange and sum the chunks of each gradient; a rank keeps its own sum, or all sums of a replicated parameter.
+    """Lower each `reduce_grad` to an exchange between ranks and a sum.
 
-    A gradient that was only widened to be reduced (autocast) is sent in the narrow dtype; since sums are fp32 anyway,
-    the result is bitwise the same.
-    Leaves alone: nothing; every `reduce_grad` is lowered.
+    Each rank keeps the sum of its chunk or, for a replicated parameter, the sums of all chunks. A gradient that
+    autocast has only widened is sent in the narrow dtype. Sums are fp32, so results are bitwise equal.
+    Leaves alone: nothing.
 
     Attributes:
-        algorithm: how gradients are reduced.
-            "all_to_all" sends (N-1)/N of the gradient and sums in rank order, bitwise equal to the eager marker
-            (gloo's own reduce_scatter sends twice as much).
-            "reduce_scatter" widens gradients narrower than fp32 and leaves the order of the sum to the backend: for
-            N > 2 results are equal up to rounding.
-            "narrow_reduce_scatter" does not widen: half the bytes in bf16, but each addition is rounded to bf16.
-            "all_reduce" needs one collective instead of two if every rank needs the whole mean (stage 0, replicas), and
-            is a reduce_scatter otherwise; its means are not rounded to `mean_dtype`.
-            "auto": on gloo "all_to_all"; on NCCL the cheapest algorithm that does not sum in a narrow dtype, by the
-            target's hardware or else this machine's (see common/reduction_algorithms.py), or "reduce_scatter" if
-            neither is known.
+        algorithm: how gradients are summed over N ranks.
+            "all_to_all": sends (N-1)/N of the gradient and sums in rank order, bitwise equal to `reduce_grad` in eager
+            mode. gloo's own reduce_scatter sends twice as much.
+            "reduce_scatter": widens narrow gradients to fp32; the backend chooses the order of the sum. For N > 2,
+            results are equal up to rounding.
+            "narrow_reduce_scatter": does not widen. Sends half the bytes in bf16, but rounds each addition to bf16.
+            "all_reduce": one collective instead of two if every rank needs the whole mean (stage 0, replicas),
+            otherwise a reduce_scatter. Means are not rounded to `mean_dtype`.
+            "auto": "all_to_all" on gloo. On NCCL the fastest algorithm that sums in fp32, by the hardware of the
+            target or else of this machine (see common/reduction_algorithms.py); "reduce_scatter" if it is unknown.
     """
 
     algorithm: Algorithm = "auto"
@@ -71,7 +70,12 @@ class LowerReductions(GraphPass):
 
 
 def _let_wait(graph: fx.Graph, markers: Sequence[fx.Node]) -> None:
-    """Add a call at the end of a graph that lets the gradients of these markers wait (accumulate) in `.grad`."""
+    """Add a call at the end of a graph that prepares `.grad` to accumulate gradients without reducing them.
+
+    Args:
+        graph: graph to change.
+        markers: reduce_grad nodes of the gradients.
+    """
     handles = list(dict.fromkeys(ReduceArgs.of(marker).handle for marker in markers))
     if not handles:
         return

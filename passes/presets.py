@@ -1,4 +1,4 @@
-"""Working lists of passes, meant to be edited: `default` uses fixed rules, `planned` uses the costs on a target."""
+"""Lists of passes to use or to edit: `default` schedules by fixed rules, `planned` by predicted costs on a target."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def default(
     offload_activations: bool = False,
     **unknown: Never,
 ) -> list[GraphPass]:
-    """The default passes, which bucket and overlap gathers and reductions for the ZeRO stage of each parameter.
+    """Return the default passes: bucketed and overlapped gathers and reductions for the ZeRO stage of each parameter.
 
-    They use rules that need no costs: three gathers are prefetched, and three reductions may be in flight.
+    Fixed rules schedule them: three gathers are prefetched, and three reductions may be in flight.
 
     Args:
         bucket_bytes: maximum bytes per collective, counted on whole parameters and gradients. None: on NCCL, the size
@@ -45,13 +45,13 @@ def default(
             2 MiB, which suits Ethernet.
         compression: lossy gradient compression. `zgraph.passes.LoCo()` and similar methods send codes of a few bits;
             `LowRank()` sends thin factors. See `CompressGradients`. None: gradients are sent uncompressed.
-        gather_compression: lossy parameter compression, such as `zgraph.passes.NoFeedback(bits=8)`: parameters are
-            sent as codes and forward reads the decoded values, see `QuantizeGathers`. None: sent uncompressed.
+        gather_compression: lossy parameter compression, such as `zgraph.passes.NoFeedback(bits=8)`: forward and
+            backward read quantized parameters, see `QuantizeGathers`. None: parameters are sent uncompressed.
         offload_activations: keep the activations saved for backward on the host, see `OffloadActivations`. If the
             target has a budget, only activations that are faster to copy than to recompute are kept there.
 
     Raises:
-        TypeError: unknown argument; the message says where hardware and budget go.
+        TypeError: unknown argument. For "hardware" and similar names, the message says to pass a `zgraph.Target`.
     """
     _refuse("default", unknown)
     size = "auto" if bucket_bytes is None else bucket_bytes
@@ -67,7 +67,7 @@ def planned(
     offload_activations: bool = False,
     **unknown: Never,
 ) -> list[GraphPass]:
-    """The passes of `default`, but scheduled for the fastest step on the target's hardware within its budget:
+    """Return the passes of `default`, scheduled for the fastest step on the target's hardware within its budget.
 
         zgraph.PassList(presets.planned(), target=zgraph.Target(hardware=zgraph.calibrate()))
 
@@ -86,10 +86,12 @@ def planned(
 
 
 def with_streams(passes: PassList | None) -> PassList:
-    """Return a list with additional passes that stream offloaded tensors, by costs if its other passes use costs.
+    """Return a list of passes extended by `StreamStates`, which copies offloaded tensors to the device and back.
+
+    `ScheduleCopies` is added as well if the list plans by costs.
 
     Args:
-        passes: the list to extend; returned as it is if it streams already. None: `default`.
+        passes: the list to extend; returned unchanged if it already has `StreamStates`. None: `default`.
     """
     found = passes or PassList(default())
     if any(isinstance(one, StreamStates) for one in found.passes):
@@ -100,7 +102,7 @@ def with_streams(passes: PassList | None) -> PassList:
 
 
 def _refuse(preset: str, unknown: Mapping[str, object]) -> None:
-    """Raise TypeError for unknown arguments; if one belongs to the target, the message shows what to write instead."""
+    """Raise TypeError for unknown arguments; for a setting of `zgraph.Target`, the message shows how to write it."""
     of_target = {field.name for field in fields(Target)}
     for name in unknown:
         if name in of_target:

@@ -26,17 +26,17 @@ QUANTIZED = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizeGathers(GraphPass):
-    """Gather large parameters as codes, 8 bits by default; each rank decodes them where it reads the parameters.
+    """Gather large parameters as codes, 8 bits by default; each rank decodes the codes before it uses the parameters.
 
-    Lossy: forward and backward read the decoded values, which are identical on all ranks and do not change until the
-    parameter does. The shards stay exact, and receive the gradients of the decoded values. Evaluation in a compiled
-    graph reads the same weights as training. A window (`no_sync`) keeps the codes and decodes them for each forward.
-    Leaves alone: parameters that are small, have few dims or a skipped name (LowerGathers gathers them uncompressed);
-    parameters that are not sent at all because they are replicated or on a single rank.
+    Lossy: forward and backward use the decoded values, which are identical on all ranks. So does evaluation in a
+    compiled graph. The shards stay exact, and are updated with the gradients of the decoded values. In a `no_sync`
+    window the codes are gathered once, and decoded for each forward.
+    Leaves alone: parameters that are small, have few dims or a skipped name, which LowerGathers gathers uncompressed;
+    parameters that are not sent, because they are replicated or on a single rank.
 
     Attributes:
-        method: one of zgraph's methods without error feedback: the next step cannot correct errors in parameters.
-        min_numel, min_dims: minimum size and number of dims of a quantized parameter.
+        method: a built-in compression method without error feedback; feedback cannot correct errors in parameters.
+        min_numel, min_dims: minimum number of elements and of dims of a quantized parameter.
         skip: names of parameters that are not quantized, as shell patterns, see `CompressGradients`.
 
     Source: Wang et al. 2023, "ZeRO++", arXiv 2306.10209, section 3.1 (8 bits).
@@ -103,7 +103,7 @@ def _replace(graph: fx.Graph, marker: fx.Node, method: BlockMethod) -> None:
     args = UnshardArgs.of(marker)
     narrow = plan_narrow_cast(marker)
     if args.dtype != torch.float32:
-        narrow = None  # decoded values are fp32: rounding twice would differ from what the readers cast
+        narrow = None  # decoded values are fp32; rounding them twice would change the results of the readers' casts
     dtype = args.dtype if narrow is None else narrow
 
     def build() -> fx.Node:
@@ -113,7 +113,7 @@ def _replace(graph: fx.Graph, marker: fx.Node, method: BlockMethod) -> None:
 
 
 def _gathered(graph: fx.Graph, marker: fx.Node, shard: fx.Node, method: BlockMethod, dtype: torch.dtype) -> fx.Node:
-    """Quantize, gather and decode the shards; return those of all ranks, one after another, as [N * numel]."""
+    """Build the nodes that quantize, gather and decode a parameter; return the shards of all N ranks as [N * numel]."""
     args, label = UnshardArgs.of(marker), meta.label(marker)
     layout = args.layout
     world, chunk, text = layout.world, layout.param_chunk, to_text(method)

@@ -1,4 +1,4 @@
-"""Place collectives, and the copies in and out of their buffers, where compute hides them, within the budget."""
+"""Order collectives and the copies around them so that compute hides them, within the memory budget."""
 
 from __future__ import annotations
 
@@ -27,15 +27,17 @@ NOTES = 5  # exposed collectives that are explained, the longest first
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleOverlap(GraphPass):
-    """Start gathers early enough and reductions immediately, wait late, and stay within the budget, by simulation.
+    """Choose the order of collectives with the shortest simulated step within the memory budget.
 
-    The candidates are the orders found by a search, the present order, and the order of the rules in `presets.default`.
-    Among the orders within 1 % of the fastest within the limits, picks the one with the lowest peak. So in the
-    simulator the result is never slower than the rules, and at equal speed never needs more memory, unless the rules
-    exceed the budget. Costs must be equal on all ranks, so the costs of copying a rank's own rows, whose number may
-    differ, are ignored. Within each group, gathers keep their order, and reductions keep theirs; how the two alternate
-    is planned. Leaves alone: the order of compute, and the model's own collectives, whose waits move down by a rule.
-    In a graph without collectives, each update moves to where its gradient is ready.
+    Candidates are the orders found by a search, the present order, and the order of the rules in `presets.default`.
+    Candidates that are slower than the rules, or as fast with a higher peak, are dropped unless the rules exceed the
+    budget. Of the remaining orders within 1 % of the fastest, the one with the lowest peak is used.
+
+    Within a process group, gathers keep their order, and so do reductions; only their interleaving is planned. In a
+    graph without collectives, each update moves to where its gradient is ready. Costs of copying a rank's own rows are
+    ignored, because all ranks must choose the same order.
+
+    Leaves alone: the order of compute. The model's own collectives are not planned; their waits move down by a rule.
 
     Attributes:
         in_flight_bytes: maximum bytes of unsharded parameters and gradients with a collective in flight. Two
@@ -106,7 +108,7 @@ class ScheduleOverlap(GraphPass):
 
 
 def order_by_rules(gm: fx.GraphModule, ctx: PassContext, in_flight_bytes: int) -> list[fx.Node]:
-    """The order in which `RULES` put the nodes of a graph; the graph keeps its present order."""
+    """Return the order in which the passes in `RULES` would put the nodes of a graph; the graph is not changed."""
     before = list(gm.graph.nodes)
     for rule in RULES:
         if isinstance(rule, SinkWaits | HoistStarts):

@@ -15,14 +15,13 @@ from zgraph.runtime.chunks import MIB
 
 @dataclass(frozen=True, kw_only=True)
 class SinkWaits(GraphPass):
-    """Move each wait, and the copies out of its buffer, to just before the first user.
+    """Move each wait, and the copies out of its buffer, to just before the first user of the result.
 
-    The only user of a reduced gradient is the graph's output, and a wait there keeps the send buffer alive to the end.
-    Therefore a reduction is awaited when `reductions_in_flight` later reductions have started. In whole steps, gathers
-    of replicated gradients' means follow the same rule, so that an update runs while later means arrive. A copy to the
-    host is awaited, and its source freed, when `offloads_in_flight` later copies have started.
-    Reads of a value stay before the writes that overwrite it.
-    Leaves alone: waits that are already next to their first user.
+    The only user of a reduced gradient is often the graph's output, and a wait there would keep the send buffer alive
+    to the end. A reduction is therefore awaited once `reductions_in_flight` later reductions have started. In the graph
+    of a whole training step the same rule applies to gathers of averaged gradients, so that updates overlap them.
+    A copy to the host is awaited, and its source freed, once `offloads_in_flight` later copies have started.
+    Leaves alone: waits that are already next to their first user. Reads of a value stay before later writes to it.
 
     Attributes:
         reductions_in_flight: maximum number of reductions in flight.
@@ -63,7 +62,7 @@ class SinkWaits(GraphPass):
 
 
 def sink(graph: fx.Graph, ahead: Hazards) -> None:
-    """Move waits, and the copies of their results, to just before the first users; other nodes keep their order."""
+    """Move waits, and the copies of their results, to just before their first users; other nodes keep their order."""
     of_gradients = _copies_of_gradients(graph)
     sinkable = {
         node
@@ -94,7 +93,10 @@ def sink(graph: fx.Graph, ahead: Hazards) -> None:
 
 
 def _copies_of_gradients(graph: fx.Graph) -> set[fx.Node]:
-    """Casts and copies of values that this graph computes; moving such a copy later only keeps its source alive."""
+    """Return casts and copies that prepare computed values for collectives.
+
+    Moving such a copy later would only keep its source alive.
+    """
     found: set[fx.Node] = set()
     for node in nodes.call_functions(graph, nodes.is_communication):
         if not nodes.is_start(node) and not nodes.is_wait(node):
@@ -105,12 +107,12 @@ def _copies_of_gradients(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _is_started(node: fx.Node) -> bool:
-    """Whether the node is a start, or selects one of the results of a start."""
+    """Return whether a node starts a collective, or selects one result of a collective with several."""
     return nodes.is_start(node) or (nodes.is_getitem(node) and nodes.is_start(node.all_input_nodes[0]))
 
 
 def limit_reductions(graph: fx.Graph, in_flight: int, in_flight_bytes: int, ahead: Hazards) -> None:
-    """Wait for the oldest reductions in flight before each start of a reduction that otherwise exceeds the limits."""
+    """Move waits of reductions up so that the limits on reductions in flight hold whenever another one starts."""
     outstanding: list[fx.Node] = []
     for start in nodes.call_functions(graph, nodes.is_exchange):
         while outstanding and (
@@ -130,7 +132,7 @@ def limit_reductions(graph: fx.Graph, in_flight: int, in_flight_bytes: int, ahea
 
 
 def limit_offloads(graph: fx.Graph, in_flight: int) -> None:
-    """Wait for the oldest copy to the host, which frees its source, before a start that otherwise exceeds the limit."""
+    """Move waits of copies to the host up so that at most `in_flight` copies are in flight when another one starts."""
     order = nodes.order_of(graph)
     outstanding: list[fx.Node] = []
     for start in nodes.call_functions(graph, nodes.is_offload):
@@ -142,23 +144,23 @@ def limit_offloads(graph: fx.Graph, in_flight: int) -> None:
 
 
 def finish_means(graph: fx.Graph, in_flight: int, ahead: Hazards) -> None:
-    """Wait for the mean of a replicated gradient once `in_flight` later gathers of means have started."""
+    """Wait for each gather of averaged gradients once `in_flight` later gathers of this kind have started."""
     means = [start for start in nodes.call_functions(graph, nodes.is_all_gather) if carries_mean(start)]
     for start, later in zip(means, means[in_flight:], strict=False):
         finish_before(graph, start, later.next, ahead)
 
 
 def carries_mean(node: fx.Node) -> bool:
-    """Whether the node starts the gather of a replicated gradient's mean, which is the second half of a reduction."""
+    """Return whether a node gathers averaged gradients, the second half of the reduction of a replicated gradient."""
     if not nodes.is_all_gather(node) or nodes.gathers_addends(node):
         return False
     return bool(meta.parameters(node)) and dataflow.copy_in(node) is None
 
 
 def finish_before(graph: fx.Graph, start: fx.Node, anchor: fx.Node, ahead: Hazards) -> None:
-    """Move the wait of a reduction, and the nodes that turn its result into a gradient, to just before the anchor.
+    """Move the wait of a reduction, and the nodes that turn its result into a gradient, to just before `anchor`.
 
-    For a replicated parameter, the start of the gather of the mean moves too, but not the wait for that gather.
+    For a replicated parameter, the start of the gather of the averaged gradient moves as well, but not its wait.
     """
     order = nodes.order_of(graph)
     wait = cast(fx.Node, nodes.wait_of(start))

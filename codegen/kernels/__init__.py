@@ -1,1 +1,1 @@
-"""Compression and optimizer kernels: plain references, and C++ and Triton kernels that equal them bit for bit."""
+"""Compression and optimizer kernels: references in PyTorch, and bitwise equal kernels in C++ and Triton."""

@@ -1,14 +1,14 @@
-"""Adam and AdamW with bf16 moments in plain PyTorch: the specification that the C++ and Triton kernels equal bitwise.
+"""Adam and AdamW with bf16 moments in plain PyTorch; the C++ and Triton kernels give bitwise equal results.
 
-Every value is fp32, and every operation rounds separately, in the order in which it is written. Parameters are updated
-with the moments before rounding. Scalars shared by all elements are computed the same way in fp64. Powers are computed
-by repeated squaring, which a GPU can do where the step count is, because results of libraries differ between machines.
+Values are fp32; every operation rounds separately, in the order in which it is written. Scalars shared by all elements
+are computed the same way in fp64. Powers are computed by repeated squaring, because library functions differ between
+machines. Parameters are updated with the moments before these are rounded. Moments are rounded stochastically:
 
     round(x) = the upper half of (bits of x + r),    r uniform in 0 ... 2^16 - 1
 
-is unbiased: the result is one of the two neighbours of x in bf16. The probability of each neighbour is the distance of
-x from the other neighbour, as a fraction of their gap. The 32 random bits are a hash of element and update, and depend
-on nothing else: the lower half is for the first moment, the upper half for the second.
+This is unbiased: the result is one of the two neighbours of x in bf16, each with a probability proportional to the
+distance of x from the other neighbour. The random bits are a 32-bit hash of the element's position and the update's
+number: the lower half is for the first moment, the upper half for the second.
 
 Source: stochastic rounding for training in low precision, Gupta et al. 2015, arXiv 1502.02551, section 3; of optimizer
 states in bf16, Zamirai et al. 2020, arXiv 2010.06192. Adam: Kingma and Ba 2015, arXiv 1412.6980; AdamW: Loshchilov and
@@ -32,7 +32,7 @@ POWER_BITS = 32  # bits of an exponent
 
 @dataclass(frozen=True, kw_only=True)
 class AdamOptions:
-    """Options of an update: those of `aten::_fused_adamw_`, and `decoupled`, which distinguishes AdamW from Adam."""
+    """Options of `aten::_fused_adamw_`, and `decoupled`: True for AdamW, False for Adam."""
 
     lr: float
     beta1: float
@@ -43,7 +43,7 @@ class AdamOptions:
     maximize: bool
 
     def factors(self, step: float, grad_scale: float | None) -> Factors:
-        """The scalars for update number `step` of one parameter."""
+        """Return the scalars for update number `step` of one parameter."""
         return Factors(
             grad_scale=1.0 if grad_scale is None else grad_scale,
             sign=-1.0 if self.maximize else 1.0,
@@ -60,7 +60,7 @@ class AdamOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Factors:
-    """Scalars used by an update, as doubles; kernels round each to fp32."""
+    """Scalars of an update, as doubles; kernels round each to fp32."""
 
     grad_scale: float
     sign: float
@@ -74,12 +74,12 @@ class Factors:
     step_size: float
 
     def values(self) -> tuple[float, ...]:
-        """All scalars, in the order of `struct Factors` in adam.cpp."""
+        """Return all scalars, in the order of `struct Factors` in adam.cpp."""
         return astuple(self)
 
 
 def power(base: float, exponent: int) -> float:
-    """A power by repeated squaring, with each product rounded to a double."""
+    """Return base ** exponent by repeated squaring, with each product rounded to a double."""
     result = 1.0
     for bit in range(POWER_BITS):
         if exponent >> bit & 1:
@@ -89,7 +89,7 @@ def power(base: float, exponent: int) -> float:
 
 
 def update_key(step: float, salt: int) -> int:
-    """32 bits that differ from update to update, and from parameter to parameter."""
+    """Return 32 bits that differ between updates and between parameters."""
     return hash_32((int(step) * 0x9E3779B1 + salt * 0xC2B2AE3D + 1) & _MASK)
 
 
@@ -104,7 +104,7 @@ def update(
     options: AdamOptions,
     grad_scale: float | None = None,
 ) -> None:
-    """Update parameters and moments in place, and gradients too if there is a scale; see `zgraph.dialect.adam`."""
+    """Update parameters and moments in place; if there is a loss scale, divide gradients by it in place."""
     members = zip(parameters, grads, exp_avgs, exp_avg_sqs, steps, salts, firsts, strict=True)
     for parameter, grad, exp_avg, exp_avg_sq, step, salt, first in members:
         by = options.factors(step, grad_scale)
@@ -122,18 +122,18 @@ def update(
 
 
 def root(values: Tensor) -> Tensor:
-    """Correctly rounded square roots: torch's own in fp32 come from a library and may be off by one bit."""
+    """Return correctly rounded square roots; torch's fp32 roots may be off by one bit."""
     return values.double().sqrt().float()
 
 
 def draw(shape: Sequence[int], key: int, first: int) -> Tensor:
-    """32 random bits as int64 for each element; they depend on its place in the unsharded parameter, modulo 2^32."""
+    """Return 32 random bits, as int64, for each element: a hash of `key` and the index in the unsharded parameter."""
     places = torch.arange(first, first + math.prod(shape), dtype=torch.int64) & _MASK
     return hash_32(places ^ key).view(tuple(shape))
 
 
 def round_stochastically(values: Tensor, random: Tensor) -> Tensor:
-    """Round fp32 values to bf16 with 16 random bits each, given as int64; NaN and inf are preserved."""
+    """Round fp32 `values` to bf16, each by 16 random bits given as int64; NaN and inf are preserved."""
     bits = values.contiguous().view(torch.int32) + random.to(torch.int32)
     rounded = (bits >> 16).to(torch.int16)
     return rounded.masked_fill(values.isnan(), NO_NUMBER).view(torch.bfloat16)

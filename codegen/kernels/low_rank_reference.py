@@ -13,11 +13,11 @@ from zgraph.codegen.kernels.orthonormal import LEAST, sum_in_blocks
 def low_rank_mean(
     grads: Sequence[Tensor], errors: Sequence[Tensor], right: Tensor, divisor: int
 ) -> tuple[Tensor, list[Tensor], Tensor]:
-    """One reduction over N ranks, without buckets, batches or operators.
+    """Reduce one matrix over N ranks by low-rank factors (PowerSGD).
 
     Args:
         grads: [rows, columns] gradient of each rank.
-        errors: [rows, columns] fp32 error of each rank.
+        errors: [rows, columns] fp32 error-feedback state of each rank.
         right: [rank, columns] fp32 right factor at the start of the step.
         divisor: N for a mean, 1 for a sum.
 
@@ -38,7 +38,7 @@ def low_rank_mean(
 
 
 def in_rank_order(values: Sequence[Tensor], divisor: int) -> Tensor:
-    """The sum over the ranks in rank order, divided once."""
+    """Sum the values of all ranks in rank order, and divide the sum by `divisor`."""
     total = values[0].clone()
     for value in values[1:]:
         total += value
@@ -46,7 +46,7 @@ def in_rank_order(values: Sequence[Tensor], divisor: int) -> Tensor:
 
 
 def orthonormal_rows(rows: Tensor) -> Tensor:
-    """`zgraph.codegen.kernels.orthonormal.orthonormalize` for one matrix [count, length], row by row."""
+    """Return an orthonormal copy of one matrix [count, length], with the results of `orthonormal.orthonormalize`."""
     found: list[Tensor] = []
     for row in rows:
         largest = row.abs().max()

@@ -12,8 +12,8 @@ LEAST = 1e-5  # a remainder shorter than this share of its row is only rounding 
 def orthonormalize(rows: Tensor) -> None:
     """Make rows orthonormal in place, from first to last.
 
-    A row that is, up to rounding, a combination of earlier rows becomes zeros. A row that is not finite becomes NaN,
-    and so do all later rows.
+    A row that is, up to rounding, a linear combination of earlier rows becomes zeros. A row that is not finite becomes
+    NaN, and so do all later rows.
 
     Args:
         rows: [..., count, length] fp32.
@@ -36,7 +36,7 @@ def orthonormalize(rows: Tensor) -> None:
 
 
 def sum_in_blocks(values: Tensor) -> Tensor:
-    """The sum over the last dim, in blocks: torch splits one long sum by the number of threads, which changes bits."""
+    """Sum over the last dim in blocks of fixed size, so that the bits do not depend on the number of threads."""
     length = values.shape[-1]
     whole = length // BLOCK * BLOCK
     total = values[..., whole:].sum(-1)

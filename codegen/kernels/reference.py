@@ -1,27 +1,29 @@
-"""The compression kernels in plain PyTorch: the specification that every kernel equals bit for bit.
+"""The compression kernels in plain PyTorch; the C++ and Triton kernels give bitwise equal results.
 
-Each group of elements x is sent as integer codes c and one bf16 scale s, so that the receiver reads s (c + b):
+Each group of elements x is sent as integer codes c and one bf16 scale s. The receiver decodes s (c + b):
 
-    y = H (signs * x)            H: Hadamard over 32 elements, not normalised; signs of this rank and step
+    y = H (signs * x)            H: Hadamard transform of 32 elements, not normalised; signs of this rank and step
     u = round(K y / max|y|)      integers up to K = 511; with 8 bits, K = 32767
     c = clamp(floor(k u))        k = levels / 2 / (K + 1) / clip, for the clip with the largest <u, c + b>^2 / |c + b|^2
     s = max|y| / K <u, u> / <u, c + b> / 32
 
-Rotated values look Gaussian: codes represent the middles of their intervals (b = 1/2), and all levels are used. Without
-rotation y = x, s lacks the 1/32, codes are rounded to nearest, and zero has a code of its own (b = 0, one level fewer).
-The scale makes the result unbiased along y: <y, s (c + b)> = <y, y>; a least-squares scale shrinks each gradient by
-the loss due to clipping (as in Suresh et al. 2017, arXiv 1611.00429, rotation before quantization; Vargaftik et al.
-2021, DRIVE, arXiv 2105.08339, section 4, unbiased scale).
+Here levels is 2^bits, clip is a clipping level as a share of the largest magnitude, and <x, y> is the inner product.
 
-With error feedback and without rotation, s is the least-squares scale, max|y| / K <u, c + b> / |c + b|^2. The error is
-then never longer than the input. With the unbiased scale, the errors of classic feedback can grow without bound, as
-they do with 2 bits on heavy-tailed inputs, where that scale is many times the largest value. The amount by which the
-least-squares scale shrinks values is part of the error, and is sent later.
+With rotation by H, values look Gaussian: codes represent the middles of their intervals (b = 1/2), and all levels are
+used. Without rotation, y = x and s has no factor 1/32; codes are rounded to nearest, and zero has a code of its own
+(b = 0, one level fewer).
 
-Every value is fp32 until it is stored, and every operation rounds separately, except three that are fused
-multiply-adds: rounding a product to an integer, `clip_share`, and a step of `reciprocal`. Sums over up to 128 integers
-u are exact in any order (for |u|^2 only the last addition rounds); other sums are in the order of `fold`. Decoding is
-also exact: a sum of at most 32 codes needs 13 bits, and a scale needs 8.
+The scale s makes the result unbiased along y: <y, s (c + b)> = <y, y>. A least-squares scale would shrink each gradient
+by the loss due to clipping (as in Suresh et al. 2017, arXiv 1611.00429, rotation before quantization; Vargaftik et al.
+2021, DRIVE, arXiv 2105.08339, section 4, unbiased scale). Error feedback without rotation does use the least-squares
+scale, s = max|y| / K <u, c + b> / |c + b|^2: the error is then never longer than the input, and the shrinkage is part
+of the error, which is sent later. With the unbiased scale, classic error feedback can diverge, as it does with 2 bits
+on heavy-tailed inputs.
+
+Values are fp32 until they are stored. Every operation rounds separately, except three fused multiply-adds: rounding a
+product to an integer, `clip_share`, and a step of `reciprocal`. Sums over up to 128 integers u are exact in any order
+(for |u|^2 only the last addition rounds); other sums are in the order of `fold`. Decoding is exact: a sum of at most 32
+codes needs 13 bits, and a scale needs 8.
 """
 
 from __future__ import annotations
@@ -47,12 +49,12 @@ NO_NUMBER = 0x7FC0  # a bf16 NaN: torch's own bits differ from kernel to kernel
 
 @dataclass(frozen=True)
 class CodeBook:
-    """How the integers u of a group become codes.
+    """Parameters of the mapping from the integers u of a group to codes c, as defined in this module's docstring.
 
     Attributes:
         clips: clipping levels to try, as shares of the largest magnitude.
         top: K, the largest u.
-        after: b, added to a code when it is read.
+        after: b, added to a code when it is decoded.
         low, high: smallest and largest code.
     """
 
@@ -75,21 +77,21 @@ class CodeBook:
 
     @property
     def step(self) -> int:
-        """Number of integers that share a code, for rotated values without clipping."""
+        """Number of integers u that share a code, for rotated values without clipping."""
         return 2 * (self.top + 1) // (self.high - self.low + 1)
 
     def slope(self, clip: float) -> float:
-        """Factor that maps u to codes. With rotation, it maps u to a share of the interval between both clips."""
+        """Return the factor of u to get a code or, with rotation, a position between the two clips."""
         return fp32(0.5 / (self.top + 1) / clip if self.rotated else self.high / self.top / clip)
 
     @property
     def unit(self) -> float:
-        """The scale of a group whose largest magnitude is 1, before the scale is corrected for the group's codes."""
+        """Scale of a group whose largest magnitude is 1, before the correction by the group's codes."""
         return fp32(1 / self.top / (HADAMARD if self.rotated else 1))
 
 
 def sums_are_exact(method: BlockMethod) -> bool:
-    """Whether no order of additions changes the sums over a group's integers; see the docstring of this module."""
+    """Return whether sums over a group's integers have the same bits in any order of additions."""
     return method.bits <= 4 and method.group <= 128
 
 
@@ -107,7 +109,7 @@ def quantize(
     Args:
         grad: [chunks, numel] in any floating-point dtype.
         state: "error" [chunks, groups, group], and "error_scale" [chunks, groups] if the error is int8; empty if the
-            method keeps no error. Updated in place. A group that is not finite keeps its error.
+            method keeps no error. Updated in place, except for groups with a gradient that is not finite.
         method: compression method.
         draw, rank: key of the random signs.
 
@@ -146,12 +148,12 @@ def quantize(
 
 
 def is_unbiased(method: BlockMethod) -> bool:
-    """Whether the scale is the unbiased one rather than the least-squares one."""
+    """Return whether a method uses the unbiased scale rather than the least-squares scale."""
     return method.rotate or method.residual_decay is None
 
 
 def best_levels(integers: Tensor, book: CodeBook) -> Tensor:
-    """Levels c + b of integers u, both [..., group], at the clipping level at which they align best with u."""
+    """Return levels c + b for integers u [..., group], at the clipping level whose levels align best with u."""
     best, *others = (levels_of(integers, clip, book) for clip in book.clips)
     if not others:
         return best
@@ -165,7 +167,7 @@ def best_levels(integers: Tensor, book: CodeBook) -> Tensor:
 
 
 def levels_of(integers: Tensor, clip: float, book: CodeBook) -> Tensor:
-    """Levels c + b of integers u, both [...], at one clipping level."""
+    """Return levels c + b for integers u [...], at one clipping level."""
     if not book.rotated:
         return round_product(integers, book.slope(clip)).clamp(book.low, book.high)
     if clip != 1:
@@ -175,12 +177,12 @@ def levels_of(integers: Tensor, clip: float, book: CodeBook) -> Tensor:
 
 
 def clip_share(integers: Tensor, slope: float) -> Tensor:
-    """The position of u between both clips, as a number from 0 to 1: u slope + 1/2, rounded once."""
+    """Return the position of u between the lower and upper clip, from 0 to 1: u * slope + 1/2, rounded once."""
     return (integers.double() * slope + 0.5).to(torch.float32).clamp(0, 1)
 
 
 def read_error(state: dict[str, Tensor]) -> Tensor | None:
-    """The error-feedback state in fp32, [chunks, groups, group]; None if the method keeps no error."""
+    """Return the error-feedback state in fp32 [chunks, groups, group]; None if the method keeps none."""
     if "error" not in state:
         return None
     return decode_error(state["error"], state["error_scale"]) if "error_scale" in state else state["error"]
@@ -189,9 +191,9 @@ def read_error(state: dict[str, Tensor]) -> Tensor | None:
 def keep_error(
     state: dict[str, Tensor], compensated: Tensor, sent: Tensor, residual_decay: float, finite: Tensor
 ) -> None:
-    """Store residual_decay * old + (1 - residual_decay) * (`compensated` - `sent`) as the new error in `state`.
+    """Store the new error, residual_decay * old error + (1 - residual_decay) * (compensated - sent), in `state`.
 
-    Groups that are not `finite`, which is [chunks, groups, 1], keep their old error.
+    Groups that are not `finite` [chunks, groups, 1] keep their old error.
     """
     if "error_scale" not in state:
         new = fp32(residual_decay) * state["error"] + fp32(1 - residual_decay) * (compensated - sent)
@@ -212,15 +214,15 @@ def keep_error(
 def dequantize_sum(
     codes: Tensor, scales: Tensor, numel: int, method: BlockMethod, draw: RngKey, first_rank: int = 0
 ) -> Tensor:
-    """The sum of the decoded values of all ranks, in rank order.
+    """Return the sum of the decoded values of all ranks, in rank order.
 
     Args:
         codes: [ranks, groups * group * bits / 8] uint8.
         scales: [ranks, groups] bf16.
-        numel: elements of the chunk; the padding of its last group is dropped.
+        numel: number of elements of the chunk; the padding of its last group is dropped.
         method: compression method.
-        draw: key used by the senders.
-        first_rank: rank in the group that sent the first row.
+        draw: key of random signs that the senders used.
+        first_rank: rank, in the process group, that sent the first row.
 
     Returns:
         [numel] fp32.
@@ -236,7 +238,7 @@ def dequantize_sum(
 
 
 def decode(levels: Tensor, scale: Tensor, signs: Tensor | None) -> Tensor:
-    """Decoded values for `levels` and `scale`; shapes [..., groups, group] and [..., groups]."""
+    """Decode `levels` [..., groups, group] with `scale` [..., groups] and, if rotated, the random signs."""
     wide = scale.unsqueeze(-1).to(torch.float32)
     return levels * wide if signs is None else hadamard(levels) * (wide * signs)
 
@@ -245,23 +247,23 @@ def decode(levels: Tensor, scale: Tensor, signs: Tensor | None) -> Tensor:
 
 
 def to_blocks(values: Tensor) -> Tensor:
-    """Cut groups into blocks: [..., group] -> [..., blocks, 32], or [..., 1, group] if a group is less than 32.
+    """Cut groups into blocks of 32 elements: [..., group] -> [..., blocks, 32], or [..., 1, group] for smaller groups.
 
-    A block consists of runs of 8 neighbours; the runs are group / 4 apart. Element 8 * blocks * a + 8 * b + c of a
-    group is at place 8 * a + c of block b. So a GPU thread, which keeps a block in its registers, reads 8 elements at
-    once; neighbouring threads read neighbouring runs; and a byte of codes only has elements of one block.
+    A block has runs of 8 neighbouring elements, group / 4 elements apart: element 8 * blocks * a + 8 * b + c of a group
+    is at place 8 * a + c of block b. A GPU thread keeps one block in its registers. It therefore reads 8 elements at
+    once, neighbouring threads read neighbouring runs, and a byte of codes only has elements of one block.
     """
     places = min(values.shape[-1], HADAMARD)
     return values.unflatten(-1, (places // RUN, -1, RUN)).transpose(-3, -2).flatten(-2)
 
 
 def from_blocks(values: Tensor) -> Tensor:
-    """The inverse of `to_blocks`."""
+    """Undo `to_blocks`."""
     return values.unflatten(-1, (-1, RUN)).transpose(-3, -2).flatten(-3)
 
 
 def hadamard(values: Tensor) -> Tensor:
-    """The Hadamard transform, not normalised, of each block in groups [..., group]; widest butterflies first."""
+    """Hadamard-transform each block of 32 elements in groups [..., group], not normalised, widest butterflies first."""
     values = to_blocks(values)
     distance = HADAMARD // 2
     while distance:
@@ -273,9 +275,9 @@ def hadamard(values: Tensor) -> Tensor:
 
 
 def fold(values: Tensor) -> Tensor:
-    """The sum of each group (the last dim, with keepdim): first within blocks, then over blocks.
+    """Sum over the last dim (a group), with keepdim: first within blocks of 32, then over blocks.
 
-    Both sums repeatedly add the second half of the numbers to the first half.
+    Each of the two sums repeatedly adds the second half of the numbers to the first half.
     """
     return _halve(_halve(to_blocks(values)).squeeze(-1))
 
@@ -288,9 +290,10 @@ def _halve(values: Tensor) -> Tensor:
 
 
 def draw_signs(groups: int, group: int, draw: RngKey, rank: int, device: torch.device | None = None) -> Tensor:
-    """Random signs, 1 or -1, given by step, rank and place in the chunk: [groups, group], on `device` (default: CPU).
+    """Return random signs, 1 or -1, as [groups, group] on `device` (default: CPU).
 
-    The sign at place p of a block is bit 31 - p of a hash of the block's number in the chunk.
+    They depend on step, rank and position: the sign at place p of a block is bit 31 - p of a hash of the block's number
+    in the chunk.
     """
     key, blocks = sign_key(draw, rank), group // HADAMARD
     words = hash_32(torch.arange(groups * blocks, dtype=torch.int64, device=device).bitwise_and(_MASK).bitwise_xor(key))
@@ -299,13 +302,13 @@ def draw_signs(groups: int, group: int, draw: RngKey, rank: int, device: torch.d
 
 
 def sign_key(draw: RngKey, rank: int) -> int:
-    """32 bits that differ from rank to rank and from step to step."""
+    """Return 32 bits that differ between ranks and between steps."""
     mixed = draw.step * 0x9E3779B1 + rank * 0x85EBCA77 + draw.salt * 0xC2B2AE3D + 1
     return hash_32(mixed & _MASK)
 
 
 def hash_32(words: Words) -> Words:
-    """Hash 32-bit words, given as int64 or int, with Wellons' "lowbias32": the bits are nearly independent."""
+    """Hash 32-bit words, given as int64 or int, by Wellons' "lowbias32", whose bits are nearly independent."""
     words = words ^ (words >> 16)
     words = (words * 0x7FEB352D) & _MASK
     words = words ^ (words >> 15)
@@ -316,8 +319,8 @@ def hash_32(words: Words) -> Words:
 def pack(codes: Tensor, method: BlockMethod) -> Tensor:
     """Pack int8 codes into bytes: [..., group] -> [..., group * bits / 8].
 
-    A group is cut into 8 / bits stretches of equal length. A byte holds the codes at the same place in each stretch,
-    with the code of the first stretch in its lowest bits.
+    A group is cut into 8 / bits equal parts. Each byte holds one code of each part, the first part's in its lowest
+    bits.
     """
     if method.bits == 8:
         return codes.view(torch.uint8)
@@ -351,14 +354,14 @@ def quantize_bucket(
     rank: int,
     payload: Tensor,
 ) -> None:
-    """Fill the payload of a bucket.
+    """Quantize the gradients of a bucket into its payload.
 
     Args:
-        grads: contiguous, any shape; padded with zeros to `stretches * world * numel` elements.
-        states: state of each gradient, see `quantize`; updated in place.
+        grads: contiguous gradients of any shape, treated as padded to `stretches * world * numel` elements by zeros.
+        states: error-feedback state of each gradient, see `quantize`; updated in place.
         layout: layout of the bucket; its method is a BlockMethod.
         draw, rank: key of the random signs.
-        payload: [world, payload_bytes] uint8, zeros.
+        payload: [world, payload_bytes] uint8, zeros; overwritten.
     """
     method = _block_method(layout)
     chunks = layout.stretches * layout.world
@@ -379,12 +382,12 @@ def dequantize_sum_bucket(
     *,
     accumulate: bool = False,
 ) -> None:
-    """Sum the decoded values of all ranks, divide once, and store.
+    """Sum the decoded values of all ranks, divide once, and store the result.
 
     Args:
         received: [ranks, payload_bytes] uint8, from ranks first_rank, first_rank + 1, ... of the group.
-        layout, draw: layout and key used by the senders.
-        first_rank: rank that sent the first row; determines its signs.
+        layout, draw: layout, and key of random signs, used by the senders.
+        first_rank: rank that sent the first row.
         divisor: divisor of the sum; 1 leaves it unchanged.
         outputs: [stretches * numel] in any floating-point dtype for each gradient; overwritten.
         accumulate: add to the outputs instead, in fp32 (fp64 for fp64 outputs), before rounding to the output's dtype.
@@ -400,11 +403,11 @@ def dequantize_sum_bucket(
 
 
 def dequantize_each_bucket(received: Tensor, layout: BucketLayout, draw: RngKey, outputs: Sequence[Tensor]) -> None:
-    """Store the decoded values of each rank, rank by rank: the receiving side of a gather.
+    """Decode the rows of all ranks into separate rows of the outputs, after a gather.
 
     Args:
         received: [ranks, payload_bytes] uint8, from ranks 0, 1, ... of the group; rows need not be adjacent.
-        layout, draw: layout and key used by the senders; the layout has a world of one and one stretch.
+        layout, draw: layout, with world and stretches of 1, and key of random signs, used by the senders.
         outputs: [ranks, numel] in any floating-point dtype for each tensor; overwritten.
     """
     for rank in range(received.shape[0]):

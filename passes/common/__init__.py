@@ -1,1 +1,1 @@
-"""Rewrites and choices that several passes share."""
+"""Graph rewrites and cost decisions shared by several passes."""

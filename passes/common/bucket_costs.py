@@ -1,4 +1,4 @@
-"""Costs of buckets on their link: how large a bucket should be, and which members it should wait for."""
+"""Predicted cost of buckets: how large a bucket should be, and which collectives it should wait for."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from dataclasses import dataclass
 def link_bytes(
     *, total_bytes: int, latency_us: float, transfer_us: float, compute_us: float, latency_share: float
 ) -> int:
-    """The bucket size that suits a link.
+    """Return the bucket size in bytes that suits a link: the smaller of two sizes.
 
-    This is the smallest size at which latency is only the given share of the transfer. The size is smaller if compute
-    cannot hide such a bucket. With n buckets, n latencies and 1 / n of the transfer (or of the compute, if shorter)
-    are exposed; the sum of both is least at n = sqrt(min(transfer, compute) / latency).
+    - The size at which latency is `latency_share` of the transfer.
+    - The size that exposes the least time. With n buckets, n latencies are exposed, and 1 / n of the transfer (or of
+      the compute, if that is shorter). The sum is least at n = sqrt(min(transfer, compute) / latency).
 
     Args:
-        total_bytes: bytes that all collectives carry together.
+        total_bytes: bytes of all collectives together.
         latency_us: latency of one collective.
-        transfer_us: time to transfer these bytes, without latencies.
+        transfer_us: time to transfer all bytes, without latencies.
         compute_us: time of the compute that can hide the transfers.
         latency_share: share of latency in the transfer, such as 0.1.
     """
@@ -36,7 +36,7 @@ class Member:
     """A collective that may join a bucket.
 
     Attributes:
-        at_us: compute time before a gather's result is read, or before a reduction's input is ready.
+        at_us: time of the compute before the collective's result is read (gather) or its input is ready (reduction).
         transfer_us: time on the link, without latency.
     """
 
@@ -45,11 +45,11 @@ class Member:
 
 
 class GatherQueue:
-    """Gathers of a graph in program order, on a link that starts with the graph and never pauses.
+    """Model of a graph's gathers on a link, to decide whether each gather joins the previous bucket.
 
-    Decides for each gather whether it joins the previous bucket. A gather that joins delays the first reader of the
-    bucket; a gather that stays out arrives one latency later. The gather joins unless joining makes the graph end
-    later. Gathers after it count without latency:
+    The link starts with the graph and is never idle. A gather that joins a bucket delays the first reader of the
+    bucket; a gather that stays out arrives one latency later. A gather joins unless the graph would then end later. The
+    gathers after it are assumed to have no latency.
 
         joined   link [lat a b      ]      compute ...........[a][b]
         apart    link [lat a][lat b ]      compute .......[a]....[b]
@@ -70,7 +70,7 @@ class GatherQueue:
             self._rest_us[place - 1] = members[place].transfer_us + after
 
     def should_join(self) -> bool:
-        """Whether the next member should join the open bucket."""
+        """Return whether the next gather should join the open bucket."""
         member = self.members[self._next]
         joined_us = self._done_us + member.transfer_us
         apart_us = joined_us + self.latency_us
@@ -82,7 +82,7 @@ class GatherQueue:
         return max(self.compute_us + late_us, done_us + self._rest_us[self._next])
 
     def add(self, *, joins: bool) -> None:
-        """Advance past the next member."""
+        """Add the next gather: to the open bucket if `joins`, else to a new bucket."""
         member = self.members[self._next]
         if not joins:
             if self._next:
@@ -94,11 +94,10 @@ class GatherQueue:
 
 
 class ReductionQueue:
-    """Reductions of a graph in program order; each starts when its input is ready.
+    """Model of a graph's reductions on a link, to decide whether each reduction joins the previous bucket.
 
-    Decides for each reduction whether it joins the previous bucket. A bucket cannot start before its last member is
-    ready. The reduction joins unless joining makes the graph's last reduction end later. Reductions after it count
-    without latency.
+    A bucket starts when the input of its last member is ready. A reduction joins unless the last reduction of the graph
+    would then end later. The reductions after it are assumed to have no latency.
     """
 
     def __init__(self, members: Sequence[Member], latency_us: float, compute_us: float) -> None:
@@ -118,7 +117,7 @@ class ReductionQueue:
             self._earliest_us[place - 1] = max(self._earliest_us[place], member.at_us + self._rest_us[place - 1])
 
     def should_join(self) -> bool:
-        """Whether the next member should join the open bucket."""
+        """Return whether the next reduction should join the open bucket."""
         member = self.members[self._next]
         joined_us = max(self._free_us, member.at_us) + self.latency_us + self._carried_us + member.transfer_us
         apart_us = max(self._closed_us(), member.at_us) + self.latency_us + member.transfer_us
@@ -131,7 +130,7 @@ class ReductionQueue:
         return max(self.compute_us, done_us + self._rest_us[self._next], self._earliest_us[self._next])
 
     def add(self, *, joins: bool) -> None:
-        """Advance past the next member."""
+        """Add the next reduction: to the open bucket if `joins`, else to a new bucket."""
         member = self.members[self._next]
         if not joins:
             self._free_us, self._carried_us = self._closed_us(), 0.0

@@ -1,4 +1,7 @@
-"""Builds the nodes of a compressed reduction: each hop quantizes, exchanges codes, and sums the decoded values."""
+"""Builds the nodes of a compressed reduction, which is one or two hops (exchanges within a process group).
+
+Each hop quantizes, exchanges codes, and sums the decoded values.
+"""
 
 from __future__ import annotations
 
@@ -29,16 +32,16 @@ MEANS = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True, kw_only=True)
 class Hop:
-    """One stage of a reduction: the exchange between the ranks of one group.
+    """One exchange of a compressed reduction, between the ranks of one process group.
 
     Attributes:
-        group_name, world, rank: the group, its size, and this rank in it.
+        group_name, world, rank: name and size of the group, and this rank's number in it.
         method: compression method.
         slot: name under which each parameter keeps the error-feedback state of this hop.
-        salt: salt of random numbers; differs between groups along the same axis, and between hops.
+        salt: seed of random numbers; differs between groups along the same mesh axis, and between hops.
         chunk: part of the gradient that the collective carries.
         numel: number of elements of one chunk.
-        receivers: number of ranks that get separate chunks of the payload: `world`, or 1 if all ranks get the same.
+        receivers: number of ranks that get different data: `world`, or 1 if all ranks get the same.
         stretches: number of chunks for each receiver; the next hop sends each of them to a different rank.
     """
 
@@ -122,7 +125,7 @@ class CompressedReduction(ReductionBuilder):
     # --- hops -------------------------------------------------------------------------------------------------------
 
     def _resolved(self, method: LoCo) -> CompressionMethod | TwoHop:
-        """The method with the number of hops decided: LoCo for one hop, TwoHop for two."""
+        """Return the method with the number of hops decided: a LoCo with one hop, or a TwoHop."""
         one_hop = replace(method, hops=1)
         if method.hops == 1 or (
             method.hops == "auto" and self.layout.num_replicas == 1 and self._known_ranks_per_host() is None
@@ -131,9 +134,10 @@ class CompressedReduction(ReductionBuilder):
         return TwoHop(inter_host=one_hop)
 
     def _known_ranks_per_host(self) -> int | None:
-        """Number of consecutive ranks of the group on each host, by the target's hardware or else this machine's.
+        """Return the number of consecutive ranks of the group on each host.
 
-        None if the hardware is unknown, each host has one rank, one host has all ranks, or hosts have unequal numbers.
+        Returns None if the hardware of the target or this machine is unknown, if each host has one rank or one host has
+        all, or if hosts have different numbers of ranks.
         """
         machine, world = self.ctx.hardware or self.ctx.machine, self.layout.world
         if machine is None or world == 1:
@@ -144,7 +148,7 @@ class CompressedReduction(ReductionBuilder):
         return found if 1 < found < world and on_nodes == neighbours else None
 
     def _hops(self, chunk: Chunk, numel: int) -> list[Hop]:
-        """The hops that sum a chunk over the last of its groups, in order."""
+        """Return the hops (exchanges) of the reduction over the last process group of `chunk`, in order."""
         if isinstance(self.method, TwoHop) and self.layout.num_replicas == 1:
             return self._hops_by_host(self.method, chunk, numel)
         is_second = len(chunk.group_names) > 1  # over the replicas: hybrid sharding is two hops by itself
@@ -156,7 +160,10 @@ class CompressedReduction(ReductionBuilder):
         return [self._hop(chunk.group_names[-1], method, slot, salt, chunk, numel)]
 
     def _hops_by_host(self, method: TwoHop, chunk: Chunk, numel: int) -> list[Hop]:
-        """Hops over the ranks of a host, then over ranks with equal places in their hosts; omits hops of one rank."""
+        """Return a hop inside each host and a hop across hosts, without hops of a single rank.
+
+        The second hop connects the ranks at the same position in their hosts.
+        """
         per_host = self._ranks_per_host(method)
         intra_host, inter_host = self.ctx.host_groups(chunk.group_names[-1], per_host)
         host, place = divmod(self.layout.rank, per_host)
@@ -181,7 +188,7 @@ class CompressedReduction(ReductionBuilder):
         return found
 
     def _mean_hop(self, codec: BlockMethod, chunk: Chunk, numel: int) -> Hop:
-        """The hop in which ranks gather the parts of a mean."""
+        """Return the hop in which each rank gathers the averaged parts of the other ranks."""
         hops, layout = len(chunk.group_names), self.layout
         salt = 2 * layout.world * layout.num_replicas + (layout.rank if hops > 1 else layout.replica)
         return replace(self._hop(chunk.group_names[-1], codec, f"means of {hops}", salt, chunk, numel), receivers=1)
@@ -203,7 +210,7 @@ class CompressedReduction(ReductionBuilder):
     # --- nodes ------------------------------------------------------------------------------------------------------
 
     def _exchange(self, pieces: fx.Node, hop: Hop, divisor: int, dtype: torch.dtype) -> fx.Node:
-        """Return this rank's part of the summed pieces, divided: [world * stretches * numel] -> [stretches * numel]."""
+        """Exchange, sum and divide `pieces`: [world * stretches * numel] -> this rank's part [stretches * numel]."""
         payload, draw = self._quantized(pieces, hop)
         splits = [meta.tensor_value(payload).shape[0] // hop.world] * hop.world
         start = self.node(all_to_all_op(), payload, splits, splits, hop.group_name, name=f"all_to_all_{self.label}")
@@ -217,7 +224,7 @@ class CompressedReduction(ReductionBuilder):
         return self.node(operator.getitem, sums, 0)
 
     def _gather(self, piece: fx.Node, hop: Hop) -> fx.Node:
-        """Gather the `piece` [numel] of every rank as codes, and decode them to [world * numel]."""
+        """Gather the `piece` [numel] of every rank as codes; return the decoded values [world * numel]."""
         payload, draw = self._quantized(piece, hop)
         start = self.node(all_gather_op(), payload, hop.world, hop.group_name, name=f"all_gather_grad_{self.label}")
         meta.set_chunks(start, chunk_unit(hop.method, hop.chunk, hop.stretches))
@@ -229,7 +236,7 @@ class CompressedReduction(ReductionBuilder):
         return self.node(operator.getitem, every, 0)
 
     def _quantized(self, pieces: fx.Node, hop: Hop) -> tuple[fx.Node, fx.Node]:
-        """Quantize `pieces`; return the payload [receivers * bytes], and the key of its random numbers."""
+        """Quantize `pieces`; return the payload [receivers * bytes] and the key of its random numbers."""
         errors = self._errors(hop, meta.tensor_value(pieces).device)
         quantized = self.node(
             torch.ops.zgraph.quantize_grads.default,
@@ -241,7 +248,10 @@ class CompressedReduction(ReductionBuilder):
         return self.node(operator.getitem, quantized, 0), self.node(operator.getitem, quantized, 1)
 
     def _errors(self, hop: Hop, device: torch.device) -> list[fx.Node]:
-        """Copy error feedback from the host while the previous gradient is reduced; [] if the device keeps it."""
+        """Copy error-feedback state from the host; [] if it is on the device.
+
+        The copy starts before the reduction of the previous gradient, and so overlaps it.
+        """
         if not hop.keeps_on_host:
             return []
         with nullcontext() if self.previous is None else self.graph.inserting_before(self.previous):

@@ -1,4 +1,4 @@
-"""Rewrites the reductions of a graph's matrices so that low-rank factors are sent, bucket by bucket."""
+"""Builds low-rank (PowerSGD) reductions: each bucket of gradients is sent as two small factors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SPARED_BYTES = 512 * 1024
 
 
 def plan_low_rank_buckets(markers: Sequence[fx.Node], bucket_bytes: int) -> list[list[fx.Node]]:
-    """Buckets of reductions over the same ranks, each up to `bucket_bytes` in fp32; sorted by their last members."""
+    """Group reductions over the same ranks into buckets of up to `bucket_bytes` in fp32, ordered by last member."""
     buckets: list[list[fx.Node]] = []
     filled: dict[tuple[object, ...], tuple[list[fx.Node], int]] = {}
     for marker in markers:
@@ -45,14 +45,14 @@ def plan_low_rank_buckets(markers: Sequence[fx.Node], bucket_bytes: int) -> list
 def build_low_rank(graph: fx.Graph, markers: Sequence[fx.Node], ctx: PassContext, method: LowRank) -> None:
     """Replace reduce_grad nodes (markers) with low-rank reductions, bucket by bucket.
 
-    Factors are gathered and summed, or are reduced by new markers, which are lowered like any others. To give every
-    exchange time to overlap, the second (right) factor of a bucket is sent together with the first (left) factor of the
-    next bucket. The means of a bucket are rebuilt after the left factor of the next bucket but one has been sent:
+    To overlap exchanges with compute, the second (right) factor of a bucket is sent together with the first (left)
+    factor of the next bucket. The means of a bucket are rebuilt when the following exchange has started:
 
         left 0 ... right 0, left 1 ... right 1, left 2, means 0 ... right 2, means 1, means 2
 
-    In a whole step, all means of a backward are rebuilt before any of them is read, because readers may write to means,
-    and because the next backward needs the updated error feedback.
+    In the graph of a whole training step, all means of a backward are rebuilt before any is read, because readers may
+    write to them, and because the next backward needs the updated error feedback. Small factors are gathered and summed
+    by every rank; others get new reduce_grad nodes, which `LowerReductions` lowers.
     """
     order = nodes.order_of(graph)
     parts = _parts(markers) if ctx.direction == "step" else [markers] if markers else []
@@ -79,7 +79,7 @@ def build_low_rank(graph: fx.Graph, markers: Sequence[fx.Node], ctx: PassContext
 
 
 def _parts(markers: Sequence[fx.Node]) -> list[list[fx.Node]]:
-    """The markers, grouped by the backward that they belong to."""
+    """Group reduce_grad nodes (markers) by the backward in which they run."""
     found: dict[int | None, list[fx.Node]] = {}
     for marker in markers:
         found.setdefault(meta.part(marker), []).append(marker)
@@ -87,7 +87,7 @@ def _parts(markers: Sequence[fx.Node]) -> list[list[fx.Node]]:
 
 
 def _readers_behind(markers: Sequence[fx.Node], order: Mapping[fx.Node, int]) -> list[fx.Node]:
-    """Readers of reduced gradients that come after the last marker; earlier readers can be moved after that marker."""
+    """Return the nodes after the last marker (reduce_grad node) that compute with reduced gradients."""
     values = [value for marker in markers for value in dataflow.reshaped_values(marker)]
     readers = [user for value in values for user in value.users if not traits.is_reshaping(user)]
     return [user for user in readers if order[user] > order[markers[-1]]]
@@ -95,7 +95,7 @@ def _readers_behind(markers: Sequence[fx.Node], order: Mapping[fx.Node, int]) ->
 
 @dataclass(eq=False)
 class _Bucket:
-    """Builds the nodes of one bucket at the graph's insertion point."""
+    """Builds the nodes of one bucket's low-rank reduction at the graph's insertion point."""
 
     graph: fx.Graph
     markers: list[fx.Node]
@@ -139,7 +139,7 @@ class _Bucket:
             marker.replace_all_uses_with(self._shaped(mean, args, marker))
 
     def _shaped(self, mean: fx.Node, args: ReduceArgs, marker: fx.Node) -> fx.Node:
-        """The `mean` in the marker's shape, cut to the rows that this rank has."""
+        """Give `mean` the shape of the parameter's local shard, without padded rows."""
         layout, rows = args.layout, args.layout.local_rows
         if len(layout.shape) > 2:
             unflattened = [layout.chunk_rows, *layout.shape[1:]]
@@ -149,7 +149,10 @@ class _Bucket:
         return meta.create(self.graph, aten.slice.Tensor, (mean, 0, 0, rows), like=marker)
 
     def _grad(self, args: ReduceArgs, marker: fx.Node) -> fx.Node:
-        """The whole gradient, without a widening cast; at the end of a window, plus the accumulated gradients."""
+        """Return the gradient to compress, without a cast to fp32.
+
+        At the end of a `no_sync` window, the accumulated gradients are added.
+        """
         if args.layout.gradients_wait(args.window):
             waited = (args.grad, args.handle, args.dtype, args.layout.zero_stage)
             return meta.create(self.graph, torch.ops.zgraph.add_accumulated.default, waited, like=marker)
@@ -160,7 +163,7 @@ class _Bucket:
         return args.grad
 
     def _reduced(self, factor: fx.Node) -> fx.Node:
-        """The mean, or sum, of a factor over all ranks, in rank order."""
+        """Sum or average a factor over all ranks, in rank order."""
         args, layout = self.members[0], self.members[0].layout
         groups = [name for name in (layout.reduce_group, layout.replica_group) if self.ctx.group_size(name) > 1]
         if len(groups) == 1:
@@ -173,7 +176,7 @@ class _Bucket:
         return self._communicate(torch.ops.zgraph.reduce_grad.default, *reduction.flat())
 
     def _summed_by_all(self, factor: fx.Node, group_name: str, world: int) -> fx.Node:
-        """Sum a factor over all ranks by gathering it: one exchange, which sends more bytes from three ranks on."""
+        """Gather a factor and let every rank sum it: one exchange instead of two, but more bytes for over two ranks."""
         numel = meta.tensor_value(factor).shape[0]
         start = self._communicate(all_gather_op(), factor, world, group_name, name=f"all_gather_factor_{self.label}")
         meta.set_chunks(start, [Chunk(numel, 1, ("",))])
@@ -190,17 +193,19 @@ class _Bucket:
         return made
 
     def _of_part(self, node: fx.Node) -> fx.Node:
-        """Assign a node to the backward of the bucket's markers, if the graph is a whole step; return the node."""
+        """Mark a node as part of the backward to which the bucket belongs, and return it.
+
+        Only the graph of a whole training step, which has several parts, has such marks.
+        """
         part = meta.part(self.markers[0])
         if part is not None:
             meta.set_part(node, part)
         return node
 
     def _call(self, target: object, *args: object) -> list[fx.Node]:
-        """Call an operator that returns a list, and return the nodes of its results.
+        """Call an operator that returns a list; return one node for each result.
 
-        The call has no parameters in its meta, so that it counts as compute (unlike copies in and out of buffers) and
-        is not moved.
+        No parameters are recorded in the call's meta, so that it counts as compute and is not moved like a copy.
         """
         name = str(target).split(".")[1]
         call = self._of_part(meta.create(self.graph, target, args, name=f"{name}_{self.label}"))

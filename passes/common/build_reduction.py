@@ -1,4 +1,4 @@
-"""Lowers `zgraph::reduce_grad` to an exchange and a sum in rank order, and for replicated parameters a gather."""
+"""Lowers `zgraph::reduce_grad`: ranks exchange and sum chunks; for replicated parameters they also gather the means."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ aten = torch.ops.aten
 
 
 class ReductionBuilder:
-    """Builds the nodes that replace one reduce_grad, at the graph's insertion point.
+    """Builds the nodes that replace one reduce_grad node, at the graph's insertion point.
 
     Args:
-        graph, marker: the graph and the reduce_grad node in it.
-        ctx: context of the pass, which knows the groups.
-        algorithms: reduction algorithms by the names of groups; groups that are not listed use all_to_all.
+        graph: graph to change.
+        marker: the reduce_grad node.
+        ctx: context of the pass, which knows the process groups.
+        algorithms: reduction algorithm by group name; groups that are not listed use all_to_all.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class ReductionBuilder:
         return meta.create_cast(self.graph, node, dtype, like=self.marker)
 
     def build(self) -> fx.Node:
-        """Build the nodes that compute the marker's value, and return the last; the marker itself stays."""
+        """Build the nodes that compute the reduced gradient, and return the last; the marker stays in the graph."""
         args, layout = self.args, self.layout
         if not layout.is_reduced:
             # Always a new contiguous tensor, like the marker's own result: autograd keeps it as .grad, where an alias
@@ -91,18 +92,18 @@ class ReductionBuilder:
         return total if rows == layout.chunk_rows else self.node(aten.slice.Tensor, total, 0, 0, rows)
 
     def own(self, grad: fx.Node) -> fx.Node:
-        """The gradient, copied unless it is contiguous and has no other reader: autograd keeps it and adds to it."""
+        """Return the gradient in contiguous memory of its own, copied if needed, because autograd adds to it later."""
         if has_own_storage(grad, self.marker) and meta.tensor_value(grad).is_contiguous():
             return grad
         return self.node(aten.clone.default, grad, memory_format=torch.contiguous_format)
 
     def on_the_wire(self, grad: fx.Node) -> fx.Node:
-        """The gradient in the dtype that is sent; a widening cast that does not change the sum is skipped."""
+        """Cast the gradient to the dtype in which it is sent, or undo a widening cast that does not change the sum."""
         source, dtype = _travelling(grad, self.args.wire_dtype)
         return self.cast(source, dtype)
 
     def mean_dtype(self, grad: torch.dtype) -> torch.dtype:
-        """The dtype in which ranks gather the parts of a mean, given the dtype of the gradient."""
+        """Return the dtype in which averaged gradients are gathered, for gradients of dtype `grad`."""
         return mean_dtype_of(grad, self.args.dtype, self.args.wire_dtype, self.args.mean_dtype)
 
     def padded(self, pieces: fx.Node, world: int) -> fx.Node:
@@ -113,7 +114,7 @@ class ReductionBuilder:
         return self.node(aten.constant_pad_nd.default, pieces, [0, 0] * (len(shape) - 1) + [0, missing])
 
     def sum(self, pieces: fx.Node, chunk: Chunk, divisor: int, dtype: torch.dtype) -> fx.Node:
-        """Return this rank's chunk of the sum of all ranks' `pieces`, divided: [N * chunk, ...] -> [chunk, ...]."""
+        """Reduce-scatter `pieces` over N ranks and divide by `divisor`: [N * chunk, ...] -> [chunk, ...]."""
         group_name = chunk.group_names[-1]
         world = self.ctx.group_size(group_name)
         if world == 1:
@@ -132,7 +133,7 @@ class ReductionBuilder:
         return self.divided(self.node(wait_op(), start, name=f"wait_grad_{self.label}"), divisor, dtype)
 
     def all_reduce(self, partial: fx.Node, chunk: Chunk, mean_dtype: torch.dtype) -> fx.Node:
-        """Sum a shard's partial sums over its replicas, and divide; in mean_dtype if ranks gather the means later."""
+        """Average partial sums over the replicas of a shard (hybrid sharding)."""
         found = meta.tensor_value(partial)
         numel = math.prod(found.shape)
         flat = self.on_the_wire(self.node(aten.view.default, partial, [numel]))
@@ -140,7 +141,7 @@ class ReductionBuilder:
         return self.node(aten.view.default, self.mean(flat, chunk, mean_dtype, dtype), list(found.shape))
 
     def mean(self, flat: fx.Node, chunk: Chunk, mean_dtype: torch.dtype, dtype: torch.dtype) -> fx.Node:
-        """Average the `flat` gradients of all ranks; each rank gets the complete mean [numel] in `dtype`."""
+        """Average `flat` [numel] over all ranks; each rank gets the complete mean [numel] in `dtype`."""
         group_name = chunk.group_names[-1]
         numel = meta.tensor_value(flat).shape[0]
         if self.algorithms.get(group_name) != "all_reduce":
@@ -151,13 +152,13 @@ class ReductionBuilder:
         return self.divided(self.node(wait_op(), start, name=f"wait_grad_{self.label}"), self.divisor, dtype)
 
     def divided(self, total: fx.Node, divisor: int, dtype: torch.dtype) -> fx.Node:
-        """Divide a sum that the backend computed, with the operator that also divides the sums of zgraph."""
+        """Divide a sum that the backend has computed by `divisor`, and cast it to `dtype`."""
         if divisor == 1 and meta.tensor_value(total).dtype == dtype:
             return total
         return self.node(torch.ops.zgraph.sum_ranks.default, total, 1, divisor, dtype)
 
     def gathered(self, piece: fx.Node, chunk: Chunk, numel: int, dtype: torch.dtype) -> fx.Node:
-        """Gather the `piece` of every rank, cast, and return the first `numel` elements of the concatenation."""
+        """Gather the `piece` of every rank, cast to `dtype`, and cut the concatenation to `numel` elements."""
         group_name = chunk.group_names[-1]
         world = self.ctx.group_size(group_name)
         if world > 1:
@@ -171,14 +172,14 @@ class ReductionBuilder:
 
 
 def waits_in_grad(marker: fx.Node) -> bool:
-    """Whether a gradient is accumulated in `.grad` itself until the end of its window."""
+    """Return whether a gradient is accumulated unreduced in `.grad` until the end of its `no_sync` window."""
     args = ReduceArgs.of(marker)
     layout = args.layout
     return layout.is_reduced and layout.zero_stage == 0 and args.window == OPEN and layout.gradients_wait(args.window)
 
 
 def has_own_storage(node: fx.Node, reader: fx.Node) -> bool:
-    """Whether a node's value has a storage of its own, and `reader` is its only reader."""
+    """Return whether a node's value shares its storage with no other value, and only `reader` reads it."""
     numel = meta.tensor_value(node).numel()
     while list(node.users) == [reader] and node.op == "call_function" and isinstance(node.target, OpOverload):
         shared = traits.shared_arguments(node)
@@ -192,10 +193,10 @@ def has_own_storage(node: fx.Node, reader: fx.Node) -> bool:
 def plan_algorithms(
     markers: Sequence[fx.Node], ctx: PassContext, algorithm: Algorithm
 ) -> dict[fx.Node, dict[str, Algorithm]]:
-    """Choose the algorithm of each reduce_grad for each of its groups.
+    """Choose the algorithm of each reduce_grad node (marker) for each of its process groups.
 
-    All gradients that may share a collective get the same algorithm, chosen as if one collective carried them all,
-    because gradients with different algorithms cannot be merged.
+    Gradients that may share a collective get the same algorithm, chosen as if one collective carried them all, because
+    gradients with different algorithms cannot be merged.
 
     Returns:
         Algorithms by marker and group name.
@@ -231,7 +232,7 @@ def _kind(marker: fx.Node, group_name: str, reduction: Reduction) -> tuple[objec
 
 
 def _hops_of(marker: fx.Node) -> dict[str, Reduction]:
-    """The reduction of a reduce_grad over each of its groups, by group name; empty if nothing is sent."""
+    """Describe the reduction of a reduce_grad node over each of its groups, by group name; empty if nothing is sent."""
     args = ReduceArgs.of(marker)
     layout, world = args.layout, args.layout.world
     waits = layout.gradients_wait(args.window)
@@ -256,7 +257,10 @@ def _hops_of(marker: fx.Node) -> dict[str, Reduction]:
 
 
 def _travelling(grad: fx.Node, asked: torch.dtype | None) -> tuple[fx.Node, torch.dtype]:
-    """The node to send for `grad`, or the source of the cast if `grad` was only widened; and the dtype to send."""
+    """Return the node to send in place of `grad`, and the dtype in which to send it.
+
+    If `grad` is a cast that only widened a bf16 or fp16 gradient to fp32, the node is the source of the cast.
+    """
     dtype = meta.tensor_value(grad).dtype
     if traits.cast_dtype(grad) == torch.float32 and wire_dtype_of(dtype, asked) == dtype:
         source = grad.all_input_nodes[0]

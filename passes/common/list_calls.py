@@ -1,4 +1,4 @@
-"""Merges calls on single tensors into a call over lists of tensors, such as `_foreach_mul_`."""
+"""Merges calls of operators on single tensors into one call over lists, such as `_foreach_mul_`."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _TENSORS: Mapping[object, int] = MappingProxyType(
 
 @dataclass(frozen=True)
 class ListCall:
-    """A call on single tensors, as one element of a call over lists.
+    """An operator call on single tensors that can be merged with others into one call over lists.
 
     Attributes:
         target: operator of the call.
         tensors: tensor arguments; if one may be written to, it comes first.
-        number: scalar argument that may differ between elements; None: no such argument.
-        common: scalar argument that must be equal for all elements; None: no such argument.
-        options: keyword arguments, equal for all elements.
+        number: scalar argument that may differ between the merged calls; None: there is none.
+        common: scalar argument that must be equal in the merged calls; None: there is none.
+        options: keyword arguments, which must be equal in the merged calls.
     """
 
     target: OpOverload
@@ -49,7 +49,7 @@ class ListCall:
 
     @classmethod
     def of(cls, node: fx.Node) -> ListCall | None:
-        """The call of a node as an element; None if no operator over lists gives the same result."""
+        """Return a node's call; None if no operator over lists gives the same result."""
         target, count = node.target, _TENSORS.get(node.target)
         if count is None or not isinstance(target, OpOverload):
             return None
@@ -76,7 +76,7 @@ class ListCall:
 
 
 def call_over_lists(calls: Sequence[ListCall]) -> tuple[OpOverload, tuple[Any, ...], dict[str, Any]]:
-    """Operator, arguments and options of the call over lists that replaces calls with equal keys."""
+    """Return operator, arguments and keyword arguments of the merged call that replaces calls with equal keys."""
     first = calls[0]
     lists = [list(members) for members in zip(*(call.tensors for call in calls), strict=True)]
     numbers = [call.number for call in calls]

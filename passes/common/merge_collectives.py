@@ -1,4 +1,4 @@
-"""Merges the collectives of a bucket into one; `bucket_collectives` chooses the buckets and modes."""
+"""Merges the collectives of a bucket into one collective."""
 
 from __future__ import annotations
 
@@ -24,16 +24,25 @@ Mode = Literal["flat", "coalesced", "sequential"]
 
 @dataclass(frozen=True)
 class Bucket:
-    """Collectives to merge, given by their start nodes, and the node before which the merged start is put."""
+    """Collectives to merge.
+
+    Attributes:
+        starts: start nodes of the collectives, in program order.
+        anchor: node before which the merged collective starts.
+    """
 
     starts: tuple[fx.Node, ...]
     anchor: fx.Node
 
 
 def merge(graph: fx.Graph, bucket: Bucket, mode: Mode = "flat") -> None:
-    """Replace the members of a bucket by one collective over their concatenation; the caller restores node order.
+    """Replace the collectives of a bucket by one collective; the caller restores the order of nodes.
 
-    Gathers of parameters may also be "coalesced", each into a separate tensor, or not be merged ("sequential").
+    Args:
+        graph: graph to change.
+        bucket: collectives to merge.
+        mode: "flat": concatenate the tensors. Gathers of parameters also allow "coalesced", which gathers each tensor
+            into a storage of its own, and "sequential", which merges nothing but moves each gather to its first reader.
     """
     if mode == "sequential":
         for start in bucket.starts:
@@ -61,7 +70,7 @@ def merge(graph: fx.Graph, bucket: Bucket, mode: Mode = "flat") -> None:
 
 
 def put_at_use(start: fx.Node) -> None:
-    """Move a gather, its wait and the views of its result to just before its first reader, and pin them there."""
+    """Move a gather, its wait and the views of its result to just before the first reader, and pin them there."""
     wait = cast(fx.Node, nodes.wait_of(start))
     for node in (start, wait):
         meta.tag_at_use(node)
@@ -74,7 +83,10 @@ def put_at_use(start: fx.Node) -> None:
 
 
 def result_of(start: fx.Node) -> fx.Node | None:
-    """The node with a collective's final value: its wait, or the sum of that; None for an unsummed all_to_all."""
+    """Return the node with a collective's final value: the sum over ranks for a reduction, otherwise the wait.
+
+    Returns None for an all_to_all whose result is not summed.
+    """
     wait = nodes.wait_of(start)
     if wait is None or not nodes.is_reduction(start):
         return wait
@@ -84,7 +96,7 @@ def result_of(start: fx.Node) -> fx.Node | None:
 
 
 def is_compressed(start: fx.Node) -> bool:
-    """Whether a start exchanges gradients as codes."""
+    """Return whether a collective exchanges gradients as codes, given its start node."""
     result = result_of(start) if nodes.is_all_to_all(start) else None
     return result is not None and nodes.is_dequantize_sum(result)
 
@@ -98,7 +110,7 @@ def _bring_before(node: fx.Node, anchor: fx.Node, order: dict[fx.Node, int]) -> 
 
 
 def _merge_gathers(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[fx.Node]:
-    """Concatenate flat chunks and gather them once; each member copies its columns of the result [N, total]."""
+    """Concatenate the shards and gather them once; copy each member's columns out of the result [N, total]."""
     waits = [cast(fx.Node, nodes.wait_of(start)) for start in starts]
     world = cast(int, starts[0].args[1])
     sent = [start.all_input_nodes[0] for start in starts]
@@ -124,7 +136,7 @@ def _merge_gathers(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 def _merge_quantized_gathers(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[fx.Node]:
-    """Quantize all shards into one payload and gather once; each parameter is decoded where it is read."""
+    """Quantize all shards into one payload and gather it once; decode each parameter where it is read."""
     waits = [cast(fx.Node, nodes.wait_of(start)) for start in starts]
     codes = [start.all_input_nodes[0] for start in starts]
     shards, numels = ([item for node in codes for item in cast("list[Any]", node.args[place])] for place in (0, 2))
@@ -150,7 +162,7 @@ def _merge_quantized_gathers(graph: fx.Graph, starts: Sequence[fx.Node]) -> list
 
 
 def _group_gathers(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[fx.Node]:
-    """Merge gathers into one start and one wait with a result for each member; all shards to cast share one cast."""
+    """Replace gathers by one coalesced gather, with one wait and a separate result for each member."""
     waits = [cast(fx.Node, nodes.wait_of(start)) for start in starts]
     sent = [start.all_input_nodes[0] for start in starts]
     sent, replaced = _cast_all(graph, starts, sent)
@@ -165,7 +177,7 @@ def _group_gathers(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 def _cast_all(graph: fx.Graph, starts: Sequence[fx.Node], sent: list[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
-    """Merge the casts of all shards into one node; return the tensors to send, and the nodes of the old casts."""
+    """Merge the casts of all shards into one node; return the tensors to send, and the replaced nodes."""
     chains = {place: chain for place, node in enumerate(sent) if (chain := _source_cast(node))}
     if len(chains) < 2:
         return sent, []
@@ -182,7 +194,7 @@ def _cast_all(graph: fx.Graph, starts: Sequence[fx.Node], sent: list[fx.Node]) -
 
 
 def _source_cast(sent: fx.Node) -> list[fx.Node]:
-    """The padding, copy and cast that make the tensor `sent`, last node first; [] if there is no cast."""
+    """Return the nodes that pad, copy and cast a shard to make the tensor `sent`, last first; [] if nothing is cast."""
     chain = [sent]
     while len(chain[-1].users) == 1:
         node = chain[-1]
@@ -195,9 +207,9 @@ def _source_cast(sent: fx.Node) -> list[fx.Node]:
 
 
 def _merge_replicated(graph: fx.Graph, members: Sequence[ReplicatedReduction]) -> list[fx.Node]:
-    """Concatenate the flat gradients, pad, exchange, sum and gather once; each member's mean is a view of the result.
+    """Concatenate and pad flat gradients; exchange, sum and gather them once.
 
-    A mean keeps the storage of the whole bucket alive; the means do not overlap in this storage.
+    Each member's mean is a view of the gathered result, and keeps the storage of the whole bucket alive.
     """
     starts = [member.steps[0] for member in members]
     world = cast(int, members[0].gather.args[1])
@@ -231,7 +243,7 @@ def _merge_replicated(graph: fx.Graph, members: Sequence[ReplicatedReduction]) -
 
 
 def _merge_reductions(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[fx.Node]:
-    """Concatenate the chunks, each [N, n], along n; exchange and sum once; each mean is a view of the result."""
+    """Concatenate chunks [N, n] along n; exchange and sum them once. Each member's mean is a view of the result."""
     waits = [cast(fx.Node, nodes.wait_of(start)) for start in starts]
     exchange = nodes.is_all_to_all(starts[0])
     sums = [cast(fx.Node, result_of(start)) for start in starts]
@@ -260,7 +272,7 @@ def _merge_reductions(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[fx.Nod
 
 
 def _merge_all_reduces(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[fx.Node]:
-    """Concatenate the flat gradients, all_reduce and divide once; each member's mean is a view of the result."""
+    """Concatenate flat gradients; all_reduce and divide them once. Each member's mean is a view of the result."""
     waits = [cast(fx.Node, nodes.wait_of(start)) for start in starts]
     sums = [cast(fx.Node, result_of(start)) for start in starts]
     sizes = [meta.tensor_value(start).shape[0] for start in starts]
@@ -279,7 +291,7 @@ def _merge_all_reduces(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[fx.No
 
 
 def _zeros(graph: fx.Graph, count: int, like: Tensor) -> fx.Node:
-    """`count` zeros with the dtype and device of `like`, made by an operator that Inductor does not decompose."""
+    """Create `count` zeros with dtype and device of `like`, by an operator that Inductor does not decompose."""
     options: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
     zeros = graph.create_node("call_function", aten.full.default, ([count], 0), options)
     meta.set_value(zeros, like.new_zeros([count]))  # evaluating it without inputs would make a real tensor

@@ -1,4 +1,4 @@
-"""Chooses the collectives that reduce a gradient, by topology and cost."""
+"""Chooses the collective that reduces gradients fastest on given hardware."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
 
 @dataclass(frozen=True, kw_only=True)
 class Reduction:
-    """The gradients of one kind that a graph reduces over one group, and that can share collectives.
+    """All gradients of a graph that are reduced over one group in the same dtypes, and so can share collectives.
 
     Attributes:
         numel: total number of elements of the unsharded gradients.
         wire: dtype in which gradients are sent to the ranks that sum them.
-        mean: dtype in which ranks gather the parts of the means; None: each rank keeps its part.
+        mean: dtype in which the averaged parts are gathered; None: they are not gathered.
         result: dtype of the result.
     """
 
@@ -36,20 +36,20 @@ class Reduction:
 def choose_algorithm(
     reduction: Reduction, *, backend: str, world: int, stride: int, hardware: Hardware | None
 ) -> Algorithm:
-    """The cheapest algorithm that keeps sums in fp32.
+    """Return the fastest algorithm that keeps sums in fp32.
 
-    gloo's own reductions are never used: they send twice as much as an all_to_all, and sum in another order. On NCCL,
-    an all_to_all sends gradients in their narrow dtype, while a reduce_scatter has to widen them first. However, in an
-    all_to_all every rank sends to other hosts; in a reduce_scatter, a ring, only one rank of each host does. If ranks
-    gather the means, one all_reduce saves a launch, but every rank divides all means. An all_reduce is considered only
-    within a host. At equal costs, prefers reduce_scatter, then all_to_all, then all_reduce.
+    On gloo, this is always all_to_all: gloo's own reductions send twice as much, and sum in another order. On NCCL, an
+    all_to_all sends narrow dtypes, which a reduce_scatter must widen to fp32. In an all_to_all, however, every rank
+    sends to other hosts; in a reduce_scatter, a ring, only one rank of each host does. If averages are gathered
+    afterwards, an all_reduce inside a host saves a launch, but every rank divides the whole tensor. At equal cost,
+    prefers reduce_scatter, then all_to_all, then all_reduce.
 
     Args:
-        reduction: what to reduce.
+        reduction: gradients to reduce.
         backend: backend of the group.
         world: number of ranks of the group.
         stride: distance between neighbours of the group in global ranks.
-        hardware: hardware of each rank, equal on all ranks; None: unknown, so that NCCL uses a reduce_scatter.
+        hardware: hardware of each rank, equal on all ranks; None: unknown, and NCCL uses a reduce_scatter.
     """
     if not kind_of_backend(backend).is_gpu:
         return "all_to_all"

@@ -1,4 +1,4 @@
-"""Repeats gathers of stages 0 and 3 in a whole training step: each backward gathers the parameters that it reads."""
+"""Repeats gathers of stage 0 and 3 parameters in the graph of a whole training step, once in each backward."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from zgraph.graph.operator_arguments import UnshardArgs
 
 
 def repeat_gathers(graph: fx.Graph, kept: Collection[fx.Node] = ()) -> int:
-    """Give each forward and each backward a separate gather of every stage 0 or 3 parameter that it reads.
+    """Give each forward and each backward its own gather of every stage 0 or 3 parameter that it reads.
 
     Views and casts of a gathered parameter, such as its transpose, are repeated with its gather.
 
     Args:
-        graph: graph of a whole step.
-        kept: gathers not to repeat, because later forwards and backwards continue to read their results.
+        graph: graph of a whole training step.
+        kept: gathers not to repeat; later forwards and backwards continue to read their results.
 
     Returns:
-        The number of gathers that were added.
+        The number of added gathers.
     """
     added = 0
     order = nodes.order_of(graph)
@@ -47,15 +47,16 @@ def _repeat(
     part: int,
     originals: dict[fx.Node, fx.Node],
 ) -> None:
-    """Add a gather of a parameter to one `part` (a forward or a backward), and let the `readers` there read it.
+    """Let the `readers` in one part of a step (a forward or a backward) read a new gather of a parameter.
 
-    The gather goes before the first reader, and each of its views before the first reader of that view. Views must not
-    come earlier: the first readers of gathers determine the order of a unit's gathers.
+    The gather goes before its first reader, and so does each repeated view. An earlier view would change the order in
+    which the parameters of a module are gathered.
 
     Args:
-        values: the gathered parameter and its views, in any part. A view in another part may already read a copy, as
-            in the first backward of a second derivative.
-        originals: maps each copied node to its original; the copies made here are added.
+        values: the gathered parameter and its views, in all parts.
+        readers: nodes of the part that read any of `values`.
+        part: number of the part.
+        originals: maps each copied node to its original; new copies are added.
     """
     copies: dict[fx.Node, fx.Node] = {}
 

@@ -1,4 +1,4 @@
-"""Recomputes values of a whole training step in backward, instead of keeping them alive."""
+"""Recomputes values in the backward of a whole training step, instead of keeping them alive."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def repeat_in_backward(graph: fx.Graph, repeated: Iterable[tuple[fx.Node, fx.Nod
     Originals without remaining readers are erased.
 
     Args:
-        graph: graph of a whole step.
-        repeated: pairs (node to run again, backward node to put its copy before), in program order. The inputs of each
-            node are alive at that place, or are repeated by an earlier pair.
+        graph: graph of a whole training step.
+        repeated: pairs (node to repeat, backward node before which to put the copy), in program order. The inputs of
+            each node must be alive there, or be repeated by an earlier pair.
     """
     part = dataflow.parts_of(graph)
     copies: dict[fx.Node, fx.Node] = {}

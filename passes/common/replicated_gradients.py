@@ -1,4 +1,4 @@
-"""Finds the reductions of replicated gradients: exchanges followed by a gather of the means."""
+"""Finds the reductions of replicated gradients: ranks exchange and sum chunks, then gather the averaged chunks."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class ReplicatedReduction:
-    """The reduction of one flat replicated gradient.
+    """The nodes that reduce one flat replicated gradient.
 
     Attributes:
-        steps: the exchange, its wait, the sum and division, the gather of the means and its wait, and a cast if means
-            are sent in a narrower dtype than they are kept in; each step reads only the previous one.
+        steps: exchange, wait, sum and division, gather of the averaged chunks, its wait, and a cast if the gather uses
+            a narrower dtype than the result. Each step reads only the previous one.
         numel: number of elements of the gradient, without padding.
-        mean: [numel], the complete mean.
+        mean: node of the complete averaged gradient [numel].
     """
 
     steps: tuple[fx.Node, ...]
@@ -31,10 +31,9 @@ class ReplicatedReduction:
 
     @classmethod
     def of(cls, start: fx.Node) -> ReplicatedReduction | None:
-        """The reduction that begins with the exchange `start`; None if its result is not gathered over the same ranks.
+        """Return the reduction that begins with `start`; None if its result is not gathered over the same group.
 
-        Also None for gradients sent as codes, and for sharded gradients reduced over replicas: for these, the number
-        of elements does not determine which part a rank holds.
+        Returns None also for compressed gradients, and for hybrid sharding.
         """
         chunks, steps = meta.chunks(start), _steps_from(start)
         gather = _gather_of(steps)
@@ -56,16 +55,19 @@ class ReplicatedReduction:
 
     @property
     def carried_bytes(self) -> int:
-        """Bytes of the whole gradient in the wider dtype of its two collectives: exchange and gather of means."""
+        """Bytes of the whole gradient in the wider dtype of its two collectives, exchange and gather."""
         return self.numel * max(meta.tensor_value(start).dtype.itemsize for start in (self.steps[0], self.gather))
 
     @property
     def policy(self) -> list[Any]:
-        """Key of a reduction: two can be merged if their keys are equal and their exchanges can be merged."""
+        """Key that is equal for reductions with the same steps after the exchange.
+
+        Reductions with different keys cannot be merged.
+        """
         return [(step.target, step.args[1:], step.kwargs) for step in self.steps[1:]]
 
     def flat(self, graph: fx.Graph) -> fx.Node:
-        """The flat gradient [numel] as it is sent, without padding."""
+        """Return the flat gradient [numel] in the dtype in which it is sent, without padding."""
         sent = self.steps[0].all_input_nodes[0]
         if meta.tensor_value(sent).shape == (self.numel,):
             return sent
@@ -77,7 +79,7 @@ class ReplicatedReduction:
 
 
 def _steps_from(start: fx.Node) -> list[fx.Node]:
-    """The chain of nodes from `start` to the cast of the gathered result; each is read only by the next."""
+    """Return the chain of nodes that begins with `start`; each node is the only reader of the previous one."""
     steps = [start]
     while len(steps[-1].users) == 1:
         (step,) = steps[-1].users

@@ -1,4 +1,4 @@
-"""The updates of a whole step: everything computed from reduced gradients, from clipping to the optimizer."""
+"""Finds the updates in a whole training step: all computation on reduced gradients, from clipping to the optimizer."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ BUCKET_BYTES = 2 * MIB  # bytes of gradients that are updated together if nothin
 
 @dataclass(frozen=True)
 class Updates:
-    """Nodes of a step that may run as soon as the gradients they need have been reduced.
+    """Nodes of a training step's updates, and when the gradients they need arrive.
 
     Attributes:
         reading: nodes that depend on a reduced gradient, through their inputs or through earlier writes.
-        preparing: nodes that use only inputs of the graph and serve only `reading` nodes, such as the next step count.
+        preparing: nodes that use only graph inputs and serve only `reading` nodes, such as the next step count.
         before: for each node of the graph, the nodes that must precede it, besides its inputs.
-        arrival: for each node that depends on reductions, the position where the last of these reductions starts. On a
-            single rank, where nothing is reduced, gradients count as arriving in buckets.
+        arrival: for each node that depends on reductions, the position at which the last of them starts. On a single
+            rank nothing is reduced; gradients then count as arriving in buckets.
     """
 
     reading: Mapping[fx.Node, None]
@@ -59,19 +59,19 @@ class Updates:
         return node in self.reading or node in self.preparing
 
     def needs(self, node: fx.Node) -> list[fx.Node]:
-        """Everything that must precede a node."""
+        """Return all nodes that must precede a node."""
         return [*node.all_input_nodes, *self.before.get(node, ())]
 
     def may_come_last(self, order: Iterable[fx.Node]) -> bool:
-        """Whether no node but the output needs results of the updates or overwrites values that they read."""
+        """Return whether all updates may move to the end of the step, because no other node depends on them."""
         others = (node for node in order if node not in self and node.op != "output")
         return not any(source in self for node in others for source in self.needs(node))
 
     def homes(self) -> dict[fx.Node, int]:
-        """For each value of a parameter, such as a moment, the position where the gradient's last reduction starts.
+        """Return for each value of a parameter, such as an Adam moment, where its gradient's reduction starts.
 
-        Values belong to one parameter if they have the same index in the lists of a call such as `_foreach_mul_`, or
-        if one is computed from the other and neither is a scalar.
+        Values belong to the same parameter if they have the same index in the lists of a call such as `_foreach_mul_`,
+        or if one is computed from the other and neither is a scalar.
         """
         family = _Families()
         for node in [*self.reading, *self.preparing]:
@@ -90,12 +90,12 @@ class Updates:
 
 
 def carries_parameter(node: fx.Node) -> bool:
-    """Whether the node belongs to the communication of a parameter or of its gradient."""
+    """Return whether a node belongs to the communication of a parameter or its gradient."""
     return nodes.is_communication(node) and bool(meta.parameters(node))
 
 
 def _arrivals_alone(order: Iterable[fx.Node]) -> dict[fx.Node, int]:
-    """For each gradient that needs no reduction, the position where the last gradient of its bucket is computed."""
+    """Return for each gradient that is not reduced (on a single rank) the position of its bucket's last gradient."""
     found: dict[fx.Node, int] = {}
     bucket: dict[fx.Node, None] = {}
     held = 0
@@ -115,10 +115,9 @@ def _arrivals_alone(order: Iterable[fx.Node]) -> dict[fx.Node, int]:
 
 
 def lists_of(node: fx.Node) -> list[Sequence[object]]:
-    """The list arguments that a call over many tensors, such as `_fused_adamw_`, processes element by element.
+    """Return the list arguments of a call over many tensors, such as `_fused_adamw_`, which have equal lengths.
 
-    Returns:
-        The lists, of equal length; empty for other calls.
+    The result is empty for other calls.
     """
     if not traits.is_over_lists(node):
         return []
@@ -127,7 +126,7 @@ def lists_of(node: fx.Node) -> list[Sequence[object]]:
 
 
 def split_call(node: fx.Node, groups: Sequence[Sequence[int]]) -> None:
-    """Replace a call over lists of tensors with one call for each group of list indices; one group changes nothing."""
+    """Replace a call over lists of tensors with one call for each group of list indices."""
     if len(groups) < 2:
         return
     results = {cast(int, user.args[1]): user for user in node.users}
@@ -151,7 +150,7 @@ def split_call(node: fx.Node, groups: Sequence[Sequence[int]]) -> None:
 
 
 def _at(argument: Any, places: Sequence[int]) -> Any:
-    """The elements of a list at the given indices; an argument that is not a list is returned unchanged."""
+    """Return the elements of a list at the given indices; return any other argument unchanged."""
     if not isinstance(argument, list | tuple) or not argument:
         return argument
     return type(argument)(argument[place] for place in places)
@@ -186,7 +185,7 @@ def _preparing(
 
 
 def _is_of_one_parameter(node: fx.Node) -> bool:
-    """Whether a call serves a single parameter: it returns a non-scalar tensor and has no lists of tensors."""
+    """Return whether a call computes a tensor of a single parameter: not a scalar, and without lists of tensors."""
     packs = any(isinstance(argument, list | tuple) and _nodes_in(argument) for argument in node.args)
     return _has_elements(node) and not packs
 
@@ -201,7 +200,7 @@ def _has_elements(node: fx.Node) -> bool:
 
 
 class _Families:
-    """Sets of values that belong together, as a union-find structure."""
+    """Sets of values that belong to the same parameter, as a union-find structure."""
 
     def __init__(self) -> None:
         self._parent: dict[fx.Node, fx.Node] = {}

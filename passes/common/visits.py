@@ -1,4 +1,4 @@
-"""Visits: the periods in which values of offloaded inputs are on the device."""
+"""Visits: the periods of a step in which an offloaded input has a copy on the device."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from zgraph.torch_compat.operators import is_fused_update, overwritten, written_
 
 @dataclass(eq=False)
 class Visit:
-    """A period in which the values of one offloaded input are on the device, in a copy.
+    """A period of a step in which one offloaded input has a copy on the device.
 
     Attributes:
         resting: the offloaded input.
-        aliases: values that share the input's storage, each with the value it was made from.
-        uses: nodes that read or write these values, in order, without views.
-        is_update: whether the uses belong to an update.
+        aliases: values that share the input's storage; maps each to the value it was made from.
+        uses: nodes that read or write these values, in order; views are left out.
+        is_update: whether the uses belong to an optimizer update.
         last_write: the last use that writes; None: no use writes, and the copy is dropped.
-        is_first: whether nothing was stored to the input before this visit.
-        previous: the previous visit of the same input.
-        reload, ready, store: start and wait of the copy to the device, and start of the copy back; None until built.
-        copies: for each alias, the value in the copy that replaces this alias.
+        is_first: whether no earlier visit has stored to the input.
+        previous: the previous visit of the same input, or None.
+        reload, ready, store: the copy's start, its wait, and the start of the copy back; None until built.
+        copies: for each alias, the value that replaces it, in the copy on the device.
     """
 
     resting: fx.Node
@@ -45,10 +45,9 @@ class Visit:
 
 
 def plan_split(update: fx.Node, most_bytes: int) -> list[list[int]]:
-    """Group the indices of a fused update's lists so that each group has at most `most_bytes` offloaded bytes.
+    """Group the list indices of a fused update so that each group has at most `most_bytes` of offloaded tensors.
 
-    A group always holds at least one parameter. Without groups, an update that no reduction has split, as on one rank,
-    brings all its tensors to the device together. All ranks split alike.
+    Each group has at least one parameter. All ranks form the same groups.
     """
     groups: list[list[int]] = []
     held = 0
@@ -64,10 +63,10 @@ def plan_split(update: fx.Node, most_bytes: int) -> list[list[int]]:
 
 
 def plan_visits(order: Sequence[fx.Node], placed: Placements, apart: Container[fx.Node] = ()) -> list[Visit]:
-    """The visits of all offloaded inputs, in the order of their first uses.
+    """Return the visits of all offloaded inputs, in the order of their first uses.
 
-    A visit (a period on the device) serves consecutive uses of one kind: gathers, other reads or updates, all in one
-    forward or backward. Uses in `apart` and other uses do not share a visit.
+    A visit (a period on the device) serves consecutive uses of one kind (gathers, other reads or updates) in one
+    forward or backward. Uses in `apart` do not share a visit with other uses.
     """
     resting = [
         node
@@ -96,12 +95,15 @@ def plan_visits(order: Sequence[fx.Node], placed: Placements, apart: Container[f
 
 
 def is_computing(node: fx.Node) -> bool:
-    """Whether a node computes; False for nodes that only move or view values, or hold an input."""
+    """Return whether a node computes; False for inputs, copies and views."""
     return node.op == "call_function" and not (nodes.is_communication(node) or traits.is_free(node))
 
 
 def _gathers_of_copies(order: Sequence[fx.Node], position: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
-    """For each copy of rows, the position of its gather: all ranks have the gather, but only some pad their rows."""
+    """Map each copy of local rows to the position of the gather that sends it.
+
+    Only some ranks have such copies, to pad their rows; all ranks have the gather.
+    """
     found: dict[fx.Node, int] = {}
     for start in order:
         if nodes.is_gather(start) and meta.parameters(start):
@@ -111,7 +113,7 @@ def _gathers_of_copies(order: Sequence[fx.Node], position: Mapping[fx.Node, int]
 
 
 def _updates(order: Sequence[fx.Node], resting: Container[fx.Node]) -> Container[fx.Node]:
-    """The nodes of updates: all that depend on reduced gradients. Without any, all from the first write on."""
+    """Return the nodes of the updates: all that depend on reduced gradients, or else all from the first write on."""
     found = Updates.of(order)
     if found.reading:
         return found
@@ -147,7 +149,7 @@ def _carries(node: fx.Node) -> bool:
 
 
 def _moves(node: fx.Node, aliases: Mapping[fx.Node, fx.Node]) -> bool:
-    """Whether a node only views the input's values, or is already a copy between memory spaces."""
+    """Return whether a node only makes a view of an offloaded input, or copies between memory spaces."""
     return (node in aliases and not written_arguments(node)) or nodes.is_copy_start(node)
 
 
@@ -156,7 +158,7 @@ def bytes_of(node: fx.Node) -> int:
 
 
 def most_bytes_of(node: fx.Node) -> int:
-    """Bytes of an offloaded node on the rank with the most rows."""
+    """Return the bytes of an offloaded tensor on the rank with the most rows of it."""
     return meta.longest_bytes(node) or bytes_of(node)
 
 

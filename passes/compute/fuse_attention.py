@@ -30,18 +30,18 @@ class FuseAttention(GraphPass):
 
         zgraph.PassList([FuseAttention(), *presets.default()])
 
-    Use it on CPUs if memory is scarce, and for long sequences in fp32. Step time of `torch.compile` without and with
-    the patterns, eight heads of 64, batch 8, no mask, one thread of an AMD EPYC:
+    It pays on CPUs if memory is scarce, and for long sequences in fp32. Step time and bytes saved for backward of
+    `torch.compile` without -> with the patterns (eight heads of 64, batch 8, no mask, one thread of an AMD EPYC):
 
-        length 1,024, fp32    1844 -> 1320 ms    saved for backward 337 -> 97 MiB
+        length 1,024, fp32    1844 -> 1320 ms    337 -> 97 MiB
         length 1,024, bf16     837 ->  962 ms    168 -> 49 MiB
         length 256, bf16       107 ->  145 ms    18.5 -> 12.6 MiB
 
     The pass has not been measured on GPUs.
 
     Leaves alone: graphs of the lowering "fx", which must be bitwise equal to eager torch; attention with active
-    dropout, whose masks the fused operator draws differently; attention that matches none of the patterns. A note of
-    the pass gives the reason.
+    dropout, for which the fused operator draws other masks; attention that matches none of the patterns. The pass
+    notes the reason in dumps.
     """
 
     name: ClassVar[str] = "fuse_attention"
@@ -69,7 +69,7 @@ class FuseAttention(GraphPass):
 
 
 def device_of_products(graph: fx.Graph) -> torch.device | None:
-    """The device of a graph's batched matrix products; None without attention (fewer than two products, or no exp)."""
+    """Return the device of a graph's batched matrix products; None if the graph cannot contain attention."""
     products = graph.find_nodes(op="call_function", target=aten.bmm.default, sort=False)
     if len(products) < 2 or not graph.find_nodes(op="call_function", target=aten.exp.default, sort=False):
         return None
@@ -81,14 +81,14 @@ def _values_read(node: fx.Node) -> list[Any]:
 
 
 def _reads(node: fx.Node) -> list[fx.Node]:
-    """The nodes among a node's arguments, in order, including duplicates."""
+    """Return the nodes among a node's arguments, in order and with duplicates."""
     found: list[fx.Node] = []
     map_arg((node.args, node.kwargs), found.append)
     return found
 
 
 def _restore_layouts(graph: fx.Graph, before: Mapping[fx.Node, Sequence[Any]]) -> None:
-    """Set the values of new nodes; let old nodes read copies of them where the layout differs from the traced one."""
+    """Give new nodes fake values; where strides differ from the traced ones, let old readers read a copy."""
     new = [node for node in graph.nodes if node not in before]
     for node in new:
         meta.set_value(node, meta.evaluate(node))
@@ -102,7 +102,7 @@ def _restore_layouts(graph: fx.Graph, before: Mapping[fx.Node, Sequence[Any]]) -
 
 
 def _traced_value(node: fx.Node, before: Mapping[fx.Node, Sequence[Any]]) -> Tensor | None:
-    """The value that old readers of a new node were traced with; None if only new nodes read it."""
+    """Return the fake value with which old readers of a new node were traced; None if it has no old readers."""
     for user in node.users:
         if user in before:
             return cast(Tensor, before[user][_reads(user).index(node)])
@@ -110,7 +110,7 @@ def _traced_value(node: fx.Node, before: Mapping[fx.Node, Sequence[Any]]) -> Ten
 
 
 def _read_a_copy(node: fx.Node, readers: Sequence[fx.Node], traced: Tensor) -> None:
-    """Let `readers` read a copy of `node` with the traced strides; a reader that copies anyway reads `node` itself."""
+    """Let `readers` read a copy of `node` with the strides of `traced`; readers that copy anyway still read `node`."""
     order = sorted(range(traced.dim()), key=lambda dim: size_hint(traced.stride(dim)), reverse=True)
     back = [order.index(dim) for dim in range(traced.dim())]
     with node.graph.inserting_before(node.next):
@@ -125,7 +125,7 @@ def _read_a_copy(node: fx.Node, readers: Sequence[fx.Node], traced: Tensor) -> N
 
 
 def _copies(node: fx.Node) -> Iterator[fx.Node]:
-    """Copies of a node and of its views."""
+    """Yield the clones of a node and of its views."""
     for user in list(node.users):
         if user.target is aten.clone.default:
             yield user
@@ -134,7 +134,7 @@ def _copies(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _spare(copy: fx.Node, copied: fx.Node, node: fx.Node) -> None:
-    """Bypass `copy`, which copies `copied` or a view of it, if `node` already has the layout of `copy`."""
+    """Bypass `copy`, a clone of `copied` or of a view of it, if `node` already has the strides of `copy`."""
     source = copy.all_input_nodes[0]
     direct = node
     if source is not copied:
@@ -161,5 +161,5 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _is_returned(node: fx.Node) -> bool:
-    """Whether the graph returns the node or a view of it, so that nothing else may share its memory."""
+    """Return whether the graph returns a node or a view of it."""
     return any(user.op == "output" or (_is_view(user) and _is_returned(user)) for user in node.users)

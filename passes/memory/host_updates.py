@@ -1,4 +1,4 @@
-"""Updates on the host of a GPU: gradients are copied there, and parameters kept on the GPU are copied back.
+"""Optimizer updates on the host of a GPU: gradients are copied to the host, updated parameters back to the GPU.
 
 backward    [reduce a]......[reduce b]......
 to host            [= a =]         [= b =]
@@ -30,17 +30,16 @@ aten = torch.ops.aten
 
 @dataclass(eq=False)
 class HostUpdate:
-    """A fused update that runs on the host, where its state is kept, concurrently with compute on the GPU.
+    """A fused update that runs on the host, where the optimizer state is kept, concurrently with compute on the GPU.
 
     Attributes:
         update: the call of the fused update.
         brought: inputs kept on the GPU, which are copied to the host: gradients, step counts, parameters.
         returned: the inputs in `brought` that the update writes to.
         on_host: for each input in `brought`, its copy on the host; filled when copies are inserted.
-        counts: one tensor of all step counts, copied to the host in their place; None: there is at most one step count.
-        prepared: the waits for the copies on the host, and views of these copies, all just before the update.
-        deadline: the first node after the update that touches its tensors, or the output; None until copies are
-            inserted.
+        counts: one tensor with all step counts, copied to the host instead of them; None: at most one step count.
+        prepared: waits for the copies to the host, and views of these copies, all just before the update.
+        deadline: the first later node that uses the update's tensors, or the output; None until copies are inserted.
     """
 
     update: fx.Node
@@ -53,9 +52,9 @@ class HostUpdate:
 
 
 def split_apart(update: fx.Node) -> list[list[int]]:
-    """Group the indices of a fused update's lists into those that can be updated on the host and those that cannot.
+    """Group the list indices of a fused update: those that can be updated on the host, and those that cannot.
 
-    State that the step creates is created and updated on the device. Scalar parameters and their state stay there too.
+    State that the step creates, and scalar parameters with their state, are updated on the device.
     """
     groups: dict[bool, list[int]] = {}
     written = frozenset(_updated(update)) if is_fused(update) else frozenset[fx.Node]()
@@ -65,9 +64,9 @@ def split_apart(update: fx.Node) -> list[list[int]]:
 
 
 def unscale_ahead(graph: fx.Graph, update: fx.Node) -> None:
-    """Divide gradients by the loss scale on the device, before the update: the step returns the device's gradients.
+    """Divide gradients by the loss scale on the device, before the update, because the step returns these gradients.
 
-    As in the update, a step skipped because of an inf leaves the gradients unchanged.
+    As in the update itself, gradients stay unchanged if the step is skipped because of an inf.
     """
     scale, found_inf = (argument_of(update, name) for name in ("grad_scale", "found_inf"))
     if scale is None or not can_run_on_host(update):
@@ -82,7 +81,7 @@ def unscale_ahead(graph: fx.Graph, update: fx.Node) -> None:
 
 
 def plan_host_updates(order: Sequence[fx.Node]) -> list[HostUpdate]:
-    """The fused updates of a step that can run on the host, in order."""
+    """Return the fused updates of a step that can run on the host, in order."""
     able = {node: frozenset(overwritten(node)) for node in order if can_run_on_host(node)}
     followers = _first_followers(order, able)
     found: list[HostUpdate] = []
@@ -96,11 +95,11 @@ def plan_host_updates(order: Sequence[fx.Node]) -> list[HostUpdate]:
 
 
 def _first_followers(order: Sequence[fx.Node], updates: Mapping[fx.Node, frozenset[fx.Node]]) -> dict[fx.Node, fx.Node]:
-    """For each update, the first later node that touches its tensors, or else the output.
+    """Return for each update the first later node that uses its tensors, or the output.
 
     Args:
         order: nodes of the graph.
-        updates: the updates, each with the tensors it writes to.
+        updates: the tensors that each update writes to.
     """
     found = dict.fromkeys(updates, order[-1])
     for node, earlier in hazards(order).items() if updates else ():
@@ -112,12 +111,12 @@ def _first_followers(order: Sequence[fx.Node], updates: Mapping[fx.Node, frozens
 
 
 def can_run_on_host(node: fx.Node) -> bool:
-    """Whether a node is a fused update of existing parameters and state, some of which are kept on the host."""
+    """Return whether a node is a fused update of existing parameters and state, at least some kept on the host."""
     return is_fused(node) and not node.users and meta.beside(node) is None and _can_leave(_updated(node))
 
 
 def _updated(update: fx.Node) -> list[fx.Node]:
-    """Parameters and state that an update writes to; not gradients, although an update may unscale them."""
+    """Return the parameters and state that an update writes to, without gradients, which it may unscale."""
     grads = _list_of(update, "grads")
     return [one for one in overwritten(update) if one not in grads]
 
@@ -133,22 +132,22 @@ def _may_leave(given: fx.Node) -> bool:
 
 
 def _is_on_host(node: fx.Node, order: Sequence[fx.Node]) -> bool:
-    """Whether a node is a 0-dim tensor, such as a learning rate, on the host of a GPU."""
+    """Return whether a node is a scalar tensor on the CPU in a graph for a GPU, such as a learning rate."""
     value = meta.tensor_value(node)
     return not value.ndim and value.device.type == "cpu" and on_gpu(order)
 
 
 def on_gpu(order: Sequence[fx.Node]) -> bool:
-    """Whether inputs of a graph are on a GPU, or offloaded from one."""
+    """Return whether any input of a graph is on a GPU or offloaded from a GPU."""
     values = (meta.value(node) for node in order if node.op == "placeholder")
     return any(isinstance(value, Tensor) and is_gpu(value.device) for value in values)
 
 
 def bring_to_host(graph: fx.Graph, found: Sequence[HostUpdate]) -> None:
-    """Let each update in `found` read copies on the host, which start as soon as their sources are computed.
+    """Let each update in `found` read copies on the host, each started when its source has been computed.
 
-    An update starts after the copies for the next update, so that the device never waits for a copy that has just
-    begun. Copies of parameters that are kept on the device start one update earlier.
+    An update starts after the copies for the next update have started, so that the device never waits for a copy that
+    has just begun. Copies of parameters that are kept on the device start one update earlier.
     """
     updates = {one.update: frozenset(overwritten(one.update)) for one in found}
     deadlines = _first_followers(list(graph.nodes), updates)
@@ -182,7 +181,7 @@ def bring_to_host(graph: fx.Graph, found: Sequence[HostUpdate]) -> None:
 
 
 def _with_stacked_counts(graph: fx.Graph, found: HostUpdate) -> list[fx.Node]:
-    """The tensors to copy to the host for an update, with its step counts (four bytes each) stacked into one."""
+    """Return the tensors to copy to the host for an update; its step counts are stacked into one tensor."""
     counts = _counts(found)
     if len(counts) < 2:
         return found.brought
@@ -198,7 +197,7 @@ def _counts(found: HostUpdate) -> list[fx.Node]:
 
 
 def _read_on_host(graph: fx.Graph, found: HostUpdate) -> None:
-    """Let an update read the copies on the host, and the tensors that are kept on the host."""
+    """Replace the inputs of an update by their copies on the host."""
     update = found.update
     found.prepared = list(found.on_host.values())
     if found.counts is not None:
@@ -218,7 +217,7 @@ def _read_on_host(graph: fx.Graph, found: HostUpdate) -> None:
 
 
 def return_to_device(graph: fx.Graph, found: Sequence[HostUpdate], in_flight: int) -> None:
-    """Copy updated parameters from the host over those on the device, once `in_flight` later updates have started."""
+    """Copy updated parameters from the host back to the device, once `in_flight` later updates have started."""
     output = nodes.output_of(graph)
     anchors: list[fx.Node] = []
     for number, one in enumerate(found):
@@ -243,7 +242,7 @@ def _list_of(update: fx.Node, name: str) -> Sequence[fx.Node]:
 
 
 def _longest_numel(update: fx.Node) -> dict[fx.Node, int]:
-    """Number of elements of each tensor in a call's lists, on the rank with the largest part of the parameter."""
+    """Return the number of elements of each tensor in a call's lists, on the rank with the most rows of it."""
     found: dict[fx.Node, int] = {}
     for members in zip(*lists_of(update), strict=True):
         ours = [one for one in members if isinstance(one, fx.Node)]
@@ -253,7 +252,7 @@ def _longest_numel(update: fx.Node) -> dict[fx.Node, int]:
 
 
 def _last_write(one: HostUpdate) -> fx.Node | None:
-    """The last node before an update that writes to one of the update's parameters on the device, or None."""
+    """Return the last node before an update that writes to a parameter copied for the update; None if there is none."""
     found: fx.Node | None = None
     for node in one.update.graph.nodes if one.returned else ():
         if node is one.update:

@@ -23,14 +23,14 @@ from zgraph.tiers.tier import DEVICE, HOST
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadActivations(GraphPass):
-    """Keep saved activations in host memory from forward to backward.
+    """Keep activations in host memory between forward and backward.
 
     With a budget in the target, offloads the activations chosen by `ChooseLifetimes(offload_least_bytes=...)`; without
     one, all saved activations of at least `least_bytes`. A copy to the host starts where the activation is computed,
-    and is awaited when the activation must be freed; the copy back starts before the first reader in backward. Later
-    passes decide where exactly. Values are copied, never recomputed: results are bitwise equal.
-    Leaves alone: parameters, inputs and values returned to the user, which stay alive anyway; views, whose memory
-    belongs to another value; values that are written to; storages of which backward reads more than one value.
+    and is awaited before the activation is freed. The copy back starts before the first reader in backward; later
+    passes move it earlier. Nothing is recomputed, and results are bitwise equal.
+    Leaves alone: parameters, inputs and values returned to the user, which stay alive anyway; views; values that are
+    written to; storages of which backward reads more than one value.
 
     Attributes:
         least_bytes: minimum size of an activation to offload without a budget.
@@ -74,7 +74,7 @@ class OffloadActivations(GraphPass):
 
 
 def plan_saved(forward: fx.Graph, user_outputs: int, least_bytes: int | None) -> list[fx.Node]:
-    """The activations that a forward graph saves for backward and that nothing else keeps alive.
+    """Return the activations that a forward graph saves for backward and that nothing else keeps alive.
 
     Args:
         forward: the forward graph, before gathers are lowered.
@@ -102,10 +102,10 @@ def plan_saved(forward: fx.Graph, user_outputs: int, least_bytes: int | None) ->
 
 
 def plan_in_step(graph: fx.Graph, least_bytes: int | None) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
-    """Yield the activations of a whole step that only the following backward still reads, each with these readers.
+    """Yield the activations of a training step to offload, each with its readers in backward.
 
     Args:
-        graph: graph of the step, before gathers are lowered.
+        graph: graph of a whole training step, before gathers are lowered.
         least_bytes: as for `plan_saved`.
     """
     model = WholeStepModel(graph, cost_of=lambda node: FREE, sharing=Sharing())
@@ -130,13 +130,13 @@ def _is_wanted(node: fx.Node, least_bytes: int | None) -> bool:
 
 
 def _gathered(graph: fx.Graph) -> set[fx.Node]:
-    """Gathered parameters, with their views and casts."""
+    """Return the gathered parameters, with their views and casts."""
     markers = nodes.call_functions(graph, nodes.is_unshard)
     return {node for marker in markers for node in dataflow.reshaped_values(marker)}
 
 
 def _offload(graph: fx.Graph, node: fx.Node, wait_before: fx.Node) -> fx.Node:
-    """Start copying a value to the host where it is computed; return the wait, placed before `wait_before`."""
+    """Start copying `node` to the host where it is computed; return the copy's wait, placed before `wait_before`."""
     with graph.inserting_after(node):
         start = meta.create(graph, offload_op(), (node,), like=node, name=f"offload_{node.name}")
     meta.set_transit(start, HOST, to_device=False)
@@ -147,7 +147,7 @@ def _offload(graph: fx.Graph, node: fx.Node, wait_before: fx.Node) -> fx.Node:
 
 
 def _reload(graph: fx.Graph, kept: fx.Node, device: torch.device, reader: fx.Node, name: str) -> fx.Node:
-    """Copy the value `kept` on the host back, just before its first `reader`; return the wait for the copy."""
+    """Copy `kept`, a tensor on the host, back to the device just before `reader`; return the copy's wait."""
     with graph.inserting_before(reader):
         start = meta.create(graph, reload_op(), (kept, device), like=reader, name=f"reload_{name}")
         meta.set_transit(start, HOST, to_device=True)
@@ -183,7 +183,7 @@ def _reload_inputs(backward: fx.Graph, forward: fx.Graph) -> bool:
 
 
 def _offload_in_step(graph: fx.Graph, base: fx.Node, readers: Iterable[fx.Node]) -> None:
-    """Offload a value; let `readers` in backward read the copy that comes back, or views of this copy."""
+    """Offload an activation; let its `readers` in backward read the tensor copied back, or views of this tensor."""
     first = min(readers)
     kept = _offload(graph, base, first)
     back = _reload(graph, kept, meta.tensor_value(base).device, first, base.name)

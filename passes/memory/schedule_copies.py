@@ -22,16 +22,14 @@ from zgraph.scheduling.problem import Limits
 class ScheduleCopies(GraphPass):
     """Start each copy to the device just early enough, and wait for copies back and for updates as late as is useful.
 
-    `StreamStates` inserts copies by rules, after `ScheduleOverlap`, which has not seen them. This pass schedules the
-    final graph again, copies and collectives together, on the simulator, where each link, the disk and the host's
-    worker is a lane. The order stays within the budget or, without one, within the peak of the rules: with a slow link,
-    the fastest order brings all offloaded tensors to the device together. The present order is a candidate, so in the
-    simulator the step is never slower than by rules, and at equal speed never needs more memory, unless the rules
-    exceed the budget.
+    `StreamStates` inserts copies by fixed rules. This pass schedules copies and collectives of the final graph
+    together, on a simulator with a lane for each link, the disk, and the host's updates. The order stays within the
+    budget or, without one, within the peak of the rules. The order of the rules is a candidate; orders that are slower,
+    or as fast with a higher peak, are dropped unless the rules exceed the budget.
     Leaves alone: the order of compute, and where updates start; graphs without offloaded tensors.
 
     Attributes:
-        in_flight_bytes: limit for collectives, as for `ScheduleOverlap`; copies are limited by the budget.
+        in_flight_bytes: limit for collectives, as for `ScheduleOverlap`; copies are limited by the budget only.
     """
 
     in_flight_bytes: int = 64 * MIB
@@ -70,7 +68,7 @@ class ScheduleCopies(GraphPass):
 
 
 def plan_copies(order: Sequence[fx.Node], ctx: PassContext, in_flight_bytes: int = 64 * MIB) -> Plan:
-    """Plan the order of a graph whose copies were placed by rules.
+    """Plan the order of a graph whose copies have been placed by fixed rules.
 
     Args:
         order: nodes of the graph in their present order.
@@ -87,7 +85,7 @@ def plan_copies(order: Sequence[fx.Node], ctx: PassContext, in_flight_bytes: int
 
 
 def _rests_elsewhere(node: fx.Node) -> bool:
-    """Whether a node copies offloaded state, or updates it on the host; copies of activations do not count."""
+    """Return whether a node copies offloaded state or updates it on the host; copies of activations do not count."""
     if meta.beside(node) is not None or nodes.is_store(node) or nodes.is_spill(node):
         return True
     is_kept = meta.longest_bytes(node) is not None or bool(meta.parameters(node))

@@ -45,17 +45,17 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, kw_only=True)
 class StreamStates(GraphPass):
-    """Copy offloaded tensors to the device before each use, and copy written values back after it.
+    """Copy offloaded parameters and optimizer state to the device before each use, and written values back afterwards.
 
-    Each input of a whole step is marked with the memory where it is kept (`zgraph.Offload`). A gather or an update
-    reads a copy that was started some uses earlier, and then frees this copy. Copies that were only read are dropped;
-    copies written by an update are stored over the input. A store is awaited when later stores have started, at the
-    latest at the end of the step. If the copy for an update has to start before backward has read the tensor, backward
-    and the update share one copy. State created by an optimizer's first step is moved to the memory where it will be
-    kept. Values are copied, never recomputed: results are bitwise equal.
-    Put this pass after those that order updates and gathers; with costs, put `ScheduleCopies` after it. In forward,
-    backward and inference graphs without an optimizer, this pass copies the inputs of gathers. Leaves alone: inputs on
-    the device, and the order of everything else.
+    Each input of a whole training step is marked with the memory where it is kept (`zgraph.Offload`). A gather or an
+    update reads a copy that was started a few uses earlier. Copies that were only read are dropped; copies that an
+    update has written are stored over the input. A store is awaited when later stores have started, or at the end of
+    the step. If the copy for an update must start before backward has read the tensor, backward and the update share
+    one copy. State created by the optimizer's first step is moved to its tier at the end. Results are bitwise equal.
+
+    In forward, backward and inference graphs without an optimizer, this pass copies the inputs of gathers. Put it after
+    the passes that order updates and gathers; with costs, put `ScheduleCopies` after it.
+    Leaves alone: inputs on the device, and the order of everything else.
 
     Attributes:
         prefetch: number of uses whose copies are in flight besides the awaited one.
@@ -64,16 +64,16 @@ class StreamStates(GraphPass):
             `update_bytes`, two of them prefetched.
         update_bytes: maximum bytes of offloaded tensors that one call of a fused update reads; larger calls are split
             by parameters.
-        stores_in_flight: a copy back is awaited when this number of later uses that write have started; likewise an
-            update that runs beside (concurrently with) compute.
-        updates: where offloaded state is updated. State on disk is always streamed to the device.
-            "at_rest": on the host, for state kept there. Fused updates run in a thread beside compute, bucket by
-            bucket. If the device is a GPU, gradients go to the host, and parameters kept on the GPU go there and come
-            back; updates that are not fused are streamed.
+        stores_in_flight: number of later stores that may start before a store is awaited. The same limit applies to
+            updates that run concurrently with compute.
+        updates: where offloaded state is updated. State on disk is always copied to the device.
+            "at_rest": on the host, for state kept there. Fused updates run in a thread, concurrently with compute,
+            bucket by bucket. On a GPU, gradients are copied to the host, and so are parameters kept on the GPU, which
+            are copied back after the update. Updates that are not fused run on the device.
             "streamed": on the device; all offloaded state is copied.
-            "planned": whichever is faster for the step on the simulator, for the target's hardware and within the
-            budgets of device and host. The first fused updates of a step run at rest and the others are streamed; all
-            run at rest if no other choice is faster by more than 1 %.
+            "planned": whichever makes the simulated step faster, on the target's hardware and within the budgets of
+            device and host. The first fused updates of a step run on the host, the others on the device. All run on
+            the host unless another choice is faster by more than 1 %.
 
     Source: Ren et al. 2021, "ZeRO-Offload", arXiv 2101.06840, and Rajbhandari et al. 2021, "ZeRO-Infinity", arXiv
     2104.07857; here as a pass over the graph of the step, in which every copy is a node.
@@ -129,7 +129,7 @@ class StreamStates(GraphPass):
         return self._stream(graph, ctx, streamed, is_elsewhere)
 
     def _choose_streamed(self, gm: fx.GraphModule, ctx: PassContext, is_elsewhere: bool) -> list[fx.Node]:
-        """The updates of a step that can run on the host but are better run on the device: the last ones, or none."""
+        """Return the updates that could run on the host but are faster on the device: the last ones, or none."""
         order = list(gm.graph.nodes)
         able = _able(order, is_elsewhere)
         if not able:
@@ -149,7 +149,7 @@ class StreamStates(GraphPass):
         return able[choice.best.on_host :]
 
     def _stream(self, graph: fx.Graph, ctx: PassContext, streamed: Sequence[fx.Node], is_elsewhere: bool) -> bool:
-        """Copy tensors used on the device; on the host, run the updates of state kept there, except `streamed` ones."""
+        """Insert copies of offloaded tensors, and run updates on the host except those in `streamed`."""
         stays = self.updates != "streamed"
         on_device = dict.fromkeys(streamed)
         for node in list(graph.nodes) if stays and is_elsewhere else ():
@@ -194,19 +194,19 @@ class StreamStates(GraphPass):
 
 
 def computes_elsewhere(order: Sequence[fx.Node], ctx: PassContext) -> bool:
-    """Whether the graph is for a GPU, even if it is planned with CPU tensors in place of the GPU's."""
+    """Return whether the graph is for a GPU, even if it was planned with CPU tensors."""
     return ctx.planned_device is not None or on_gpu(order)
 
 
 def _able(order: Sequence[fx.Node], is_elsewhere: bool) -> list[fx.Node]:
-    """The fused updates of state kept on the host that can run on the host or on the device, in order."""
+    """Return the fused updates, in order, that can run on the host because their state is kept there."""
     if is_elsewhere:
         return [one.update for one in plan_host_updates(order)]
     return [node for node in order if can_run_on_host(node)]
 
 
 def _stays(visit: Visit, on_host: Sequence[HostUpdate], on_device: Container[fx.Node], is_elsewhere: bool) -> bool:
-    """Whether the update of a visit runs where its input is kept, so that no copy on the device is needed."""
+    """Return whether the update of a visit (a period on the device) runs on the host, so that no copy is needed."""
     tier = meta.space(visit.resting)
     if tier is None or not tier.updates or not visit.is_update or any(use in on_device for use in visit.uses):
         return False
@@ -219,7 +219,7 @@ def _is_on_device(node: fx.Node) -> bool:
 
 
 def plan_new_state(order: Sequence[fx.Node], placed: Placements) -> list[tuple[fx.Node, fx.Node]]:
-    """State that the step creates and that must be offloaded, each with the last node that touches it."""
+    """Return the state that a step creates and that must be offloaded, each with the last node that uses it."""
     found: list[tuple[fx.Node, fx.Node]] = []
     for value in dict.fromkeys(order[-1].all_input_nodes):
         for number in placed.lies_in.get(value, ()):
@@ -231,7 +231,7 @@ def plan_new_state(order: Sequence[fx.Node], placed: Placements) -> list[tuple[f
 
 
 def _is_only_view(node: fx.Node, placed: Placements) -> bool:
-    """Whether a node only views an offloaded input."""
+    """Return whether a node only makes a view of an offloaded input."""
     if node.op != "call_function" or written_arguments(node) or not traits.is_view(node):
         return False
     firsts = [placed.storages[number].first for number in placed.lies_in.get(node, ())]
@@ -239,7 +239,7 @@ def _is_only_view(node: fx.Node, placed: Placements) -> bool:
 
 
 def _visit(graph: fx.Graph, visit: Visit, placed: Placements) -> None:
-    """Let the uses of a visit read a copy on the device, which is stored over the input if they write to the copy."""
+    """Insert the copies of a visit (a period on the device): one to the device and, if its uses write, one back."""
     resting, first = visit.resting, visit.uses[0]
     tier = meta.space(resting) or DEVICE
     device = meta.tensor_value(resting).device
@@ -265,7 +265,7 @@ def _visit(graph: fx.Graph, visit: Visit, placed: Placements) -> None:
 
 
 def _copy_of(graph: fx.Graph, alias: fx.Node, visit: Visit, use: fx.Node) -> fx.Node:
-    """The value that replaces `alias`, a value of the input, in the visit's copy of the input."""
+    """Return the value that replaces `alias`, a value in the offloaded input's storage, in the copy on the device."""
     if alias not in visit.copies:
         source = visit.aliases[alias]
         behind = _copy_of(graph, source, visit, use)
@@ -278,7 +278,7 @@ def _copy_of(graph: fx.Graph, alias: fx.Node, visit: Visit, use: fx.Node) -> fx.
 
 
 def _move_out(graph: fx.Graph, value: fx.Node, last: fx.Node, placed: Placements) -> fx.Node:
-    """Copy new state, after `last`, to where it is kept; the graph returns the copy. Return the copy's start."""
+    """Offload new state after its last use `last`; the graph returns the copy. Return the node that starts the copy."""
     output = nodes.output_of(graph)
     firsts = [placed.storages[number].first for number in placed.lies_in[value]]
     tier = meta.rests_in(firsts[0])
@@ -303,7 +303,7 @@ def _move_out(graph: fx.Graph, value: fx.Node, last: fx.Node, placed: Placements
 def _prefetch(
     order: Sequence[fx.Node], visits: Sequence[Visit], joined: Sequence[Visit], prefetch: int, in_flight_bytes: int
 ) -> None:
-    """Move the starts of the copies for each use up to the waits of copies for an earlier use."""
+    """Move the starts of copies to the device up, to just before the waits of copies for an earlier use."""
     batches = list(_batches(order, visits))
     held: Counter[fx.Node] = Counter()  # bytes of copies that an update shares with backward
     for visit in joined:
@@ -334,10 +334,10 @@ def _prefetch(
 def _join_updates(
     order: Sequence[fx.Node], visits: Sequence[Visit], prefetch: int, in_flight_bytes: int
 ) -> list[Visit]:
-    """Let an update write to the copy that backward reads, if a separate copy must start before backward's read.
+    """Let an update reuse backward's copy of a tensor if its own copy would start before backward reads the tensor.
 
     Returns:
-        The visits of updates that were merged into earlier visits.
+        The visits (periods on the device) of updates that were merged into earlier visits.
     """
     batches = list(_batches(order, visits))
     sizes = [sum(most_bytes_of(visit.resting) for visit in batch) for batch in batches]
@@ -360,7 +360,7 @@ def _join_updates(
 
 
 def _last_reductions(order: Iterable[fx.Node], uses: Container[fx.Node]) -> dict[fx.Node, fx.Node | None]:
-    """For each node in `uses`, the start of the last reduction before that node, or None."""
+    """Map each node in `uses` to the start of the last reduction before it, or None."""
     found: dict[fx.Node, fx.Node | None] = {}
     last: fx.Node | None = None
     for node in order:
@@ -372,7 +372,7 @@ def _last_reductions(order: Iterable[fx.Node], uses: Container[fx.Node]) -> dict
 
 
 def _batches(order: Sequence[fx.Node], visits: Sequence[Visit]) -> Iterator[list[Visit]]:
-    """Group visits if nothing computes between their first uses, as in a bucket of gathers or in one update."""
+    """Group consecutive visits (periods on the device) that begin without compute in between."""
     position = {node: place for place, node in enumerate(order)}
     before = [0, *accumulate(map(is_computing, order))]  # computing nodes before each position
     batch: list[Visit] = []
@@ -391,7 +391,10 @@ def _batches(order: Sequence[fx.Node], visits: Sequence[Visit]) -> Iterator[list
 def _write_behind(
     graph: fx.Graph, outgoing: Iterable[tuple[fx.Node, fx.Node]], visits: Sequence[Visit], in_flight: int
 ) -> None:
-    """Wait for each copy back before the `in_flight`-th later batch of copies starts or the value is read again."""
+    """Wait for each copy back after `in_flight` later batches of copies have started.
+
+    The wait is earlier if the input is read before that.
+    """
     read_again: dict[fx.Node, fx.Node] = {}  # from the start of each store to the first read after it
     last_store: dict[fx.Node, fx.Node] = {}
     for visit in visits:

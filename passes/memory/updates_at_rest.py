@@ -1,4 +1,4 @@
-"""Updates on the host, where their state is kept: overlapping them with compute, and choosing which to run there."""
+"""Optimizer updates on the host, where their state is kept: which updates run there, and their overlap with compute."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ PARTS = 8  # mixtures run a multiple of one eighth of a step's updates on the ho
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Prediction for a step whose first updates run on the host and the others on the device.
+    """Predicted step in which the first `on_host` updates run on the host and the others on the device.
 
     Attributes:
         on_host: number of updates that run on the host.
-        excess_bytes: sum of the bytes above the device's and the host's budgets; 0: within both.
-        step_us: time of the step.
-        compute_us: total compute time on the device, a lower bound that does not depend on copies.
+        excess_bytes: bytes above the device's budget plus bytes above the host's; 0: within both.
+        step_us: time of the step in microseconds.
+        compute_us: total time of compute on the device in microseconds, a lower bound for `step_us`.
     """
 
     on_host: int
@@ -42,24 +42,24 @@ class Outcome:
     compute_us: float
 
     def is_better(self, other: Outcome) -> bool:
-        """Whether this outcome has less excess or, at equal excess, is faster by more than the prediction error."""
+        """Return whether this step is better: fewer bytes above the budgets or, if equal, faster by more than 1 %."""
         if self.excess_bytes != other.excess_bytes:
             return self.excess_bytes < other.excess_bytes
         return self.step_us < other.step_us * (1 - SAME)
 
     def text(self, where: str) -> str:
-        """The predicted time, for a note."""
+        """Format the predicted time, and bytes above the budgets, for a note."""
         excess = f", {self.excess_bytes} bytes above the budgets" if self.excess_bytes else ""
         return f"{self.step_us:.0f} us{where}{excess}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """Where the updates of a step run.
+    """Decision where the updates of a step run.
 
     Attributes:
-        best: the chosen outcome.
-        host, device: the outcomes with all updates on the host, or on the device.
+        best: predicted step of the decision.
+        host, device: predicted steps with all updates on the host, and with all on the device.
         count: number of updates.
     """
 
@@ -83,9 +83,8 @@ class Choice:
 def choose_updates(count: int, by_rules: Callable[[int], Outcome], by_costs: Callable[[int], Outcome]) -> Choice:
     """Choose how many of a step's updates run on the host: all, none, or the first ones.
 
-    Mixtures run a multiple of one eighth of the updates on the host. They are first ranked with copies placed by rules;
-    the best mixture is then compared with "all" and "none". All updates stay on the host unless another choice is
-    better.
+    Mixtures put multiples of one eighth of the updates on the host. The best mixture according to `by_rules` is
+    compared with "all" and "none" according to `by_costs`. All updates run on the host unless another choice is better.
 
     Args:
         count: number of updates that can run on the host.
@@ -105,10 +104,10 @@ def choose_updates(count: int, by_rules: Callable[[int], Outcome], by_costs: Cal
 
 
 def predicted(graph: fx.Graph, ctx: PassContext, on_host: int, *, by_costs: bool) -> Outcome:
-    """Predict a step with the given number of updates on the host; the result is equal on all ranks.
+    """Predict a step with `on_host` updates on the host; the result is equal on all ranks.
 
     Args:
-        graph: graph of the step, with copies placed by rules; reordered if by_costs.
+        graph: graph of the step, with copies placed by fixed rules; reordered if by_costs.
         ctx: context with costs.
         on_host: number of updates on the host.
         by_costs: put the graph into the order that `ScheduleCopies` finds.
@@ -130,12 +129,12 @@ def predicted(graph: fx.Graph, ctx: PassContext, on_host: int, *, by_costs: bool
 
 
 def may_run_beside(update: fx.Node) -> bool:
-    """Whether a call can run in a thread beside compute: a fused in-place update whose results are unused."""
+    """Return whether a call can run in a thread, concurrently with compute: a fused update whose results are unused."""
     return not update.users and is_fused(update) and meta.beside(update) is None
 
 
 def update_beside(graph: fx.Graph, updates: Sequence[fx.Node], in_flight: int, unlimited: Container[fx.Node]) -> int:
-    """Let `updates` run beside compute until a node touches their tensors or later updates start; return their number.
+    """Run `updates` concurrently with compute, each awaited before its tensors are used; return their number.
 
     Args:
         graph, updates: the graph and the updates in it.

@@ -1,1 +1,1 @@
-"""Passes on the graph of a whole training step, which contains the optimizer's updates."""
+"""Passes on the graph of a whole training step: forward, backward and optimizer."""

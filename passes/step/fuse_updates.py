@@ -19,17 +19,15 @@ from zgraph.torch_compat.operators import OpOverload, returns_alias
 
 @dataclass(frozen=True, kw_only=True)
 class FuseUpdates(GraphPass):
-    """Update small parameters whose gradients arrive together with one call per operation, not one per parameter.
+    """Merge the operator calls that update small parameters whose gradients arrive together into `_foreach` calls.
 
-    An optimizer that is neither fused nor foreach, which is the default on CPUs, makes about ten calls per parameter.
-    Independent calls of one operation become one call of its `_foreach` variant, which on a CPU runs the same kernels
-    one after another: results are bitwise equal.
-    Leaves alone: large tensors, because the overhead of a call is negligible for them, and the temporary results of a
-    shared call are all alive together; other devices, where optimizers are foreach by default; graphs that a compiler
-    fuses.
+    An optimizer that is neither fused nor foreach, the default on CPUs, makes about ten calls per parameter. On a CPU,
+    a `_foreach` call runs the same kernels one after another, so results are bitwise equal.
+    Leaves alone: large tensors, for which the overhead of a call is negligible and merged calls keep more temporaries
+    alive; devices other than CPUs, where optimizers are foreach by default; graphs compiled by Inductor.
 
     Attributes:
-        most_numel: number of elements of the largest tensor that shares a call.
+        most_numel: maximum number of elements of a tensor in a merged call.
     """
 
     most_numel: int = 2**16
@@ -72,9 +70,9 @@ class FuseUpdates(GraphPass):
 
 
 def plan_calls(order: Sequence[fx.Node], updates: Updates, most_numel: int) -> list[list[fx.Node]]:
-    """The nodes of the updates in execution order, grouped by the call that replaces them.
+    """Return the nodes of the updates in execution order, grouped by the merged call that replaces them.
 
-    Calls depend only on calls of lower levels, so that all calls of one level can run together.
+    Merged nodes have equal depth in the dependency graph, so that none depends on another.
     """
     position = {node: place for place, node in enumerate(order)}
     region = [node for node in order if node in updates]
@@ -113,7 +111,7 @@ def plan_calls(order: Sequence[fx.Node], updates: Updates, most_numel: int) -> l
 
 
 def _homes(region: Sequence[fx.Node], updates: Updates) -> dict[fx.Node, float]:
-    """For each node, the arrival of its parameter's gradient; for several parameters, the first arrival."""
+    """Return for each node where its parameter's gradient arrives; for several parameters, where the first arrives."""
     known = updates.homes()
     followers: dict[fx.Node, list[fx.Node]] = {}
     for node in region:
@@ -131,7 +129,7 @@ def _others(order: Sequence[fx.Node], updates: Updates) -> list[fx.Node]:
 
 
 def _share_numbers(graph: fx.Graph, updates: Updates) -> bool:
-    """Let equal computations on scalars, such as learning rate times weight decay, share a node."""
+    """Let equal computations on scalars, such as learning rate times weight decay, share one node."""
     known: dict[Hashable, fx.Node] = {}
     shared = False
     for node in [node for node in graph.nodes if node in updates]:
@@ -146,7 +144,7 @@ def _share_numbers(graph: fx.Graph, updates: Updates) -> bool:
 
 
 def _call(node: fx.Node, most_numel: int) -> ListCall | None:
-    """The call of a node as an element of a call over lists; None if merging is impossible or not worthwhile."""
+    """Return a node's call if it can be merged into a call over lists; None also for large tensors."""
     value = meta.value(node)
     if not isinstance(value, Tensor) or value.device.type != "cpu" or size_hint(value.numel()) > most_numel:
         return None
@@ -154,7 +152,7 @@ def _call(node: fx.Node, most_numel: int) -> ListCall | None:
 
 
 def _merge(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
-    """Replace adjacent calls with one call over lists."""
+    """Replace adjacent calls with one call over lists of tensors."""
     target, arguments, options = call_over_lists([cast(ListCall, ListCall.of(node)) for node in members])
     with graph.inserting_before(members[0]):
         merged = meta.create(graph, target, arguments, options, name=f"each_{members[0].name}")

@@ -1,4 +1,4 @@
-"""Let backward recompute activations that cost next to nothing, instead of keeping them alive."""
+"""Recomputes cheap activations in backward, instead of keeping them alive."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ REDUCES = 4  # a reduction reads this many times its output's bytes; same limit 
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeActivations(GraphPass):
-    """Recompute activations of a whole step in backward, if this fuses with the operators that read them in backward.
+    """Recompute pointwise activations of a whole training step in backward, where they fuse with their readers.
 
-    The rule is that of torch's partitioner, which handles the graphs of `torch.compile`: pointwise operators run
-    again, such as those between the products of a gated layer, if their inputs are alive in backward anyway and only
-    pointwise operators read the result there. A result that a matrix product reads must be in memory, so it is kept.
-    Leaves alone: reductions, whose results are small; operators that are random, write or communicate; values that are
-    overwritten before backward ends; gathered parameters, which `ChooseLifetimes` handles; and values that activation
-    checkpointing recomputes.
+    This is the rule of torch's partitioner, which does not process whole steps. Pointwise operators run again if their
+    inputs are alive in backward anyway and only pointwise operators read the result there, as between the products of a
+    gated layer. A result that a matrix product reads must be in memory, so it is kept.
+    Leaves alone: reductions, whose results are small; random operators, operators that write to their inputs, and
+    collectives; values that are overwritten before backward ends; gathered parameters, which `ChooseLifetimes` handles;
+    values that activation checkpointing recomputes.
 
     Attributes:
-        longest: maximum number of consecutive operators with which an activation is recomputed. Activations that need
-            more are kept, because the results of a long sequence of operators are all alive together.
-        least_bytes: minimum size of an activation to recompute; smaller ones are kept.
+        longest: maximum number of consecutive operators to recompute an activation. Activations that need more are
+            kept, because the results of a long sequence of operators are all alive together.
+        least_bytes: minimum size of an activation to recompute.
     """
 
     longest: int = 16
@@ -62,7 +62,7 @@ class RecomputeActivations(GraphPass):
 
 
 def plan_recomputation(graph: fx.Graph, *, longest: int, least_bytes: int) -> StepEstimate:
-    """Estimate the step whose backward recomputes all activations that cost nothing; arguments as for the pass."""
+    """Estimate the step in which backward recomputes all activations that fuse; arguments as for the pass."""
     model = WholeStepModel(graph, cost_of=lambda node: FREE, sharing=Sharing())
     return model.estimate(dict.fromkeys(_free_values(model, longest, least_bytes)))
 
@@ -93,7 +93,7 @@ def _free_values(model: WholeStepModel, longest: int, least_bytes: int) -> Itera
 def _calls_to_make(
     node: fx.Node, model: WholeStepModel, calls: Mapping[fx.Node, int], fusible: Collection[object]
 ) -> int | None:
-    """Number of consecutive calls with which backward recomputes a node; None if it cannot or should not do so."""
+    """Return the number of consecutive calls that recompute a node in backward; None if it must not be recomputed."""
     if nodes.is_unshard(node):
         return 0 if UnshardArgs.of(node).layout.zero_stage == 0 else None  # nothing is sent
     if node in model.spoiled or not traits.is_repeatable(node) or not _is_one_of(fusible, node) or _reduces(node):
@@ -111,7 +111,7 @@ def _calls_to_make(
 
 
 def _is_fused(value: Value, number: int, model: WholeStepModel, fusible: Collection[object]) -> bool:
-    """Whether a storage holds only one node with its views, and only fusible operators read them in backward."""
+    """Return whether a storage holds a single value, and only operators that Inductor can fuse read it in backward."""
     storage = model.placed.storages[number]
     forward = model.part[storage.first]
     return all(node is storage.first or _is_selected(node) for node in value.nodes) and all(

@@ -1,4 +1,4 @@
-"""Split calls over many parameters, such as fused updates, by the reductions that their tensors wait for."""
+"""Splits calls over many parameters, such as fused updates, so that each waits for one reduction only."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from zgraph.passes.common.updates import Updates, lists_of, split_call
 
 @dataclass(frozen=True, kw_only=True)
 class SplitUpdates(GraphPass):
-    """Let each update wait for the gradients it needs, and for no others.
+    """Split optimizer calls over all parameters into one call per reduction, so that updates overlap later reductions.
 
     A fused or foreach optimizer updates all parameters in one call, which waits for the last gradient. This pass splits
-    each such call, and the norms of clipping, into one call per reduction; on a single rank, which reduces nothing,
-    into one per 2 MiB of gradients. The new calls go to the end of the step, in the order in which reductions start,
-    so that earlier updates hide later reductions. Each element is computed as before: results are bitwise equal.
-    Leaves alone: forward and backward, and steps that compute with reduced gradients before their last backward.
+    each such call, and the norms of gradient clipping, into one call per reduction; on a single rank, where nothing is
+    reduced, into one per 2 MiB of gradients. The calls run at the end of the step, in the order in which reductions
+    start. Results are bitwise equal.
+    Leaves alone: forward and backward; steps that compute with reduced gradients before their last backward.
     """
 
     name: ClassVar[str] = "split_updates"
@@ -49,7 +49,7 @@ class SplitUpdates(GraphPass):
 
 
 def _split(node: fx.Node, homes: Mapping[fx.Node, int]) -> None:
-    """Replace a call over many tensors with one call for each reduction that computes gradients for the call."""
+    """Split a call over many tensors into one call for each reduction whose gradients it reads."""
     by_home: dict[int | None, list[int]] = {}
     for place, elements in enumerate(zip(*lists_of(node), strict=True)):
         found = [homes[element] for element in elements if element in homes]
@@ -58,7 +58,7 @@ def _split(node: fx.Node, homes: Mapping[fx.Node, int]) -> None:
 
 
 def _last(order: Sequence[fx.Node]) -> list[fx.Node]:
-    """The nodes of a step with its updates at the end, ordered by the arrival of their gradients."""
+    """Return the nodes of a step with its updates moved to the end, in the order in which their gradients arrive."""
     updates = Updates.of(order)
     homes = updates.homes()
     position = {node: place for place, node in enumerate(order)}

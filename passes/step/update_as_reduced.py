@@ -20,7 +20,7 @@ class UpdateAsReduced(GraphPass):
 
     Norms for clipping are computed as gradients arrive; nodes that need the total norm come after the last gradient.
     Nodes that only prepare an update, such as weight decay, move together with that update.
-    Leaves alone: the order of everything else, and steps that compute with reduced gradients before the last backward.
+    Leaves alone: all other nodes; steps that compute with reduced gradients before the last backward.
     """
 
     name: ClassVar[str] = "update_as_reduced"
@@ -41,7 +41,7 @@ class UpdateAsReduced(GraphPass):
 
 
 def _as_reduced(order: Sequence[fx.Node], updates: Updates) -> list[fx.Node]:
-    """The nodes of a step in order: each update, with the nodes that prepare it, is as early as its inputs allow."""
+    """Return the nodes of a step with each update, and the nodes that prepare it, as early as possible."""
     position = {node: place for place, node in enumerate(order)}
     placed: dict[fx.Node, None] = {}
     missing: dict[fx.Node, int] = {}
@@ -74,7 +74,7 @@ def _as_reduced(order: Sequence[fx.Node], updates: Updates) -> list[fx.Node]:
 
 
 def _beyond_preparation(node: fx.Node, updates: Updates) -> set[fx.Node]:
-    """The nodes that must precede a node, or its preparation, but do not belong to the preparation."""
+    """Return the nodes on which a node and the nodes preparing it depend, without nodes that prepare updates."""
     found: set[fx.Node] = set()
     for one in [*_preparation(node, updates), node]:
         found.update(source for source in updates.needs(one) if source not in updates.preparing)
@@ -82,7 +82,7 @@ def _beyond_preparation(node: fx.Node, updates: Updates) -> set[fx.Node]:
 
 
 def _preparation(node: fx.Node, updates: Updates) -> list[fx.Node]:
-    """All nodes that only prepare a node, in dependency order."""
+    """Return all nodes that only prepare the given node, in dependency order."""
     found: dict[fx.Node, None] = {}
     pending = [node]
     while pending:

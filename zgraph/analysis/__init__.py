@@ -1,1 +1,1 @@
-"""Models of a graph: storages and live ranges, cost on a machine, a simulated step."""
+"""Models of a graph: storages, live ranges and memory curves, and cost on given hardware."""

@@ -1,4 +1,4 @@
-"""Measures this machine once, as a `Hardware` that all ranks share, and caches the result on disk."""
+"""Measures this machine as a `Hardware` shared by all ranks, and caches the result on disk."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def calibrate(
     *,
     refresh: bool = False,
 ) -> Hardware:
-    """Measure this machine: copies, matrix products, launches, collectives on the real groups, and the host link.
+    """Measure this machine: copies, matrix products, kernel launches, collectives of the real groups, the host link.
 
     Takes a few seconds the first time; later calls read the result from a file. All ranks of the mesh or group must
-    call this together. They measure at the same time, as in training. All get the slowest rank's figures, so that they
+    call this together, and measure at the same time, as in training. All get the slowest rank's figures, so that they
     make the same plans. The disk is not measured: its figures come from the preset "cpu".
 
     Args:
@@ -130,7 +130,7 @@ def _launch_us(ranks: MeasuringRanks) -> float:
 
 
 def _copy_us(ranks: MeasuringRanks, device: torch.device) -> float:
-    """Microseconds per byte read or written, for tensors larger than caches, while all ranks measure."""
+    """Return the microseconds per byte read or written by a copy that exceeds caches, while all ranks copy."""
     size = 64 * MIB if device.type == "cpu" else 1024 * MIB
     source = random_values(size // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
@@ -138,7 +138,7 @@ def _copy_us(ranks: MeasuringRanks, device: torch.device) -> float:
 
 
 def _product_us(ranks: MeasuringRanks, dtype: torch.dtype) -> float:
-    """Microseconds for one flop of a large matrix product."""
+    """Return the microseconds per flop of a large matrix product."""
     size = 768 if ranks.device.type == "cpu" else 8192
     a = random_values(size, size, dtype=dtype, device=ranks.device)
     out = torch.empty_like(a)
@@ -146,7 +146,7 @@ def _product_us(ranks: MeasuringRanks, dtype: torch.dtype) -> float:
 
 
 def _host_links(ranks: MeasuringRanks) -> tuple[Link, Link]:
-    """Measure the link from the host to the device, and the link back."""
+    """Measure the links from host to device and from device to host."""
     sizes = (*SMALL_BYTES, *LARGE_BYTES, 64 * MIB)
     times: list[float] = []
     for size in sizes:
@@ -164,7 +164,7 @@ def _local_ranks(ranks: MeasuringRanks) -> int:
 
 
 def _capacity_bytes(device: torch.device) -> int:
-    """Memory of the device; for a CPU, the memory of this host or its container for all processes."""
+    """Return the memory of the device in bytes; for a CPU, of the whole host or container."""
     if device.type != "cpu":
         return torch.get_device_module(device).mem_get_info()[1]
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
@@ -202,7 +202,7 @@ def _read(path: Path) -> Hardware | None:
 
 
 def _write(path: Path, hardware: Hardware) -> None:
-    """Write the file atomically; ranks of one host write the same content."""
+    """Write the result to a file atomically."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")

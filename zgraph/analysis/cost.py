@@ -1,4 +1,4 @@
-"""Bytes, flops and microseconds of every node of a graph on a machine."""
+"""Predicts bytes, flops and microseconds of every node of a graph on given hardware."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class NodeCost:
-    """Cost of one node.
+    """Predicted cost of one node.
 
     Attributes:
-        lane: lane that the node occupies; None: it needs no time.
-        us: microseconds on that lane. A collective's start has the time until the result; the wait has none.
+        lane: resource that the node occupies, such as compute or a link; None: the node needs no time.
+        us: microseconds on that lane. A collective's start has all of its time, and the wait none.
         flops: floating-point operations of matrix products.
-        moved_bytes: memory traffic, or bytes on the wire.
+        moved_bytes: bytes of memory traffic, or bytes sent.
     """
 
     lane: Lane | None
@@ -60,7 +60,7 @@ _COUNTED_LIKE = (
 
 
 class CostModel:
-    """Costs of nodes on one machine; equal nodes are estimated once.
+    """Predicts the costs of nodes on given hardware; equal nodes are estimated once.
 
     Args:
         hardware: hardware of one rank.
@@ -73,10 +73,10 @@ class CostModel:
         self.strides: dict[str, int] = {}
 
     def cost(self, node: fx.Node) -> NodeCost:
-        """Cost of one node. Never raises: an unknown operator is estimated by its bytes.
+        """Return the cost of one node. Never raises: an unknown operator is estimated by its bytes.
 
-        A gather that a window keeps has the cost of its first run. Each node is costed separately, although fused
-        kernels move fewer bytes.
+        A gather whose result is kept for a `no_sync` window has the cost of its first run. Fusion is not considered:
+        fused kernels move fewer bytes.
         """
         if traits.is_free(node) and meta.transit(node) is None:
             return FREE
@@ -154,7 +154,7 @@ class CostModel:
         return self._kernel(node)
 
     def _copied_bytes(self, node: fx.Node) -> int:
-        """Bytes of a copy between memory spaces. For shards and their state, the bytes on the rank with most rows."""
+        """Return the bytes of a copy between memory spaces; for shards and state, on the rank with the most rows."""
         if nodes.is_store(node) or nodes.is_return(node):  # these yield nothing
             node = node.all_input_nodes[0]
             while meta.longest_bytes(node) is None and nodes.is_copy_wait(node):
@@ -162,7 +162,10 @@ class CostModel:
         return meta.longest_bytes(node) or sum(map(_bytes, tensors_of(node))) or self._read_bytes(node)
 
     def _updated_bytes(self, node: fx.Node) -> int:
-        """Bytes that an optimizer's update reads and writes, for each parameter on the rank with most rows of it."""
+        """Return the bytes that an optimizer update reads and writes.
+
+        If ranks have different numbers of a parameter's rows, the largest number counts.
+        """
         written = dict.fromkeys(overwritten(node))
         given = [*node.args, *node.kwargs.values()]
         lists = [cast("list[fx.Node]", one) for one in given if isinstance(one, list | tuple) and one]
@@ -179,9 +182,9 @@ class CostModel:
         return total
 
     def _kernel(self, node: fx.Node) -> NodeCost:
-        """Cost of a kernel that reads each input once and writes each result once.
+        """Return the cost of a kernel that reads each input once and writes each result once.
 
-        If a call has no results, the tensors that it updates count instead.
+        For a call without results, the tensors that it updates count as results.
         """
         results = tensors_of(node) or [value for one in overwritten(node) for value in tensors_of(one)]
         moved = self._read_bytes(node) + sum(map(_bytes, results))
@@ -210,10 +213,10 @@ class CostModel:
         return NodeCost(COMPUTE, us, flops, moved)
 
     def _sum_ranks(self, node: fx.Node) -> NodeCost:
-        """Cost of `zgraph::sum_ranks`, which adds the pieces of all ranks one after another.
+        """Return the cost of `zgraph::sum_ranks`, which adds the pieces of all ranks one after another.
 
-        Each addition reads and writes the sum. The sum starts as a widened copy of the first piece or, if no widening
-        is needed, as the sum of the first two pieces. On CUDA a single kernel reads every piece and writes the result.
+        On a CPU, each addition reads and writes the sum, which starts as a widened copy of the first piece or, without
+        widening, as the sum of the first two pieces. On CUDA, a single kernel reads every piece and writes the result.
         """
         if self.hardware.is_gpu:
             return self._kernel(node)
@@ -267,7 +270,7 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _numel(tensor: Tensor) -> int:
-    """Number of elements in memory. A dim that is expanded repeats its elements, and so counts as size 1."""
+    """Return the number of elements that a tensor has in memory: expanded dims count as size 1."""
     sizes = list(map(size_hint, tensor.shape))
     if tensor.layout == torch.strided:
         strides = map(size_expression, tensor.stride())
@@ -276,23 +279,23 @@ def _numel(tensor: Tensor) -> int:
 
 
 def _error_bytes(quantize: fx.Node) -> int:
-    """Bytes of error-feedback state for the gradients of a `quantize_grads` node."""
+    """Return the bytes of error-feedback state for the gradients of a `quantize_grads` node."""
     args = operator_arguments.QuantizeArgs.of(quantize)
     states = [from_text(args.method).state(numel, args.world * args.stretches) for numel in args.numels]
     return sum(payload_bytes(shape, dtype) for state in states for shape, dtype in state.values())
 
 
 def _grouped_flops(a: Any, b: Any, *_: Any, **__: Any) -> Any:
-    """Flops of a grouped matrix product, which has one product per expert.
+    """Return the flops of a grouped matrix product, which has one product per expert.
 
-    If experts divide a dim among themselves, its size is the total over all of them.
+    If the experts divide a dim among them, the dim's size is the total over all experts.
     """
     groups = a[0] if len(a) == 3 and len(b) == 3 else 1
     return 2 * groups * a[-2] * a[-1] * b[-1]
 
 
 def _crossing(node: fx.Node) -> Transit | None:
-    """The tier and direction of an operator that copies between a GPU and its host; None for all other operators."""
+    """Return memory space and direction of an operator that copies between GPU and host; None for other operators."""
     if not traits.of(node).crosses_devices:
         return None
     source, result = tensors_of(node.all_input_nodes[-1]), tensors_of(node)

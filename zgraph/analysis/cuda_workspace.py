@@ -1,7 +1,7 @@
-"""Workspace of CUDA kernels, and memory that libraries hold outside of the allocator, as read from their sources.
+"""Workspace of CUDA kernels, and memory that CUDA libraries hold outside of the allocator, according to their sources.
 
-Nothing here was measured on a GPU: each entry is what the named source allocates. A kernel that is not listed counts as
-having none. Convolutions are not listed, because their workspace depends on the algorithm that cuDNN chooses.
+Nothing here was measured on a GPU. Kernels that are not listed count as having no workspace. Convolutions are not
+listed, because their workspace depends on the algorithm that cuDNN chooses.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ _I64 = 8
 
 
 def workspace_on_cuda(operator: str, node: fx.Node) -> int:
-    """Bytes that a call allocates and frees again before it returns; 0 for an unknown operator.
+    """Return the bytes that a call allocates and frees again before it returns; 0 for an unknown operator.
 
     Args:
         operator: name without overload, such as "aten.sort".
-        node: the call, with fake values. In a plan for a GPU it may be CPU attention, which counts as CUDA's.
+        node: the call, with fake values. In a plan for a GPU made on CPU tensors, CPU attention counts as CUDA's.
     """
     estimate = _TABLE.get(operator)
     return 0 if estimate is None else estimate(node)
 
 
 def _flash_backward(node: fx.Node) -> int:
-    """Bytes of the query's gradient in fp32, and of one number per row of the query, both padded.
+    """Return the bytes of the query's gradient in fp32, and of one fp32 number per row of the query, both padded.
 
-    If keys have fewer heads than the query, gradients of key and value with the query's number of heads are added.
+    If keys have fewer heads than the query, also of gradients of key and value with the query's number of heads.
 
     Source: Dao 2023, arXiv 2307.08691; torch/aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd:
     dq_accum [batch, rows to 128, heads, channels to 32], softmax_d [batch, heads, rows to 128], dk_ and dv_expanded.
@@ -51,9 +51,9 @@ def _flash_backward(node: fx.Node) -> int:
 
 
 def _efficient_backward(node: fx.Node) -> int:
-    """Bytes of one fp32 number per row of the query, and of fp32 gradients.
+    """Return the bytes of one fp32 number per row of the query, and of fp32 gradients.
 
-    Query, key and value need an fp32 gradient if their own dtype is narrower.
+    Each of query, key and value needs an fp32 gradient if its own dtype is narrower.
 
     Source: torch/aten/src/ATen/native/transformers/cuda/mem_eff_attention/kernel_backward.h (workspace_size: gk, gv and
     gq are accumulated in fp32 if the output type is narrower), attention_backward.cu (delta).
@@ -65,13 +65,13 @@ def _efficient_backward(node: fx.Node) -> int:
 
 
 def _sort(node: fx.Node) -> int:
-    """Bytes of a second buffer of keys and one of positions: radix sort needs two of each (cub::DeviceRadixSort)."""
+    """Return the bytes of the second buffers for keys and positions that radix sort needs (cub::DeviceRadixSort)."""
     source = _tensor(node, 0)
     return _numel(source) * (source.dtype.itemsize + _I64)
 
 
 def _embedding_backward(node: fx.Node) -> int:
-    """Bytes of sorted token indices, their original positions, and the sort's buffers of both.
+    """Return the bytes of sorted token indices, their original positions, and the sort's second buffers for both.
 
     Source: EmbeddingBackwardKernel.cu. Its kernel for few tokens needs no buffers, but counts the same here.
     """
@@ -79,7 +79,7 @@ def _embedding_backward(node: fx.Node) -> int:
 
 
 def _sum_ranks(node: fx.Node) -> int:
-    """Bytes of the sum if its dtype is wider than the result's, else 0. Pieces are widened while they are read."""
+    """Return the bytes of the sum over ranks if its dtype is wider than the result's, else 0."""
     received, result = _tensor(node, 0), meta.tensor_value(node)
     wide = accumulate_dtype(received.dtype)
     return _numel(result) * wide.itemsize if result.dtype != wide else 0
@@ -128,11 +128,11 @@ COMMUNICATOR_BYTES = 16 * (4 * 2**20 + 8 * 120 * 640 * 8 + 8 * 512 * 8 * 16)
 
 
 def resting_bytes(backend: str, dtypes: Mapping[torch.dtype, float], communicators: int) -> tuple[int, int]:
-    """Bytes that one rank permanently holds besides tensors: first cuBLAS workspaces, then NCCL communicators.
+    """Return two sizes in bytes of memory that one rank always holds: cuBLAS workspaces, and NCCL communicators.
 
     Args:
         backend: backend of the groups. For any but NCCL, both results are 0.
-        dtypes: compute rates by dtype; a GPU with 8-bit floats is a Hopper or newer.
+        dtypes: peak flops per microsecond by dtype; 8-bit floats indicate a Hopper GPU or newer.
         communicators: number of this rank's communicators, without those of a single rank.
     """
     if backend != "nccl":

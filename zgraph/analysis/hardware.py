@@ -1,4 +1,4 @@
-"""Descriptions of machines: peak rates, links between ranks, and lower bounds on the time of work."""
+"""Descriptions of hardware: peak rates, links between ranks, and lower bounds on the time of operations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TERA_PER_US = 10**6  # 1 T/s in units per microsecond
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """A link through which a rank sends.
+    """A link over which a rank sends.
 
     Attributes:
         latency_us: latency of one message.
@@ -42,33 +42,33 @@ class Link:
         _check("Link", "bytes_per_us", self.bytes_per_us)
 
     def us(self, sent_bytes: float) -> float:
-        """Time of one message, in microseconds."""
+        """Return the time of one message, in microseconds."""
         return self.latency_us + sent_bytes / self.bytes_per_us
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """One rank's share of a machine.
+    """Hardware of one rank: its device, and its share of the host and of the links.
 
     Attributes:
-        name: name to show to people.
+        name: name for messages and reports.
         flops_per_us: peak rate of matrix products, by dtype; a dtype that is not listed counts as float32.
         memory_bytes_per_us: memory bandwidth, reads and writes together.
         launch_us: time of the smallest kernel.
         memory_bytes: memory that one rank may use.
         intra_host, inter_host: links between ranks of the same host, and of different hosts.
         ranks_per_host: number of ranks on a host; rank r is on host r // ranks_per_host.
-        links: links of mesh axes, if they differ from intra_host and inter_host. The key is the distance of neighbours
-            in global ranks, which all process groups of an axis share: 1 for the innermost axis.
+        links: links of mesh axes that differ from intra_host and inter_host, by the distance between neighbours of the
+            axis in global ranks (1 for the innermost axis).
         host_to_device, device_to_host, disk: links of one rank.
         host_memory_bytes_per_us: bandwidth at which the host updates tensors kept there, reads and writes together.
             None: memory_bytes_per_us, which is right for a CPU device.
         backend: backend of torch.distributed between the ranks.
-        collectives_at_once: number of collectives of one group that run concurrently. It is 1 on NCCL, and with
-            point-to-point transfers.
-        cpu_us_per_collective: compute time lost to each collective, of whatever size, if the processor that issues it
-            also computes.
-        cpu_us_per_wire_byte: compute time lost to each sent byte. CPUs copy the byte; on GPUs, NCCL's kernels occupy
+        collectives_at_once: number of collectives of one group that run concurrently; 1 on NCCL, and for point-to-point
+            transfers.
+        cpu_us_per_collective: compute time lost per collective, of any size, if the processor that issues it also
+            computes.
+        cpu_us_per_wire_byte: compute time lost per sent byte. CPUs copy the byte; on GPUs, NCCL's kernels occupy
             multiprocessors.
     """
 
@@ -112,7 +112,7 @@ class Hardware:
         object.__setattr__(self, "links", dict(self.links))
 
     def compute_us(self, flops: float, moved_bytes: float, dtype: torch.dtype, launches: int = 1) -> float:
-        """Microseconds of a kernel: the longest of the times for arithmetic, for memory traffic and for launches.
+        """Return the microseconds of a kernel: the maximum of the times for arithmetic, memory traffic and launches.
 
         Source: Williams, Waterman, Patterson 2009, "Roofline", with the launches as a floor.
         """
@@ -120,20 +120,23 @@ class Hardware:
         return max(self.launch_us * launches, flops / peak, moved_bytes / self.memory_bytes_per_us)
 
     def host_update_us(self, moved_bytes: float) -> float:
-        """Microseconds of an update on the host that moves the given bytes; Adam moves 28 for each fp32 element."""
+        """Return the microseconds of an optimizer update on the host that moves the given bytes.
+
+        Adam moves 28 bytes per fp32 element.
+        """
         return moved_bytes / (self.host_memory_bytes_per_us or self.memory_bytes_per_us)
 
     @property
     def is_gpu(self) -> bool:
-        """Whether the device has memory of its own."""
+        """Whether the device is a GPU, which has memory of its own."""
         return kind_of_backend(self.backend).is_gpu
 
     def disk_copy_us(self, moved_bytes: float, *, to_device: bool) -> float:
-        """Microseconds of a copy between a disk and the device, without concurrent copies.
+        """Return the microseconds of a copy between a disk and the device, without concurrent copies.
 
-        On a GPU the data pass through pinned memory in pieces (`zgraph.tiers.staging`). While one piece is read, the
-        previous one is copied. The total is the slower stage's time for all pieces, plus the faster stage's time for
-        one piece.
+        On a GPU the data pass through pinned host memory in pieces (`zgraph.tiers.staging`): while one piece is read
+        from disk, the previous one is copied to the device. The total is the slower stage's time for all pieces, plus
+        the faster stage's time for one piece.
 
             disk      [read 1][read 2][read 3]
             to device         [1]     [2]     [3]
@@ -147,22 +150,22 @@ class Hardware:
         return max(self.disk.us(moved_bytes) + way.us(piece_bytes), ways_us + self.disk.us(piece_bytes))
 
     def link_along(self, stride: int) -> Link:
-        """The slowest link of a group in which neighbours are `stride` ranks apart."""
+        """Return the slowest link of a group in which neighbours are `stride` global ranks apart."""
         alone = self.ranks_per_host // stride <= 1
         return self.links.get(stride, self.inter_host if alone else self.intra_host)
 
     def collective_us(self, kind: str, sent_bytes: float, size: int, stride: int = 1) -> float:
-        """Microseconds of one collective, from its start to its result.
+        """Return the microseconds of one collective, from its start to its result.
 
-        A ring needs N-1 message steps, and an all_reduce needs 2 (N-1). In a ring across hosts, one rank of each host
-        sends to the next host. An all_to_all consists of N-1 pairwise exchanges. Across hosts NCCL uses trees or PAT
-        where a ring is slower; their number of steps is logarithmic in the number of hosts.
+        A ring of N ranks needs N-1 message steps, an all_reduce 2 (N-1). In a ring across hosts, one rank of each
+        host sends to the next host. An all_to_all consists of N-1 pairwise exchanges. Across hosts, NCCL uses trees or
+        PAT where a ring is slower; their number of steps is logarithmic in the number of hosts.
 
         Args:
             kind: name of the op, such as "all_gather_into_tensor".
             sent_bytes: total bytes that one rank sends.
             size: number of ranks N of the group.
-            stride: distance of neighbours in global ranks.
+            stride: distance between neighbours of the group in global ranks.
 
         Source: Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective Communication Operations in MPICH",
         sections 4 and 5; the split into hops inside and between hosts follows NCCL's tuning.cc. Trees: Sanders, Speck,
@@ -240,10 +243,10 @@ class Hardware:
 
     @classmethod
     def preset(cls, name: str) -> Hardware:
-        """A machine by name: "a100", "h100", "h200" (SXM, eight in a host) or "cpu".
+        """Return a machine by name: "a100", "h100", "h200" (SXM, eight in a host) or "cpu".
 
         Figures are the vendors' peaks without sparsity; link rates are for one direction, half of the printed figures.
-        No program reaches all of them: `zgraph.calibrate()` measures a real machine.
+        Real programs do not reach them all: `zgraph.calibrate()` measures a real machine.
 
         Sources: NVIDIA A100 80GB, H100 and H200 data sheets (SXM; PCIe 4 or 5 x16 to the host); DGX A100 and DGX H100
         data sheets for the network (one port of 200 or 400 Gbit/s for each GPU) and the disks (an eighth of eight NVMe
@@ -304,7 +307,7 @@ def _gpu(
     pcie: float,
     nic: float,
 ) -> Hardware:
-    """Make the `Hardware` of a GPU from figures in data-sheet units: Tflop/s, TB/s, and GB/s of one direction."""
+    """Return the `Hardware` of a GPU from data-sheet figures: Tflop/s, TB/s of memory, GB/s per direction of links."""
     tera = {torch.float64: fp64, torch.float32: fp32, torch.float16: half, torch.bfloat16: half}
     if byte is not None:
         tera |= dict.fromkeys((torch.float8_e4m3fn, torch.float8_e5m2), byte)
@@ -327,7 +330,7 @@ def _gpu(
 
 
 def _log2(count: float) -> float:
-    """Number of rounds in which a broadcast reaches `count` hosts; 0 if `count` is at most 1."""
+    """Return the number of rounds in which a broadcast reaches `count` hosts; 0 if `count` is at most 1."""
     return math.log2(max(count, 1))
 
 

@@ -1,4 +1,4 @@
-"""Hazards of writes in place: which nodes must precede others that do not use their results."""
+"""Hazards: pairs of nodes that must keep their order because they access the same memory and one of them writes."""
 
 from __future__ import annotations
 
@@ -19,21 +19,18 @@ OUTSIDE: Region = (-1, 0, 1)
 
 
 def hazards(order: Sequence[fx.Node]) -> Hazards:
-    """For each node, find the earlier nodes that must run before it because of the memory that they share.
+    """Return for each node the earlier nodes that must run before it, because they share memory and one of them writes.
 
-    Such a node accesses memory that the later node writes, or writes memory that the later node reads.
-
-    A wait counts as a reader of the tensors that its collective sends: nothing may overwrite them before the wait.
-    Parts of one storage, such as the gradients of a bucket, are told apart by their extents. Random operators and the
-    model's own collectives keep their order, as if all of them wrote to one storage. Low-rank operators with a common
-    handle keep their order, too.
+    A wait counts as a reader of the tensors that its collective sends, which must not be overwritten before the wait.
+    Parts of one storage, such as the gradients of a bucket, are distinguished by their byte ranges. Random operators,
+    the model's own collectives, and low-rank operators of the same parameter also keep their order.
 
     Args:
         order: all nodes of a graph.
 
     Returns:
-        The earlier nodes, for each node that has any. A node's inputs are left out, and nodes whose order
-        already follows from another hazard.
+        The earlier nodes, for each node that has any, without the node's inputs and without nodes whose order follows
+        from another hazard.
     """
     writes = {node: given for node in order if (given := [*written_arguments(node), *nodes.low_rank_handles(node)])}
     regions = Regions(order if writes else ())
@@ -83,7 +80,7 @@ class _Access:
 
 
 class Regions:
-    """The regions of storages that the values of a graph's nodes occupy.
+    """The byte ranges of storages that the values of a graph's nodes occupy.
 
     Args:
         order: all nodes of the graph.
@@ -98,11 +95,11 @@ class Regions:
         self._known: dict[fx.Node, tuple[Region, ...]] = {}
 
     def storages(self, value: fx.Node) -> tuple[int, ...]:
-        """Numbers of the storages of a value; none for values that are not tensors."""
+        """Return the numbers of a value's storages; empty for values that are not tensors."""
         return self._lies_in.get(value, ())
 
     def of(self, values: Iterable[fx.Node]) -> set[Region]:
-        """The regions of values; none for values that are not tensors."""
+        """Return the byte ranges of values; empty for values that are not tensors."""
         return {region for value in values for region in self._regions_of(value)}
 
     def _regions_of(self, value: fx.Node) -> tuple[Region, ...]:
@@ -113,12 +110,12 @@ class Regions:
         return known
 
     def overlap(self, value: fx.Node, others: Iterable[fx.Node]) -> bool:
-        """Whether a value shares memory with one of the others."""
+        """Return whether `value` shares memory with any of `others`."""
         theirs = self.of(others)
         return any(_overlap(one, other) for one in self.of([value]) for other in theirs)
 
     def _extent(self, node: fx.Node, number: int) -> tuple[float, float]:
-        """The first byte of a value in its storage, and the byte after its last byte; (0, inf) if unknown."""
+        """Return the byte range of a value in its storage, as (first byte, end); (0, inf) if unknown."""
         whole = meta.value(self._storages[number].first)
         # A pass may have replaced the input from which a view's fake value was made; the view lies within the new one.
         while not _share_storage(meta.value(node), whole) and _lies_in_its_input(node):
@@ -144,7 +141,7 @@ def _share_storage(value: object, other: object) -> bool:
 
 
 def _only_views(node: fx.Node) -> bool:
-    """Whether the node reads no memory, because it only makes a view of its input or selects one of several results."""
+    """Return whether a node reads no memory, because it only makes a view or selects one of several results."""
     return _lies_in_its_input(node) and not written_arguments(node)
 
 

@@ -1,4 +1,4 @@
-"""Live ranges and memory curves: which storages of a graph are alive after each node, and where they peak.
+"""Live ranges and memory curves: the storages of a graph that are alive while each node runs, and their peak.
 
 Every predicted peak is computed here. `LiveRanges` processes a program in a known order: a graph, a whole step, or
 a candidate step that has no graph yet. `Ledger` counts the same bytes while an order is being built.
@@ -21,14 +21,14 @@ from zgraph.tiers.tier import DEVICE, HOST
 
 @dataclass(frozen=True, kw_only=True)
 class Allocator:
-    """How an allocator rounds requests.
+    """Rules by which an allocator rounds requests.
 
     Attributes:
-        block_bytes: granularity of sizes.
+        block_bytes: sizes are rounded up to multiples of this.
         header_bytes: overhead of each allocation.
         mapped_from_bytes: smallest request that is rounded up to pages; None: no request is.
         page_bytes: page size of the operating system.
-        slack_bytes: bytes added to each request that is larger than `slack_bytes`. Its block may waste up to this.
+        slack_bytes: maximum waste per request, added to each request that is larger than this.
     """
 
     block_bytes: int = 1
@@ -57,14 +57,14 @@ GLIBC = Allocator(block_bytes=16, header_bytes=8, mapped_from_bytes=32 * 2**20)
 
 @dataclass(frozen=True)
 class LiveRange:
-    """The life of one storage. It ends with the last node that reads the storage, directly or through a view.
+    """The time from the allocation of one storage to the last node that reads it, directly or through a view.
 
     Attributes:
         node: node that allocates the storage, or input that passes it in.
         bytes: size as allocated.
         first, last: positions in the program, inclusive; storages of outputs live to the end.
-        held: whether the storage is held outside of the program throughout, and so costs nothing here.
-        space: memory space of the storage.
+        held: whether the storage is also held outside of the program, and so does not count here.
+        space: name of the memory space of the storage.
     """
 
     node: fx.Node
@@ -77,7 +77,7 @@ class LiveRange:
 
 @dataclass(frozen=True)
 class MemoryCurve:
-    """Bytes alive on the device over a program, without storages held outside of it; see `bytes_in` for other memory.
+    """Bytes alive on the device while a program runs, without storages held outside of it.
 
     Attributes:
         nodes: nodes of the program in order; for a step, first the nodes of forward, then the nodes of backward.
@@ -85,8 +85,8 @@ class MemoryCurve:
         bytes_after: bytes after each node, when storages without further readers are freed.
         ranges: live range of every storage, ordered by first position.
         held_bytes: bytes of inputs on the device that are held outside of the program.
-        unknown: nodes with results of a size that depends on data; these count as 0 bytes.
-        staging_bytes: pinned host memory through which tensors pass between a disk and a GPU.
+        unknown: names of nodes with results of a size that depends on data; these results count as 0 bytes.
+        staging_bytes: bytes of pinned host memory through which tensors pass between a disk and a GPU.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -103,29 +103,29 @@ class MemoryCurve:
 
     @property
     def peak_position(self) -> int:
-        """The first position at which the peak is reached."""
+        """First position in the program at which the peak is reached."""
         return self.bytes_during.index(self.peak_bytes) if self.nodes else 0
 
     def alive_at(self, position: int) -> list[LiveRange]:
-        """Live ranges on the device while the node at this position runs, the largest first."""
+        """Return the live ranges on the device at a position in the program, largest first."""
         own = [entry for entry in self.ranges if not entry.held and entry.space == DEVICE.name]
         alive = [entry for entry in own if entry.first <= position <= entry.last]
         return sorted(alive, key=lambda entry: (-entry.bytes, entry.first))
 
     def bytes_in(self, space: str) -> list[int]:
-        """Bytes in one memory space while each node runs. On the host they include `staging_bytes`."""
+        """Return the bytes in one memory space while each node runs; on the host, including `staging_bytes`."""
         sizes = [entry.bytes if entry.space == space and not entry.held else 0 for entry in self.ranges]
         first, last = [entry.first for entry in self.ranges], [entry.last for entry in self.ranges]
         staged = self.staging_bytes if space == HOST.name else 0
         return [staged + alive for alive in _alive_bytes(sizes, first, last, len(self.nodes))]
 
     def peak_in(self, space: str) -> int:
-        """Most bytes in one tier, including inputs that are kept there."""
+        """Return the maximum bytes in one memory space, including inputs that are kept there."""
         held = sum(entry.bytes for entry in self.ranges if entry.held and entry.space == space)
         return held + max(self.bytes_in(space), default=0)
 
     def explain(self, count: int = 5) -> str:
-        """One line: the peak, where it occurs, and the largest storages alive there."""
+        """Describe in one line the peak, the node at which it occurs, and the largest storages alive there."""
         if not self.nodes:
             return "peak 0 bytes"
         alive = ", ".join(f"{entry.node.name} {entry.bytes}" for entry in self.alive_at(self.peak_position)[:count])
@@ -142,17 +142,17 @@ def memory_curve(
     device_type: str | None = None,
     agreed: bool = False,
 ) -> MemoryCurve:
-    """The memory curve of a graph whose nodes run one by one, as by `lower_fx`.
+    """Return the memory curve of a graph whose nodes run one by one, as by `lower_fx`.
 
     If Inductor compiles islands (runs of compute), the curve is an upper bound, because fused values are never stored.
 
     Args:
         graph: graph whose nodes have fake values; it is not changed.
-        owned: inputs that only this program holds. Each is freed after its last use, or at the end if nothing uses it.
+        owned: inputs that only this program holds. Each is freed after its last use, or at the end if it is unused.
         allocator: rounding of requests.
         threads: number of threads of CPU kernels.
         device_type: device on which the graph will run, see `workspace_bytes`.
-        agreed: count as `as_all_ranks_count` does, so that all ranks decide alike. False: count for this rank.
+        agreed: count bytes equally on all ranks, as `as_all_ranks_count` does. False: count for this rank.
     """
     found = Finder()
     found.enter(graph.find_nodes(op="placeholder"), owned)
@@ -169,8 +169,8 @@ class Placements:
 
     Attributes:
         storages: all storages of the graph.
-        lies_in: for each node, indices of its storages in `storages`.
-        workspace_bytes: workspace of each node.
+        lies_in: for each node, indices of its value's storages in `storages`.
+        workspace_bytes: bytes of workspace of each node.
     """
 
     storages: tuple[Storage, ...]
@@ -179,7 +179,7 @@ class Placements:
 
 
 def placements(graph: fx.Graph) -> Placements:
-    """Find the storages of a graph, as all ranks count them, and those of each node. All inputs count as held."""
+    """Return the storages of a graph's values, with sizes equal on all ranks. All inputs count as held elsewhere."""
     found = Finder()
     found.enter(graph.find_nodes(op="placeholder"))
     found.run(graph.nodes)
@@ -199,13 +199,13 @@ def step_curve(
     device_type: str | None = None,
     agreed: bool = False,
 ) -> MemoryCurve:
-    """The memory curve of a training step: forward, then backward. Parameters and the step's inputs do not count.
+    """Return the memory curve of forward, then backward. Parameters and the step's inputs do not count.
 
-    Saved values are freed after their last use in backward, and cost nothing if they are views of inputs. Gradients and
-    the outputs that the user receives stay to the end. Tangents (gradients of outputs) are handed over to backward.
-    Before torch 2.13 autograd keeps tangents until backward ends, which is not counted: for a model that returns its
-    loss, this makes no difference. In a window this is the curve of the first step, because later steps start with
-    gathered parameters and accumulated gradients.
+    Saved values are freed after their last use in backward; views of inputs do not count. Gradients, and the outputs
+    that the user receives, stay to the end. Tangents (gradients of outputs) belong to backward. Before torch 2.13,
+    autograd keeps tangents until backward ends; this is not counted, and makes no difference for a model that returns
+    its loss. In a `no_sync` window this is the curve of the first step: later steps start with gathered parameters and
+    accumulated gradients.
 
     Args:
         forward, backward: graphs of one frame, as AOTAutograd partitions them.
@@ -226,13 +226,13 @@ def step_curve(
 
 
 def owned_inputs(forward: fx.Graph, backward: fx.Graph, *, user_outputs: int) -> list[fx.Node]:
-    """The inputs of a backward graph that nothing outside of the step holds: saved values and tangents."""
+    """Return the inputs of a backward graph that nothing else holds: saved values, and gradients of outputs."""
     found = _enter_step(forward, backward, user_outputs)
     return [node for node in backward.find_nodes(op="placeholder") if not found.is_held(node)]
 
 
 def _enter_step(forward: fx.Graph, backward: fx.Graph, user_outputs: int) -> Finder:
-    """Register the storages of forward, and find backward's inputs among them."""
+    """Register the storages of forward and of backward's inputs."""
     found = Finder()
     found.enter(forward.find_nodes(op="placeholder"))
     found.run(forward.nodes)
@@ -243,7 +243,7 @@ def _enter_step(forward: fx.Graph, backward: fx.Graph, user_outputs: int) -> Fin
 
 
 def curve_of(order: Sequence[fx.Node], storages: Iterable[Storage]) -> MemoryCurve:
-    """The memory curve of `storages` if nodes run in `order`. Transient memory of calls does not count."""
+    """Return the memory curve of `storages` if nodes run in `order`, without workspace."""
     return _over(order, list(storages), [0] * len(order), ())
 
 
@@ -288,12 +288,12 @@ def _over(
 
 
 def _counts(storage: Storage) -> bool:
-    """Whether a storage occupies device memory that the program frees."""
+    """Return whether a storage is in device memory and not held outside of the program."""
     return storage.space == DEVICE and not storage.held
 
 
 def _accesses(numbers: Mapping[fx.Node, int], storages: Iterable[Storage]) -> tuple[list[list[int]], list[list[int]]]:
-    """Two lists for each node: indices of the storages that it allocates, and of all that it reads or allocates."""
+    """Return two lists with storage indices for each node: those it allocates, and those it reads or allocates."""
     makes: list[list[int]] = [[] for _ in numbers]
     reads: list[list[int]] = [[] for _ in numbers]
     for place, storage in enumerate(storages):
@@ -304,15 +304,15 @@ def _accesses(numbers: Mapping[fx.Node, int], storages: Iterable[Storage]) -> tu
 
 
 class LiveRanges:
-    """Finds the live ranges of a program's storages by processing the program call by call.
+    """Computes the live ranges of a program's storages, call by call.
 
     Storages are numbers, so that a candidate program without a graph can add storages of its own.
 
     Attributes:
-        sizes: size of each storage.
+        sizes: size of each storage in bytes.
         first: position of the call that allocates each storage; -1 if there is none.
         last: position of the last call that reads each storage; for a kept storage, the position after the last call.
-        transient: transient bytes of each call.
+        transient: bytes that each call allocates and frees again.
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
@@ -321,7 +321,7 @@ class LiveRanges:
         self.transient: list[int] = []
 
     def run(self, makes: Iterable[int], reads: Iterable[int], transient: int = 0) -> int:
-        """Process the next call; returns its position."""
+        """Process the next call; return its position."""
         here = len(self.transient)
         self.transient.append(transient)
         for storage in makes:
@@ -331,22 +331,22 @@ class LiveRanges:
         return here
 
     def enter(self, storages: Iterable[int]) -> None:
-        """Add storages that are handed over before the next call."""
+        """Add storages that exist from the next call on."""
         for storage in storages:
             self.first[storage] = self.last[storage] = len(self.transient)
 
     def keep(self, storages: Iterable[int]) -> None:
-        """Let storages outlive the calls so far."""
+        """Let storages live until after the last call."""
         for storage in storages:
             self.last[storage] = len(self.transient)
 
     def bytes_during(self) -> list[int]:
-        """Bytes alive while each call runs, including the bytes that the call allocates."""
+        """Return the bytes alive while each call runs, including the bytes that the call allocates."""
         alive = _alive_bytes(self.sizes, self.first, self.last, len(self.transient))
         return [bytes_ + taken for bytes_, taken in zip(alive, self.transient, strict=True)]
 
     def bytes_after(self) -> list[int]:
-        """Bytes alive after each call."""
+        """Return the bytes alive after each call."""
         after = _alive_bytes(self.sizes, self.first, self.last, len(self.transient))
         for size, first, last in zip(self.sizes, self.first, self.last, strict=True):
             if first >= 0 and last < len(after):
@@ -365,13 +365,13 @@ def _alive_bytes(sizes: Sequence[int], first: Sequence[int], last: Sequence[int]
 
 @dataclass(slots=True)
 class Ledger:
-    """Counts the bytes alive on the device while nodes are issued in any order. Nodes and storages are numbers.
+    """Counts the bytes alive on the device while an order of nodes is being built. Nodes and storages are numbers.
 
     Attributes:
         allocates: storages that each node allocates.
         reads: storages that each node reads or allocates.
-        sizes: size of each storage.
-        readers: number of nodes not yet issued that read each storage.
+        sizes: size of each storage in bytes.
+        readers: for each storage, the number of its readers that have not been issued.
         alive_bytes: bytes alive after the last issued node.
     """
 
@@ -389,11 +389,14 @@ class Ledger:
         return cls(allocates, reads, [one.nbytes for one in own], readers)
 
     def copy(self) -> Ledger:
-        """An independent copy of this state."""
+        """Return an independent copy of the current state."""
         return Ledger(self.allocates, self.reads, self.sizes, self.readers.copy(), self.alive_bytes)
 
     def issue(self, node: int) -> int:
-        """Issue a node, and return the bytes alive while it runs. Storages without further readers are then freed."""
+        """Append a node to the order, and return the bytes alive while it runs.
+
+        Afterwards, storages without further readers are freed.
+        """
         for storage in self.allocates[node]:
             self.alive_bytes += self.sizes[storage]
         peak = self.alive_bytes

@@ -1,4 +1,4 @@
-"""Measurements that all ranks make together: times, and links from collectives of several sizes."""
+"""Measurements that all ranks make together: times of calls, and latency and rate of links."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class MeasuringRanks:
 
     Attributes:
         device: device of the tensors that collectives send.
-        groups: one group along each axis of the mesh; () for a single process.
+        groups: one group for each axis of the mesh; () for a single process.
     """
 
     device: torch.device
@@ -78,13 +78,13 @@ class MeasuringRanks:
 
     @property
     def backend(self) -> str:
-        """Backend of the groups; for a single process, the backend that it would use."""
+        """Backend of the groups; for a single process, the backend that its device would use."""
         if self.groups:
             return backend_of(self.groups[0], self.device)
         return KINDS[self.device.type].backend
 
     def slowest(self, values: Sequence[float]) -> list[float]:
-        """The maximum of each value over all ranks; all ranks get the same maxima."""
+        """Return the maximum of each value over all ranks, on all ranks."""
         found = torch.tensor(values, dtype=torch.float64, device=self.device)
         for group in self.groups:
             found = gathered(found, group).amax(0)
@@ -107,9 +107,9 @@ def gathered(own: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def median_us(ranks: MeasuringRanks, run: Callable[[], object], calls: int = 1, least: int = 5) -> float:
-    """Median time of a call in microseconds, from runs of `calls` calls each.
+    """Return the median time of a call in microseconds, over runs of `calls` calls each.
 
-    There are at least `least` runs, which together last at least `POINT_S` seconds.
+    There are at least `least` runs, and enough of them to last `POINT_S` seconds.
     """
     times: list[float] = []
     run()
@@ -132,11 +132,11 @@ class _Axis:
 
 
 def link_of(ranks: MeasuringRanks, group: ProcessGroup, ranks_per_host: int) -> _Axis | None:
-    """Measure the link of one group with exchanges and gathers, because a plan has both. None for a single rank.
+    """Measure the link of one group with all_to_alls and all_gathers; None for a single rank.
 
-    Small collectives are timed with several in flight, because in a step the latency of one does not delay the next.
-    On a single core, gloo would also need ten times as long for one collective at a time: gloo's thread waits a tick
-    of the scheduler for a lock that the sending program holds. In a step the program computes during that tick.
+    Small collectives are timed with several in flight, as in a step. One at a time, gloo on a single core would
+    need ten times as long, because its thread waits a scheduler tick for a lock that the sending program holds. In a
+    step, the program computes during that tick.
     """
     world = dist.get_world_size(group)
     if world == 1:
@@ -175,7 +175,10 @@ def link_of(ranks: MeasuringRanks, group: ProcessGroup, ranks_per_host: int) -> 
 
 
 def _stream_us(ranks: MeasuringRanks, group: ProcessGroup, link: Link, makes: Sequence[Make]) -> float:
-    """Microseconds per byte with three collectives of the group in flight, made by each of `makes` in turn."""
+    """Return the microseconds per byte of a stream in which three collectives of the group are in flight.
+
+    The collectives are of the kinds in `makes`, in turn.
+    """
     world = dist.get_world_size(group)
     # As large as a bucket, but limited in time on a slow link.
     sent_bytes = min(ranks.large_bytes[1] // 2, int(link.bytes_per_us * MESSAGE_US))
@@ -199,10 +202,10 @@ def _stream_us(ranks: MeasuringRanks, group: ProcessGroup, link: Link, makes: Se
 
 
 def compute_share(ranks: MeasuringRanks, group: ProcessGroup, link: Link) -> float:
-    """The share of compute lost to collectives in flight.
+    """Return the share of compute time that is lost while collectives are in flight.
 
     NCCL's kernels occupy multiprocessors, and gloo's copies occupy cores. All ranks time matrix products twice: without
-    collectives, and while gathers that last longer are in flight.
+    collectives, and while longer gathers are in flight.
     """
     size, dtype = (256, torch.float32) if ranks.device.type == "cpu" else (4096, torch.bfloat16)
     a = random_values(size, size, dtype=dtype, device=ranks.device)
@@ -230,20 +233,19 @@ def compute_share(ranks: MeasuringRanks, group: ProcessGroup, link: Link) -> flo
 
 
 def random_values(*sizes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Normally distributed values from a separate generator, so that the global random state is unchanged.
+    """Return normally distributed values; the global random state is unchanged.
 
-    A tensor of ones would give wrong times: a GPU flips fewer wires, draws less power and keeps a higher clock, and so
-    multiplies ones some ten percent faster than a model's values.
+    A tensor of ones would give wrong times: a GPU then flips fewer wires, draws less power and keeps a higher clock,
+    and so multiplies some ten percent faster than on a model's values.
     """
     generator = torch.Generator(device).manual_seed(0)
     return torch.randn(sizes, generator=generator, device=device).to(dtype)
 
 
 def timed(ranks: MeasuringRanks, run: Callable[[], object]) -> tuple[float, float]:
-    """Run a function; return the microseconds until its result is ready, then the processor time of all threads.
+    """Run a function; return the microseconds until its result is ready, and the processor time of all threads.
 
-    On a GPU the first is the time between two events of the stream, and the second is 0. Waits delay these events as
-    they delay compute.
+    On a GPU, the first is the time between two stream events, and the second is 0.
     """
     if ranks.device.type != "cpu":
         begin, end = (torch.Event(ranks.device, enable_timing=True) for _ in range(2))
@@ -270,10 +272,11 @@ def _exchanging(ranks: MeasuringRanks, group: ProcessGroup, numel: int) -> Calla
 
 
 def fit_link(points: Iterable[tuple[float, float]], messages: int) -> Link:
-    """Fit a link to measured (bytes, us); medians make it robust to a few disturbed points.
+    """Fit a link to measured (bytes, us).
 
-    Sizes differ a thousandfold, so a single regression line would fit only the large or only the small ones. Instead
-    the small sizes give the latency, and the remaining time of the large ones gives the rate.
+    Sizes differ a thousandfold, so that a regression line would fit only the large or only the small ones. Instead,
+    small sizes give the latency, and the remaining time of large sizes gives the rate. Medians limit the effect of
+    disturbed points.
 
     Args:
         points: measurements; at least one with at most 4 KiB, and one with more.
@@ -292,12 +295,12 @@ def fit_link(points: Iterable[tuple[float, float]], messages: int) -> Link:
 def in_a_stream(link: Link, stream_us: float, *, without_gap: bool) -> Link:
     """Correct the rate of a link, measured with single messages, by the rate of a stream of messages.
 
-    Some links pass an initial burst at full speed. It may cover most of a single message, but never a stream.
+    Some links pass an initial burst at full speed, which may cover most of a single message, but not of a stream.
 
     Args:
         link: link from `fit_link`.
         stream_us: microseconds per byte in a stream.
-        without_gap: whether collectives follow each other without gaps. Each then has the rate of the stream.
+        without_gap: whether collectives follow each other without gaps, so that each has the rate of the stream.
     """
     sustained = min(1 / stream_us, _MOST_GAIN * link.bytes_per_us)
     if without_gap:
@@ -307,7 +310,7 @@ def in_a_stream(link: Link, stream_us: float, *, without_gap: bool) -> Link:
 
 
 def ranks_on_one_host(ranks: MeasuringRanks, group: ProcessGroup) -> int:
-    """The largest number of ranks of a group that share a host."""
+    """Return the largest number of ranks of a group that share a host."""
     host = zlib.crc32(platform.node().encode())
     hosts = gathered(torch.tensor([float(host)], dtype=torch.float64, device=ranks.device), group)
     return int(ranks.slowest([float((hosts == host).sum())])[0])

@@ -1,4 +1,4 @@
-"""The storages of a graph: their sizes, and the nodes that allocate and read them, independent of node order."""
+"""The storages of a graph: their sizes, and the nodes that allocate and read them, in any node order."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from zgraph.torch_compat.fake_values import fake_storage_key, hint_of
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """One allocation.
+    """One allocation of memory.
 
     Attributes:
         nbytes: size in bytes.
-        first: node that makes the allocation, or input that passes it in.
-        readers: nodes that read the allocation: directly, through views or by a collective. After the last of them the
-            allocation is freed.
-        outlives: whether the allocation is never freed, because it is returned, kept for a window, or an unread input.
-        held: whether the allocation is held outside of the program throughout, and so costs nothing here.
+        first: node that allocates the memory, or input that passes it in.
+        readers: nodes that read the memory, directly, through views or by a collective. It is freed after the last one.
+        outlives: whether the memory is never freed, because it is returned, kept for a `no_sync` window, or an unread
+            input.
+        held: whether the memory is also held outside of the program, and so does not count here.
         space: memory space of the allocation; budgets limit device memory.
     """
 
@@ -40,13 +40,13 @@ class Storage:
 
 
 def storages_of(order: Iterable[fx.Node], *, inputs_die: bool = False, agreed: bool = False) -> list[Storage]:
-    """All storages that a graph allocates. Storages that are held outside of the graph are left out.
+    """Return all storages that a graph allocates, without those held outside of the graph.
 
     Args:
         order: all nodes of a graph.
         inputs_die: whether `mortal_inputs` are freed after their last reader, as in backward. All other inputs are held
             outside of the graph.
-        agreed: count as `as_all_ranks_count` does. False: count for this rank.
+        agreed: count bytes equally on all ranks, as `as_all_ranks_count` does. False: count for this rank.
     """
     order = list(order)
     found = Finder()
@@ -60,7 +60,7 @@ def storages_of(order: Iterable[fx.Node], *, inputs_die: bool = False, agreed: b
 
 
 def mortal_inputs(order: Iterable[fx.Node]) -> frozenset[fx.Node]:
-    """Inputs that are freed in a backward graph: all but shards and handles of parameters, which the model holds."""
+    """Return the inputs that a backward graph frees: all but shards and handles of parameters."""
     return frozenset(
         node
         for node in order
@@ -70,22 +70,22 @@ def mortal_inputs(order: Iterable[fx.Node]) -> frozenset[fx.Node]:
 
 
 def rows_of_its_own(order: Iterable[fx.Node]) -> list[fx.Node]:
-    """Copies of this rank's rows that feed a gather.
+    """Return the copies of this rank's rows that feed a gather.
 
-    The sizes of these copies differ between ranks, which have different numbers of rows, and may pad them. Tensors that
-    are packed from the copies, or sent, have the same sizes on all ranks.
+    Their sizes differ between ranks, which have different numbers of rows and may pad them. Tensors that are packed
+    from the copies, or sent, have the same sizes on all ranks.
     """
     gathers = filter(_gathers_parameters, order)
     return list(dict.fromkeys(node for start in gathers for node in _own_copies(start)))
 
 
 def as_all_ranks_count(storages: Sequence[Storage], order: Iterable[fx.Node]) -> list[Storage]:
-    """Count storages by the largest need of any rank, so that all ranks make the same plan.
+    """Change the sizes of storages to the maximum over all ranks, so that all ranks make the same plan.
 
-    Ranks may have different numbers of a parameter's rows. Copies of rows that feed a gather then count 0, and the
-    chunk that a rank sends counts instead, because it is equally long on all ranks. The chunk counts while the gather
-    is in flight or, if chunks are packed into one buffer, during the packing. Rows reloaded for the gather count until
-    the chunk is made, whether a rank pads them or not. A reduced gradient counts as the longest part of any rank.
+    Ranks may have different numbers of a parameter's rows. Copies of rows for a gather then count 0; instead, the chunk
+    that each rank sends counts, which is equally long on all ranks. It counts while the gather is in flight or, if
+    chunks are packed into one buffer, during the packing. Rows copied back from the host for a gather count until the
+    chunk is made. A reduced gradient counts as the longest part of any rank.
 
     Returns:
         The given storages in their order, some with other sizes or readers, followed by a storage for each chunk.
@@ -112,7 +112,7 @@ def as_all_ranks_count(storages: Sequence[Storage], order: Iterable[fx.Node]) ->
 
 
 def _until_made(rows: Storage, made_by: Mapping[fx.Node, fx.Node]) -> Storage:
-    """Let reloaded rows live on the device until their chunk is made."""
+    """Let rows copied back from the host live until the chunk to send has been made from them."""
     return replace(rows, readers=tuple(dict.fromkeys(made_by.get(node, node) for node in rows.readers)))
 
 
@@ -121,7 +121,7 @@ def _own_copies(start: fx.Node) -> list[fx.Node]:
 
 
 def _longest_bytes(storage: Storage) -> int:
-    """The size of a storage. A shard, its state and a reduced gradient count as the longest part of any rank."""
+    """Return the size of a storage; a shard, its state and a reduced gradient count as the longest part of any rank."""
     node = storage.first
     longest = meta.longest_bytes(node)
     if longest is not None:
@@ -137,7 +137,7 @@ def _gathers_parameters(node: fx.Node) -> bool:
 
 
 def _in_flight(started: fx.Node) -> list[fx.Node]:
-    """The nodes that a collective reads until it is waited for."""
+    """Return the nodes whose memory a collective reads until its wait."""
     start = cast(fx.Node, started.args[0]) if nodes.is_getitem(started) else started
     return start.all_input_nodes if nodes.is_start(start) else []
 
@@ -158,11 +158,11 @@ class Finder:
     """Finds the storages of consecutive programs, such as the graphs of a step.
 
     A value shares the storage of an argument if the call's schema says so, or if the fake values of both share a
-    storage. Otherwise the value has a new storage. A collective holds its inputs until its wait, and its result exists
-    from its start on.
+    storage. Otherwise the value has a new storage. A collective reads its inputs until its wait, and its result is
+    allocated at its start.
 
     Attributes:
-        unknown: nodes with results of a size that depends on data; these count as 0 bytes.
+        unknown: names of nodes with results of a size that depends on data; these results count as 0 bytes.
     """
 
     def __init__(self) -> None:
@@ -175,7 +175,10 @@ class Finder:
         self._aliases: dict[Any, tuple[int | None, ...]] = {}
 
     def enter(self, inputs: Iterable[fx.Node], owned: Collection[fx.Node] = ()) -> None:
-        """Add the inputs of a graph. Inputs not in `owned` are held elsewhere. Inputs of one storage count once."""
+        """Add the inputs of a graph.
+
+        Inputs not in `owned` are held outside of the program. Inputs that share a storage count once.
+        """
         known: dict[int, _Open] = {}
         for node in inputs:
             self._places[node] = self._placed(node, known, held=node not in owned)
@@ -183,7 +186,7 @@ class Finder:
                 self.keep([node])
 
     def enter_backward(self, inputs: Iterable[fx.Node], saved: Sequence[Any]) -> None:
-        """Add the inputs of a backward graph: first sizes, then the tensors `saved` by forward, then tangents."""
+        """Add the inputs of a backward graph: sizes, the tensors `saved` by forward, and gradients of outputs."""
         tensors = iter([node for node in saved if isinstance(node, fx.Node) and isinstance(meta.value(node), Tensor)])
         known: dict[int, _Open] = {}
         for node in inputs:
@@ -193,7 +196,7 @@ class Finder:
                 self.keep([node])
 
     def run(self, order: Iterable[fx.Node]) -> None:
-        """Add the calls of a graph, each after its inputs."""
+        """Add the calls of a graph, given in an order in which each call comes after its inputs."""
         for node in order:
             if node.op == "placeholder":
                 continue
@@ -219,17 +222,17 @@ class Finder:
                 storage.outlives = True
 
     def is_held(self, node: fx.Node) -> bool:
-        """Whether a node's value is held elsewhere, or is not a tensor."""
+        """Return whether a node's value is held outside of the program, or is not a tensor."""
         behind = self._storages_of(node)
         return not behind or any(storage.held for storage in behind)
 
     def lies_in(self) -> dict[fx.Node, tuple[int, ...]]:
-        """For each node seen, the indices of its storages in `storages()`."""
+        """Return for each node seen so far the indices of its value's storages in `storages()`."""
         numbers = {storage: number for number, storage in enumerate(self._found)}
         return {node: tuple(numbers[storage] for storage in self._storages_of(node)) for node in self._places}
 
     def storages(self) -> list[Storage]:
-        """All storages, including held and empty ones, in the order in which they were found."""
+        """Return all storages, including held and empty ones, in the order in which they were found."""
         has_accelerator = any(one.device_type not in ("cpu", "") for one in self._found)
         return [
             Storage(
@@ -257,9 +260,9 @@ class Finder:
             self.keep([node])
 
     def _shared(self, node: fx.Node) -> Sequence[_Open | None]:
-        """For each result of a call, the storage that it shares with an argument according to the schema, or None.
+        """Return for each result of a call the storage shared with an argument according to the schema, or None.
 
-        Fake values are not enough: a pass may have replaced the input with which the node was traced.
+        Fake values are not enough, because a pass may have replaced the input with which the node was traced.
         """
         if node.target not in self._aliases:
             self._aliases[node.target] = traits.shared_arguments(node)
@@ -281,7 +284,7 @@ class Finder:
     def _placed(
         self, node: fx.Node, known: dict[int, _Open], *, held: bool, shared: Sequence[_Open | None] = ()
     ) -> list[list[_Open]]:
-        """Find the storages of a value: in `shared`, else in `known` by its fake value, else new ones."""
+        """Return the storages of a value: given by `shared`, found in `known` by its fake value, or new."""
         value = meta.value(node)
         items = value if isinstance(value, tuple | list) else [value]
         if len(shared) == 1:  # one result, which may be a list of views
@@ -306,7 +309,7 @@ class Finder:
 
 
 def _copied_to(node: fx.Node) -> Tier | None:
-    """The tier of a node's value if it was recorded, or if the node is a copy; None for any other node."""
+    """Return the memory space of a node's value if it is recorded or the node is a copy; None for other nodes."""
     transit = meta.transit(node)
     if transit is None or meta.space(node) is not None:
         return meta.space(node)
@@ -314,7 +317,7 @@ def _copied_to(node: fx.Node) -> Tier | None:
 
 
 def storage_bytes(value: Tensor) -> int | None:
-    """Bytes of a fake tensor's storage, using the hints of symbolic sizes; None without hints."""
+    """Return the bytes of a fake tensor's storage, with hints for symbolic sizes; None if a size has no hint."""
     if value.layout == torch.strided:
         return hint_of(value.untyped_storage().nbytes())
     numel = hint_of(value.numel())
@@ -322,7 +325,7 @@ def storage_bytes(value: Tensor) -> int | None:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """The tensors in a value, in order."""
+    """Return the tensors in a value, which may be nested lists or tuples, in order."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, tuple | list):

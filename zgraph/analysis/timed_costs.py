@@ -32,12 +32,12 @@ _HARMLESS = ("aten", "prims")
 
 
 class TimedCosts(CostModel):
-    """A `CostModel` that times compute and host updates; it estimates collectives and copies between devices.
+    """A `CostModel` that times compute and host updates; collectives and copies between devices are estimated.
 
     Operators run as in eager mode, on random values of the right shapes; fused kernels would be faster. Each operator
-    is timed once for each set of sizes, by the first rank that needs it. The time is shared through the store of the
-    default group, so that all ranks make the same plan. Operators that cannot be run are estimated. So are operators
-    of other libraries, because they may communicate.
+    is timed once for each set of sizes, by the first rank that needs it. The store of the default group shares the time
+    with the other ranks, so that all make the same plan. Operators that cannot be run are estimated, and so are
+    operators of other libraries, because they may communicate.
 
     Args:
         hardware: this machine, as measured by `zgraph.calibrate`.
@@ -66,7 +66,7 @@ class TimedCosts(CostModel):
 
 
 def _described(node: fx.Node) -> tuple[str, Any]:
-    """Everything that the time of a call depends on. The result is equal on all ranks: it leaves out rank numbers."""
+    """Return everything that the time of a call depends on, without rank numbers: equal on all ranks."""
     named = arguments_by_name(node)
     own: tuple[str, ...] = ()
     if nodes.is_quantize(node) or nodes.is_dequantize_sum(node):
@@ -92,9 +92,9 @@ def _timed_us(node: fx.Node, estimate_us: float) -> float:
 
 
 def _random_state_kept() -> AbstractContextManager[None]:
-    """A context that restores the random state of the CPU and of this rank's device.
+    """Return a context that restores the random state of the CPU and of this rank's device.
 
-    torch would warn if the context covered all devices.
+    Other devices are left out, because torch would warn if the context covered all of them.
     """
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if device is None:
@@ -103,7 +103,7 @@ def _random_state_kept() -> AbstractContextManager[None]:
 
 
 def _call(node: fx.Node) -> Callable[[], object]:
-    """Make a function that calls a node's operator on new values."""
+    """Return a function that calls a node's operator on random values."""
     made: dict[fx.Node, Any] = {}
     if nodes.is_quantize(node):
         made |= {handle: _new_handle() for handle in operator_arguments.QuantizeArgs.of(node).handles}
@@ -122,7 +122,7 @@ def _call(node: fx.Node) -> Callable[[], object]:
 
 
 def _new_handle() -> Tensor:
-    """A handle without a parameter; its state is dropped together with the handle."""
+    """Return a new parameter handle with empty state, for operators that keep state; both are freed together."""
     handle = make_handle("")
     attach_state(handle, nn.Module(), "")
     return handle
@@ -130,7 +130,7 @@ def _new_handle() -> Tensor:
 
 @dataclass(frozen=True)
 class _Shape:
-    """Properties of a tensor argument that the time of a kernel depends on, with hints for symbolic sizes."""
+    """Sizes, strides, dtype and device of a tensor argument, on which a kernel's time depends."""
 
     sizes: tuple[int | None, ...]
     strides: tuple[int | None, ...]
@@ -166,7 +166,7 @@ def _median_us(run: Callable[[], object]) -> float:
 
 
 def _timed(run: Callable[[], object], calls: int) -> float:
-    """Microseconds per call, averaged over consecutive calls."""
+    """Return the microseconds per call, averaged over consecutive calls."""
     _settle()
     started = time.perf_counter()
     for _ in range(calls):

@@ -1,10 +1,12 @@
-"""Transient memory of operators, in addition to their results: while they run, and while they are in flight.
+"""Memory that operators allocate in addition to their results, while they run or while a collective is in flight.
 
-The figures are for CPU kernels in torch 2.13, each verified by a test; CUDA's are in `cuda_workspace.py`. An operator
-that is not in the table counts as having no workspace. Buffers of a fixed size of a few KiB are not counted.
-Buffers that depend on the processor are not counted either: oneDNN repacks operands of narrow matrix products, and bf16
-attention repacks keys and values on processors with AMX (in backward also with AVX512-BF16). Such a buffer is at most
-as large as an operand. At a width of 512 it needs 0.1 to 0.4 MiB, which matters only for small models.
+The figures are for CPU kernels in torch 2.13, each verified by a test; CUDA's are in `cuda_workspace.py`. Operators
+that are not in the table count as having no workspace.
+
+Buffers of a fixed size of a few KiB are not counted, nor are buffers that depend on the processor: oneDNN repacks
+operands of narrow matrix products, and bf16 attention repacks keys and values on processors with AMX (in backward also
+with AVX512-BF16). Such a buffer is at most as large as an operand. At a width of 512 it needs 0.1 to 0.4 MiB, which
+matters only for small models.
 """
 
 from __future__ import annotations
@@ -29,11 +31,11 @@ AT_ONCE = 2  # concurrent collectives of a gloo group; a third waits for a threa
 
 
 def workspace_bytes(node: fx.Node, *, threads: int = 1, device_type: str | None = None) -> int:
-    """Peak bytes that a call allocates in addition to its results, and frees before it returns.
+    """Return the peak bytes that a call allocates in addition to its results, and frees before it returns.
 
     Args:
         node: call with fake values for itself and its arguments.
-        threads: number of threads of CPU kernels, some of which need a buffer for each.
+        threads: number of threads of CPU kernels, some of which need a buffer for each thread.
         device_type: device on which the call will run, such as "cuda" in a plan for a GPU with fake CPU tensors. None:
             the device of the call's values.
     """
@@ -51,12 +53,12 @@ def workspace_bytes(node: fx.Node, *, threads: int = 1, device_type: str | None 
 
 
 def staging_bytes(started: fx.Node) -> int:
-    """Bytes that the backend allocates for a collective in flight, in addition to its result.
+    """Return the bytes that the backend allocates for a collective in flight, in addition to its result.
 
     gloo's reduce_scatter copies its input; point-to-point transfers (`zgraph.runtime.exchanges`) copy nothing.
 
     Args:
-        started: the start, or one result of a start that has several.
+        started: the start of the collective, or one result of a start that has several.
     """
     start = cast(fx.Node, started.args[0]) if nodes.is_getitem(started) else started
     if not nodes.is_reduce_scatter(start):
@@ -66,7 +68,7 @@ def staging_bytes(started: fx.Node) -> int:
 
 
 def disk_staging_bytes(order: Iterable[fx.Node], device_type: str | None = None) -> int:
-    """Bytes of pinned host memory for copies between a disk and a GPU, on the rank that needs most.
+    """Return the bytes of pinned host memory for copies between a disk and a GPU, on the rank that needs most.
 
     The first copies allocate this memory, and it is never freed.
 
@@ -90,7 +92,7 @@ def disk_staging_bytes(order: Iterable[fx.Node], device_type: str | None = None)
 
 
 def computes_elsewhere(order: Iterable[fx.Node], device_type: str | None) -> bool:
-    """Whether the device is not a CPU, so that tensors on the host are pinned.
+    """Return whether the device is not a CPU, so that tensors on the host are pinned.
 
     Args:
         order: nodes of a graph, or of a step's graphs.
@@ -103,7 +105,7 @@ def computes_elsewhere(order: Iterable[fx.Node], device_type: str | None) -> boo
 
 
 def remaining_bytes(node: fx.Node) -> int:
-    """Bytes that a call leaves in a parameter's state: the accumulated gradient at stage 1, else 0."""
+    """Return the bytes that a call leaves in a parameter's state: at stage 1 the accumulated gradient, otherwise 0."""
     if node.target is not torch.ops.zgraph.accumulate_grad.default:
         return 0
     _, _, dtype, zero_stage, _ = cast("tuple[Any, ...]", node.args)
@@ -138,7 +140,10 @@ def transient_bytes(
 
 
 def _attention(node: fx.Node, threads: int) -> int:
-    """Bytes of one fp32 block of scores and one of results per thread. Narrow inputs need another block of scores."""
+    """Return the bytes of blocks of scores and of results in fp32 for each thread.
+
+    Narrow inputs need another block of scores in their own dtype.
+    """
     query = _tensor(node, 0)
     rows, columns = _attention_block(node, 0)
     wide = rows * columns + 2 * rows + rows * (hint_of(query.shape[3]) or 0)
@@ -147,9 +152,9 @@ def _attention(node: fx.Node, threads: int) -> int:
 
 
 def _attention_backward(node: fx.Node, threads: int) -> int:
-    """Bytes of two blocks of scores per thread, plus those of a copy of the gradient unless it has the kernel's layout.
+    """Return the bytes of two blocks of scores for each thread, and of a copy of the gradient if the kernel needs one.
 
-    The kernel's layout is [batch, sequence, heads, channels].
+    The gradient is copied unless its layout is [batch, sequence, heads, channels].
     """
     grad, query = _tensor(node, 0), _tensor(node, 1)
     rows, columns = _attention_block(node, 1)
@@ -166,7 +171,7 @@ def _attention_block(node: fx.Node, query: int) -> tuple[int, int]:
 
 
 def _convolution(node: fx.Node, threads: int) -> int:
-    """Bytes of copies in oneDNN's own layout: of input and weight together, or of the result if that is larger."""
+    """Return the bytes of copies in oneDNN's layout: of input and weight or, if larger, of the result."""
     if not _is_relaid(node, 0):
         return 0
     return max(_bytes(_tensor(node, 0)) + _bytes(_tensor(node, 1)), _bytes(meta.tensor_value(node)))
@@ -191,7 +196,7 @@ def _first_argument(node: fx.Node, threads: int) -> int:
 
 
 def _reduction(node: fx.Node, threads: int) -> int:
-    """Bytes of a copy of the input in the dtype of the sum; 0 if the input has that dtype."""
+    """Return the bytes of a copy of the input in the dtype of the sum; 0 if the input already has that dtype."""
     source, result = _tensor(node, 0), meta.tensor_value(node)
     # The mean of everything sums narrow numbers in fp32.
     wide = accumulate_dtype(result.dtype) if node.target is aten.mean.default else result.dtype
@@ -199,7 +204,10 @@ def _reduction(node: fx.Node, threads: int) -> int:
 
 
 def _sum_ranks(node: fx.Node, threads: int) -> int:
-    """Bytes of the sum, unless the result holds it, plus those of one widened piece, if pieces are widened."""
+    """Return the bytes of the sum over ranks and of one widened piece.
+
+    The sum needs no extra memory if the result has its dtype; a piece is only widened if it is narrower than fp32.
+    """
     received, result = _tensor(node, 0), meta.tensor_value(node)
     wide = accumulate_dtype(received.dtype)
     total, own = _bytes(result, wide), _bytes(result)
@@ -208,13 +216,16 @@ def _sum_ranks(node: fx.Node, threads: int) -> int:
 
 
 def _low_rank_left(node: fx.Node, threads: int) -> int:
-    """Bytes in fp32 of the largest gradient of another dtype. Gradients are converted one at a time."""
+    """Return the bytes of the largest gradient converted to fp32; gradients are converted one at a time."""
     grads = [meta.tensor_value(grad) for grad in cast("list[fx.Node]", node.args[0])]
     return max((_bytes(grad, torch.float32) for grad in grads if grad.dtype != torch.float32), default=0)
 
 
 def _promotion(node: fx.Node) -> int:
-    """Bytes of operands converted to their common dtype. A result written in place needs another copy if converted."""
+    """Return the bytes of operands converted to their common dtype.
+
+    An in-place result of another dtype needs one more copy.
+    """
     operands = [meta.value(given) for given in node.args[:2] if isinstance(given, fx.Node)]
     values = [value for value in operands if isinstance(value, Tensor)]  # a symbolic size is a number
     if len(values) < 2:
@@ -256,5 +267,5 @@ def _device(node: fx.Node) -> str:
 
 
 def _bytes(value: Tensor, dtype: torch.dtype | None = None) -> int:
-    """Bytes of a tensor's elements in the given dtype or their own; 0 if their number depends on data."""
+    """Return the bytes of a tensor's elements, in `dtype` if given; 0 if their number depends on data."""
     return (hint_of(value.numel()) or 0) * (dtype or value.dtype).itemsize

@@ -1,1 +1,1 @@
-"""The pass interface and everything that runs passes: pipeline, verification, partition, agreement, budget."""
+"""The pass interface, and the code that runs passes: pass list, verification, partition, agreement, budget."""

@@ -1,15 +1,13 @@
-"""Agreement between ranks: no rank runs a collective that its peers do not have.
+"""Agreement between ranks that all of them run the same collectives.
 
-Every compiled graph has a communication signature: its collectives in order, with group, dtype and size, but no batch
-sizes. A rank publishes the signature to the rendezvous store and waits until every peer of its groups has published an
-equal one, from any of the peer's compiles. No collective is used for this, because it would
-never end if a rank recompiled alone.
-Two ranks that wait for each other with different signatures can never agree, and both raise an error immediately.
+Every compiled graph has a communication signature: its collectives in order, with group, dtype and size, but without
+batch sizes. A rank publishes the signature in the rendezvous store and waits until every peer of its groups has
+published an equal one. A collective would not do, because it never ends if only one rank recompiles. If two ranks wait
+for each other with different signatures, both raise an error immediately.
 
-The signature has one order for the collectives of all groups. Equal orders within each group are not enough, although
-groups run independently: if one rank waits for a gather before it starts a reduction, and another rank waits for the
-reduction before it starts the gather, both wait forever. On NCCL, kernels of two groups may also block each other if
-ranks launch them in different orders.
+The signature has one order for the collectives of all groups, although groups run independently. Otherwise two ranks
+could wait forever: one for a gather before it starts a reduction, the other for the reduction before it starts the
+gather. On NCCL, kernels of two groups may also block each other if ranks launch them in different orders.
 """
 
 from __future__ import annotations
@@ -50,13 +48,13 @@ _UPDATES = "updates "  # prefix of the line of `places_of_updates`
 
 @dataclass(frozen=True)
 class Signature:
-    """Description of a graph's collectives, which is equal on all ranks if their graphs are.
+    """Description of a graph's collectives, which must be equal on all ranks.
 
     Attributes:
         direction: "forward", "backward", "inference" or "step".
-        entries: descriptions that must be equal on all ranks.
-        names: the parameters of each entry, for messages. They are not compared, because equal blocks of a model have
-            different names.
+        entries: descriptions of collectives, and other lines that must be equal on all ranks.
+        names: the parameters of each entry, for error messages. They are not compared, because equal blocks of a model
+            have different names.
         ranks: all ranks of the groups involved.
     """
 
@@ -73,9 +71,11 @@ class Signature:
         others: Sequence[str] = (),
         group_names: Sequence[str] = (),
     ) -> Signature:
-        """Make the signature of a graph from its collectives and from other lines of text about it.
+        """Return the signature of a graph.
 
         Args:
+            direction: direction of the graph.
+            transfers: the graph's collectives, in order.
             others: lines from `order_of_waits`, `places_of_updates` and `changes_of`.
             group_names: names of groups whose ranks must agree even if the graph communicates nothing.
         """
@@ -113,8 +113,7 @@ class Signature:
 def places_of_updates(graph: fx.Graph) -> list[str]:
     """Describe, in one line of text, which optimizer updates of a GPU's step run on the host; [] if none does.
 
-    All ranks must agree on this, although no collective depends on it: host and GPU round an update differently, and
-    replicas of a parameter must stay equal.
+    All ranks must agree, because host and GPU round an update differently, and replicas of a parameter must stay equal.
     """
     given = [meta.value(node) for node in graph.find_nodes(op="placeholder")]
     if not any(isinstance(value, Tensor) and is_gpu(value.device) for value in given):
@@ -127,11 +126,11 @@ def places_of_updates(graph: fx.Graph) -> list[str]:
 def changes_of(graph: fx.Graph) -> list[str]:
     """Describe each kind of operator that changes a step's parameters or gradients, in one line with its constants.
 
-    All ranks must change shards and replicas alike, although no collective depends on it. Operators before the
-    reductions, on whole values, may differ between ranks.
+    All ranks must apply the same operators to shards and replicas. Operators on whole values, before the reductions,
+    may differ between ranks.
 
     Args:
-        graph: the graph as captured, with markers.
+        graph: the graph as captured, before any pass.
     """
     kept = [node for node in graph.find_nodes(op="placeholder") if meta.kept_as(node) == "parameters"]
     needed = needed_for(kept, graph)
@@ -146,7 +145,7 @@ def changes_of(graph: fx.Graph) -> list[str]:
 
 
 def _numbers_of(node: fx.Node) -> list[str]:
-    """The constants of an operator, without sizes of shards, because these differ between ranks."""
+    """Return the constants of an operator, without sizes, which differ between ranks."""
     if node.op == "get_attr":  # torch.tensor(0.5)
         value = getattr(node.graph.owning_module, str(node.target), None)
         return [repr(value.item())] if isinstance(value, Tensor) and value.ndim == 0 and not is_fake(value) else []
@@ -158,7 +157,7 @@ def _numbers_of(node: fx.Node) -> list[str]:
 
 
 def _rows_of(node: fx.Node) -> list[str]:
-    """The integer arguments of a chain of views that ends with `node`, such as the 2 of `grad[:2]`."""
+    """Return the integer arguments of the views that lead to `node`, such as the 2 of `grad[:2]`."""
     found: list[str] = []
     while traits.is_view(node) and node.all_input_nodes:
         found += [repr(leaf) for leaf in tree_flatten(node.args[1:])[0] if type(leaf) is int]
@@ -171,7 +170,7 @@ def agree(signatures: Sequence[Signature], timeout_s: float, store: Store | None
 
     Args:
         signatures: signatures of one frame's graphs; graphs without collectives need no agreement.
-        timeout_s: longest wait for a peer. A peer that waits with a different signature is an error at once.
+        timeout_s: maximum time to wait for a peer, in seconds.
         store: the rendezvous store; None: the default group's.
 
     Raises:
@@ -223,7 +222,7 @@ def _wait_for_peers(board: _Board, signature: Signature, timeout_s: float) -> No
 
 
 class _Board:
-    """Messages between ranks through the store."""
+    """Messages between ranks through the rendezvous store."""
 
     def __init__(self, store: Store, rank: int, watch: Watch | None = None) -> None:
         self.store = store
@@ -238,9 +237,9 @@ class _Board:
         return self.store.check([f"published/{rank}/{signature.digest}"])
 
     def missing(self, ranks: list[int], signature: Signature) -> list[int]:
-        """Return those of `ranks` that have not published `signature`.
+        """Return those of `ranks` that have not published an equal signature.
 
-        If all have, this is a single request, so that the store serves N requests for N ranks, not N^2.
+        One request checks all ranks together; only if one is missing is each checked separately.
         """
         if self.store.check([f"published/{rank}/{signature.digest}" for rank in ranks]):
             return []
@@ -249,7 +248,7 @@ class _Board:
     def end_wait(self, rank: int, signature: Signature) -> str:
         """End a peer's wait for an exchange that this rank has not started; return the reason, or "" if there is none.
 
-        This rank cannot start the exchange, because it waits for the peer's signature.
+        This rank cannot start the exchange while it waits for the peer's signature.
         """
         stuck = None if self.watch is None else self.watch.stuck(rank)
         if self.watch is None or stuck is None or self.has_published(rank, signature):
@@ -266,12 +265,15 @@ class _Board:
         self.store.set(f"waiting/{self.rank}", f"{self.number} {signature.to_json()}" if signature is not None else "")
 
     def waiting_with(self, rank: int) -> Signature | None:
-        """The signature with which a peer waits; None if the peer does not wait, or after `end_with` for its wait."""
+        """Return the signature with which a peer waits, or None.
+
+        None also for a wait for which this rank has already raised an error, see `end_with`.
+        """
         number, _, text = self._read(f"waiting/{rank}").partition(" ")
         return Signature.from_json(text) if text and number != self._read(f"told/{self.rank}/{rank}") else None
 
     def end_with(self, rank: int) -> None:
-        """Record that this rank raises an error for a peer's wait, because the wait's entry stays in the store."""
+        """Record that this rank has raised an error for a peer's wait, so that `waiting_with` ignores this wait."""
         self.store.set(f"told/{self.rank}/{rank}", self._read(f"waiting/{rank}").partition(" ")[0])
 
     def _read(self, place: str) -> str:

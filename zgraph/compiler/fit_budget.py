@@ -1,4 +1,4 @@
-"""Compile until the final graphs fit the budget. Each try lowers the target of the passes by the last try's excess."""
+"""Search for plans that fit a memory budget: each try lowers the passes' target by the excess of the last try."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from zgraph.graph import meta
 
 TRIES = 4  # tries before the most frugal plan
 STEP = 32  # from the second try on, a target is lowered by at least 1 / STEP of the budget
-SEARCHES = 4  # searches for a budget below that of the most frugal plan, before an error names the smallest found
+SEARCHES = 4  # maximum number of searches for a smaller feasible budget, which an error then names
 LEAST = 1  # bytes to plan for in order to hold as little as possible
 
 
 def fit(peak_of: Callable[[int], int], budget_bytes: int) -> int | None:
-    """Return bytes to plan for, with which the final graphs stay within the budget; None if no try succeeds.
+    """Return the bytes to plan for so that the final graphs stay within the budget; None if no try succeeds.
 
     The last call of `peak_of` is made with the returned bytes.
 
     Args:
-        peak_of: returns the peak of the final graphs for the bytes that passes plan for. Equal bytes give equal peaks.
+        peak_of: returns the peak of the final graphs, given the bytes that passes plan for; equal for equal bytes.
         budget_bytes: bytes that must not be exceeded.
     """
     target = budget_bytes
@@ -38,9 +38,7 @@ def fit(peak_of: Callable[[int], int], budget_bytes: int) -> int | None:
 
 
 def smallest_feasible(peak_of: Callable[[int], int]) -> int:
-    """Find the smallest budget that `fit` can keep, in at most `SEARCHES` searches.
-
-    If that number ends the search, a smaller budget may exist; otherwise `fit` cannot keep one byte less.
+    """Search for a budget for which `fit` succeeds; return the smallest found in at most `SEARCHES` searches.
 
     Args:
         peak_of: as for `fit`.
@@ -57,7 +55,7 @@ def smallest_feasible(peak_of: Callable[[int], int]) -> int:
 
 
 def explain(curve: MemoryCurve, count: int = 5) -> str:
-    """Describe a curve's peak: the node at which it occurs, and the largest allocations alive there."""
+    """Describe the peak of a memory curve: the node at which it occurs, and the largest allocations alive there."""
     if not curve.nodes:
         return "nothing is allocated"
     alive = [

@@ -1,4 +1,4 @@
-"""A frame: a unit of compilation, with the real inputs of the call that it is compiled for."""
+"""A frame: the code that is compiled as one unit, with the real inputs of the current call."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from zgraph.torch_compat.groups import is_distributed_ready
 
 @dataclass(frozen=True, kw_only=True)
 class Frame:
-    """A unit of compilation.
+    """Code that is compiled as one unit: a frame of Dynamo, or a whole training step.
 
     Attributes:
         name: "frame/recompile" as counted by Dynamo; "step/recompile" for a whole step.
         reason: why the frame is compiled again; "" for the first time, or if unknown.
-        inputs: the frame's real inputs. An input that is no longer known is None.
-        is_step: whether the frame is a whole training step. Its graph then has exactly these inputs.
+        inputs: the frame's real inputs; None for an input that is no longer known.
+        is_step: whether the frame is a whole training step, whose graph has exactly these inputs.
     """
 
     name: str
@@ -39,16 +39,16 @@ class Frame:
 
     @classmethod
     def of_dynamo(cls, gm: fx.GraphModule) -> Frame:
-        """The frame that Dynamo is compiling."""
+        """Return the frame that Dynamo is compiling."""
         inputs = [dynamo_example(node) for node in gm.graph.find_nodes(op="placeholder")]
         return cls(name=compile_id(), reason=recompile_reason(), inputs=inputs)
 
     def scopes(self) -> list[Scope]:
-        """The scope of each model of which the frame reads parameters."""
+        """Return the scope (state shared by a sharded model) of each model whose parameters the frame reads."""
         return list(dict.fromkeys(scope for scope in map(scope_behind, self.inputs) if scope is not None))
 
     def spaces(self) -> dict[int, Tier]:
-        """The tier of each input shard that is not stored on the device, by position among the inputs."""
+        """Return the memory space of each input shard that is not on the device, by position among the inputs."""
         resting = next((scope.resting for scope in self.scopes() if scope.resting is not None), None)
         if resting is None:
             return {}
@@ -61,12 +61,15 @@ class Frame:
         return next((scope.machine for scope in self.scopes() if scope.machine is not None), None)
 
     def handle_names(self) -> dict[int, str]:
-        """The names of parameters. The key is the position of a parameter's handle among the inputs."""
+        """Return the names of parameters, by the positions of their handles among the inputs.
+
+        A handle is the tensor through which a parameter's state is found.
+        """
         names = {position: name_of(value) for position, value in enumerate(self.inputs)}
         return {position: name for position, name in names.items() if name != "?"}
 
     def check_batch(self) -> None:
-        """Check that the ranks of a tensor-parallel group compile their first frame for the same batch.
+        """Check that all ranks of a tensor-parallel group compile their first frame for the same batch.
 
         Raises:
             ZgraphError: their batches differ.
@@ -79,7 +82,7 @@ class Frame:
                     raise_through_dynamo(str(error), ZgraphError)
 
     def warn_if_replicas_drift(self) -> None:
-        """Warn if several ranks train a model without sharded parameters."""
+        """Warn if several ranks train a model that is not sharded, because their replicas then drift apart."""
         if not is_distributed_ready() or dist.get_world_size() == 1:
             return
         leaves = [value for value in self.inputs if isinstance(value, nn.Parameter) and value.is_leaf]

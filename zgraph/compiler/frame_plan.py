@@ -1,4 +1,4 @@
-"""The plan of a frame: its final graphs, and the optimizer step from which each of them runs."""
+"""The plan of a frame: its final graphs, and the optimizer step from which each graph runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Graphs = dict[Direction, fx.GraphModule]
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """Final graphs of a frame by direction. They run from optimizer step `from_step` on."""
+    """Final graphs of a frame, by direction, that run from optimizer step `from_step` on."""
 
     from_step: int
     graphs: Graphs
@@ -30,14 +30,14 @@ class Variant:
 
 @dataclass(frozen=True, kw_only=True)
 class FramePlan:
-    """The result of planning a captured graph.
+    """The result of planning a frame.
 
     Attributes:
-        variants: variants in the order of their steps; a single one unless passes start at later steps. Variants have
-            equal forward graphs.
+        variants: graphs for successive ranges of optimizer steps; a single one unless passes start at later steps.
+            Variants have equal forward graphs.
         ctx: context of the passes, with their notes and decisions.
         runs: runs of each pass on each graph of the last variant.
-        limits: limits within which graphs were ordered by costs; None: the graphs were ordered by rules.
+        limits: memory limits within which graphs were ordered by costs; None: they were ordered by rules.
     """
 
     variants: tuple[Variant, ...]
@@ -47,7 +47,7 @@ class FramePlan:
 
     @property
     def graphs(self) -> Graphs:
-        """The final graphs of the last variant, which runs for the rest of training. Lowering changes these graphs."""
+        """Final graphs of the last variant, which runs for the rest of training. Lowering changes these graphs."""
         return self.variants[-1].graphs
 
     @cached_property
@@ -57,7 +57,7 @@ class FramePlan:
 
     @cached_property
     def peak_bytes(self) -> int:
-        """Most bytes that a step holds at any moment, as all ranks count them."""
+        """Maximum bytes that a step allocates at any moment, equal on all ranks."""
         return self.curve.peak_bytes
 
     def _curve_of(self, variant: Variant) -> MemoryCurve:
@@ -76,12 +76,12 @@ class FramePlan:
 
 
 def plan_frame(captured: fx.GraphModule, pipeline: PassList, ctx: PassContext, observe: Observer) -> FramePlan:
-    """Run all passes of a pipeline, and split a joint graph between the phases "joint" and "graph".
+    """Run all passes of a pipeline; a joint graph is split into forward and backward before the phase "graph".
 
     Args:
-        captured: a joint graph, an inference graph, or the graph of a whole step; not changed.
-        pipeline: pipeline of the frame.
-        ctx: context for the passes, which is not changed. It has a `split` if `captured` is a joint graph.
+        captured: a joint graph, an inference graph, or the graph of a whole training step; not changed.
+        pipeline: passes of the frame.
+        ctx: context for the passes, not changed; it has a `split` if `captured` is a joint graph.
         observe: called for dumps: with each captured graph, and after each pass of the last variant.
 
     Raises:
@@ -121,7 +121,7 @@ def plan_within_budget(plan_for: Callable[[int], FramePlan], budget_bytes: int, 
         frame: Dynamo's name of the frame, for the error.
 
     Raises:
-        BudgetError: no plan fits; names a budget that suffices.
+        BudgetError: no plan fits; the message names a sufficient budget.
     """
     plans: dict[int, FramePlan] = {}  # by peak bytes
 
@@ -150,7 +150,7 @@ def _show(graphs: Graphs, ctx: PassContext, observe: Observer) -> None:
 
 
 def _earlier(step: int, graphs: Graphs, pipeline: PassList, ctx: PassContext) -> Variant:
-    """Make the variant for a step by the passes that have started by then. Their notes and runs are not kept."""
+    """Return the variant for an earlier step, made by the passes that have started by then, without their notes."""
     copies: Graphs = {direction: edits.copy_of(gm) for direction, gm in graphs.items()}
     list(pipeline.at(step).run("graph", replace(ctx, notes=[], decisions=[]), copies, lambda *_: None))
     return Variant(from_step=step, graphs=copies)

@@ -1,4 +1,4 @@
-"""The interface of passes: a frozen dataclass with a name, a phase, contracts, and `run(gm, ctx)`."""
+"""The interface of passes: frozen dataclasses with a name, a phase, contracts, and `run(gm, ctx)`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Direction = Literal["joint", "forward", "backward", "inference", "step"]
 
 
 class Fact(StrEnum):
-    """A property of a graph that holds after a pass has run. User-defined passes may use any other string."""
+    """A property of a graph that holds after a pass has run. User-defined passes may define others as strings."""
 
     GATHERS_DEDUPED = "gathers_deduped"
     LIFETIMES_CHOSEN = "lifetimes_chosen"
@@ -47,7 +47,7 @@ class Fact(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class PassContext:
-    """Facts about the compiled frame for its passes. Passes only read it, and leave notes and decisions for the user.
+    """What passes know about the frame being compiled. They read it, and only add notes and decisions for the user.
 
     Attributes:
         direction: direction of the current graph; "joint" before the partition, "step" for a whole training step.
@@ -57,15 +57,14 @@ class PassContext:
         split: splits a joint graph into forward and backward. Passes may try it on a copy of the graph. None in
             inference, and for whole steps, which are not split.
         decomposed: whether operators were decomposed for Inductor. Results are then close to eager torch's, but not
-            bit-identical.
+            bitwise equal.
         hardware: hardware to plan for, the same for all ranks; None: the pipeline has no `zgraph.Target`.
-        cost_of: returns the cost of a call in any graph. Costs are equal on all ranks, because plans depend on them.
-            None: unknown.
-        sharing: how the lanes of these costs slow each other down.
+        cost_of: returns the cost of a node, equal on all ranks; None: costs are unknown.
+        sharing: how concurrent collectives and compute slow each other down.
         search: search for orders by costs; it caches the orders found while this frame is compiled.
-        plan_bytes: most bytes that a step may allocate at any moment: the target's budget, or less if graphs planned
-            for the budget turned out to exceed it. None: no limit.
-        host_budget_bytes: most bytes that a rank may keep on the host, at rest and in the step together. Set by
+        plan_bytes: maximum bytes that a step may allocate at any moment: the target's budget, or less if an earlier
+            plan exceeded it. None: no limit.
+        host_budget_bytes: maximum bytes that a rank may keep in host memory, between and during steps. Set by
             `zgraph.Offload`, and the same on all ranks. None: no limit.
         update: where `zgraph.Offload` wants state on the host to be updated. None: `StreamStates` decides.
         machine: preset of the ranks' GPUs, the same on all ranks; None: unknown. Passes use its links if `hardware` is
@@ -93,33 +92,39 @@ class PassContext:
     decisions: list[tuple[Direction, str]] = field(default_factory=list[tuple[Direction, str]])
 
     def note(self, graph_pass: GraphPass, text: str, *, is_decision: bool = False) -> None:
-        """Add a note that dumps show, such as why a pass did nothing. `zgraph.explain` shows it if it is a decision."""
+        """Add a note for dumps, such as why a pass did nothing; decisions are also shown by `zgraph.explain`."""
         self.notes.append((graph_pass.name, self.direction, text))
         if is_decision:
             self.decisions.append((self.direction, text))
 
     @property
     def planned_device(self) -> str | None:
-        """Device type of the planned GPU; None if no GPU is planned. A plan's fake tensors are on the CPU instead."""
+        """Type of the GPU that is planned for, even though a plan's fake tensors are on the CPU; None for CPUs."""
         kind = kind_of_backend(self.planned_backend)
         return kind.type if kind.is_gpu else None
 
     def group_size(self, group_name: str) -> int:
-        """Number of ranks in a group; the group "" has only this rank."""
+        """Return the number of ranks in a group; 1 for the empty name."""
         return dist.get_world_size(resolve_group(group_name)) if group_name else 1
 
     def group_rank(self, group_name: str) -> int:
         return dist.get_rank(resolve_group(group_name))
 
     def host_groups(self, group_name: str, ranks_per_host: int) -> tuple[str, str]:
-        """Return the names of two groups: the ranks of this rank's host, and the ranks at this position on each host.
+        """Return the names of two subgroups: this host's ranks, and the ranks at this position on each host.
 
-        Creates the groups if they are missing, so all ranks of the group must call it. Neighbouring ranks share a host.
+        Consecutive ranks share a host. Missing subgroups are created, so all ranks of the group must call this
+        together.
         """
         return make_host_groups(group_name, ranks_per_host)
 
     def collective_us(self, kind: str, sent_bytes: int, group_name: str) -> float:
-        """Microseconds of a collective of `kind`, such as "all_gather_into_tensor", if each rank sends `sent_bytes`.
+        """Return the predicted microseconds of a collective in which each rank sends `sent_bytes`.
+
+        Args:
+            kind: name of the op, such as "all_gather_into_tensor".
+            sent_bytes: total bytes that one rank sends.
+            group_name: name of the process group.
 
         Raises:
             AssertionError: the hardware is unknown.
@@ -128,26 +133,26 @@ class PassContext:
         return self.hardware.collective_us(kind, sent_bytes, self.group_size(group_name), group_stride(group_name))
 
     def group_backend(self, group_name: str, device: torch.device) -> str:
-        """Backend of a group for tensors of a device: "gloo", "nccl", ..."""
+        """Return the backend that a group uses for tensors of a device: "gloo", "nccl", ..."""
         found = backend_of(resolve_group(group_name), device)
         return self.planned_backend if found == "fake" else found
 
 
 @dataclass(frozen=True, kw_only=True)
 class GraphPass:
-    """Base class of passes; subclass it as a frozen dataclass whose fields are the options.
+    """Base class of passes; subclass it as a frozen dataclass whose fields are the pass's options.
 
     Attributes:
         name: name in errors and dumps.
-        phase: "joint" passes see forward and backward in one graph before the partition; "graph" passes run on the
-            forward and the backward graph. In inference, and for a whole training step, all passes run on the one
-            graph.
+        phase: "joint" passes see forward and backward in one graph, before the partition; "graph" passes run on the
+            forward graph and on the backward graph. In inference and for a whole training step there is only one
+            graph, on which all passes run.
         requires: facts that an earlier pass must provide.
         provides: facts that hold after the pass.
         conflicts: facts that must not hold before the pass.
-        from_step: first optimizer step that uses this pass. Earlier steps run a backward that was planned without the
-            pass. Only passes of phase "graph" that do not change forward may start later than step 0.
-        needs_target: whether the pass plans by costs. It is then refused in a pipeline without a `zgraph.Target`.
+        from_step: first optimizer step that uses this pass; earlier steps run a backward planned without it. Only
+            passes of phase "graph" that do not change forward may start later than step 0.
+        needs_target: whether the pass plans by costs; a pipeline without a `zgraph.Target` then refuses it.
     """
 
     name: ClassVar[str] = "unnamed"
@@ -165,9 +170,9 @@ class GraphPass:
         return False
 
     def limits(self, ctx: PassContext) -> Limits | None:
-        """Limits within which the pass orders graphs by costs. None if it orders them by rules, or not at all."""
+        """Return the memory limits within which the pass orders graphs by costs; None if it does not use costs."""
         return None
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
-        """Rewrite `gm.graph` in place. Return whether anything changed, which is verified."""
+        """Rewrite `gm.graph` in place; return whether anything changed, which the pass list verifies."""
         raise NotImplementedError(f"{type(self).__name__} has no run(gm, ctx)")

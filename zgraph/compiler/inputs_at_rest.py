@@ -1,11 +1,11 @@
-"""Parameters that are stored on the host of a GPU: changes how a compiled forward and backward read them.
+"""Lets compiled forward and backward graphs read parameters that are stored on the host of a GPU.
 
 A module that reads such a parameter copies it to the GPU, and autograd copies the gradient back:
 
     shard (cpu) -> copy (cuda) -> unshard -> ...      reduce_grad (cuda) -> copy (cpu) -> returned
 
-These copies are removed here. The input then stands for the shard on the device, as everywhere else in a plan, and the
-pass `StreamStates` places a copy before each use. Results for the host are copied at the end, while compute goes on.
+These copies are removed, so that the graph reads the input as if it were on the device; the pass `StreamStates` later
+inserts a copy before each use. Copies of results to the host run at the end, concurrently with compute.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MOVES = (torch.ops.aten._to_copy.default, torch.ops.prims.device_put.default)
 
 
 def take_to_device(graph: fx.Graph) -> bool:
-    """Make readers of an input's copy read the input itself, and copy gradients to the host concurrently with compute.
+    """Let readers of an input's copy on the GPU read the input itself, and copy gradients to the host asynchronously.
 
     Args:
         graph: the graph as captured, with the memory spaces of its inputs.
@@ -52,7 +52,7 @@ def take_to_device(graph: fx.Graph) -> bool:
 
 
 def check_only_copied(graph: fx.Graph) -> None:
-    """Check that a final graph uses inputs stored on the host of a GPU only to copy them, or to update them there.
+    """Check that a final graph only copies, or updates in place, the inputs that are stored on the host of a GPU.
 
     Raises:
         ZgraphError: names the operator that would receive a tensor on the host, and the remedy.
@@ -99,10 +99,7 @@ def _erase(graph: fx.Graph, unused: Iterable[fx.Node]) -> None:
 
 
 def _moves_to(node: fx.Node, *, gpu: bool) -> bool:
-    """Whether a node copies a tensor, without a cast, between a GPU and its host.
-
-    The copy must be to the GPU if `gpu` is True, else to the host.
-    """
+    """Return whether a node copies a tensor without a cast: from host to GPU if `gpu`, else from GPU to host."""
     if node.op != "call_function" or node.target not in _MOVES:
         return False
     source, result = meta.tensor_value(cast(fx.Node, node.args[0])), meta.tensor_value(node)

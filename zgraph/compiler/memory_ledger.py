@@ -1,4 +1,4 @@
-"""The memory ledger of a step: bytes of one rank on the device, on the host and on disk, at rest and in the step."""
+"""Memory use of a step: bytes of one rank in each memory space, for stored tensors and during the step."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from zgraph.tiers.tier import DEVICE, HOST, listed
 
 @dataclass(frozen=True, kw_only=True)
 class SpaceUse:
-    """Bytes of one rank in one memory space.
+    """Bytes of one rank in one memory space: device, host or a disk.
 
     Attributes:
-        space: name of the tier.
-        parameters: bytes of parameters and buffers stored in this tier.
-        state: bytes of optimizer state stored in this tier.
-        step: most bytes that the step holds in this tier at any moment, without `parameters` and `state`.
-        staging: bytes of staging buffers between disk and GPU, which `step` includes.
+        space: name of the memory space.
+        parameters: bytes of parameters and buffers stored there.
+        state: bytes of optimizer state stored there.
+        step: maximum bytes that the step allocates there at any moment, without `parameters` and `state`.
+        staging: bytes of staging buffers between disk and GPU, included in `step`.
     """
 
     space: str
@@ -33,9 +33,9 @@ class SpaceUse:
 
 
 def ledger_of(curve: MemoryCurve) -> tuple[SpaceUse, ...]:
-    """Return the ledger of a whole step, with one `SpaceUse` for each memory space.
+    """Return the memory use of a whole training step, one `SpaceUse` for each memory space.
 
-    Inputs that the user passes in do not count. State that the first step creates counts where it will be stored.
+    Arguments of the step do not count. State that the first step creates counts where it will be stored.
     """
     lines: list[SpaceUse] = []
     for space in listed(entry.space for entry in curve.ranges):

@@ -1,7 +1,7 @@
-"""Split a joint graph by torch's partitioner, and complete what it does for random operators that backward repeats.
+"""Splits a joint graph into forward and backward by torch's partitioner, with support for recomputed random operators.
 
-If a random operator is recomputed (activation checkpointing), torch wraps it, so that backward draws with the generator
-state of forward. Forward returns the state, and backward receives it as an input.
+If activation checkpointing recomputes a random operator, torch wraps it, so that backward draws with forward's
+generator state. Forward returns the state, and backward receives it as an input.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class JointSplit:
 
     Attributes:
         inputs, options: arguments that AOTAutograd passes to a partitioner.
-        timed: makes a context that times a split separately from the pass that tries it.
+        timed: makes a context in which splits are timed separately from the pass that tries them.
     """
 
     inputs: Any
@@ -34,7 +34,7 @@ class JointSplit:
     timed: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def of(self, joint: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Split a joint graph, which is changed, into forward and backward."""
+        """Split a joint graph into forward and backward; the joint graph is changed."""
         with self.timed():
             return partition(joint, self.inputs, **self.options)
 
@@ -61,7 +61,7 @@ def partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.Gra
 
 
 def zero_dropout(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """Replaces an operator that is tagged as random, but draws nothing, while a joint graph is split."""
+    """Placeholder for an operator that is tagged as random but draws nothing, used while a joint graph is split."""
     return operator(*args, **kwargs)
 
 
@@ -85,7 +85,7 @@ def _restore_zero_dropout(gm: fx.GraphModule) -> None:
 
 
 def _settle_states(forward: fx.GraphModule, backward: fx.GraphModule, user_outputs: int) -> None:
-    """Give wrapped random operators their fake values, and put generator states where AOTAutograd looks for tensors.
+    """Give wrapped random operators their fake values, and put generator states where AOTAutograd expects tensors.
 
     AOTAutograd expects forward's outputs in this order: the user's, tensors, tensors that may have been written to,
     other objects (a device mesh), symbolic sizes. torch 2.11 - 2.15 put states just before the sizes.
@@ -131,5 +131,5 @@ def _is_size(node: fx.Node) -> bool:
 
 
 def _is_plain(node: fx.Node) -> bool:
-    """Whether a saved node is a tensor that cannot be written to before backward reads it."""
+    """Return whether a saved node is a tensor that cannot be written to before backward reads it."""
     return isinstance(meta.value(node), Tensor) and not may_be_written(node)

@@ -1,4 +1,4 @@
-"""The list of passes, which checks their contracts, and runs, verifies and times the passes."""
+"""The list of passes: checks contracts between passes, then runs, verifies and times them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Observer = Callable[[GraphPass | None, PassContext, fx.Graph], None]  # no pass:
 
 @dataclass(frozen=True, kw_only=True)
 class PassRun:
-    """The record of one pass that ran on one graph."""
+    """Record of one run of a pass on one graph."""
 
     name: str
     direction: Direction
@@ -31,9 +31,9 @@ class PassRun:
 
 @dataclass(frozen=True)
 class PassList:
-    """An ordered list of passes whose contracts fit.
+    """An ordered list of passes whose contracts (required, provided and conflicting facts) have been checked.
 
-    Passes of phase "joint" run first, at any place in the list; within a phase the order is the list's.
+    All passes of phase "joint" run before the others; otherwise passes run in the order of the list.
 
     Args:
         passes: list of passes, such as `zgraph.passes.presets.default()`, edited.
@@ -65,10 +65,10 @@ class PassList:
 
     @classmethod
     def made_of(cls, given: object, where: str) -> PassList:
-        """Convert the value of a user's option, a pass list or a plain list of passes, to a pass list.
+        """Convert an option's value, a PassList or a plain list of passes, to a PassList.
 
         Raises:
-            ValueError: the value is something else; names the option.
+            ValueError: the value is something else; the message names the option.
         """
         if isinstance(given, PassList):
             return given
@@ -80,16 +80,16 @@ class PassList:
         )
 
     def of(self, phase: Phase) -> Iterator[GraphPass]:
-        """The passes of one phase, in order."""
+        """Return the passes of one phase, in order."""
         return (entry for entry in self.passes if entry.phase == phase)
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """Optimizer steps at which a pass starts, including step 0."""
+        """Optimizer steps at which at least one pass starts, including step 0."""
         return tuple(sorted({0, *(entry.from_step for entry in self.passes)}))
 
     def at(self, step: int) -> PassList:
-        """Return the list of the passes that optimizer step `step` uses.
+        """Return the list of the passes that have started by optimizer step `step`.
 
         Raises:
             PreconditionError: one of them requires a pass that starts later.
@@ -133,11 +133,11 @@ class PassList:
     def run(
         self, phase: Phase, ctx: PassContext, graphs: dict[Direction, fx.GraphModule], observe: Observer
     ) -> Iterator[PassRun]:
-        """Run the passes of a phase, each on all graphs before the next pass runs. Verify a graph after each run.
+        """Run the passes of a phase, each on all graphs before the next pass runs; verify a graph after each run.
 
         Args:
             phase: "joint" or "graph".
-            ctx: context for the passes. They receive it with all graphs, and the direction of the current graph.
+            ctx: context for the passes, which receive it with all graphs and the direction of the current graph.
             graphs: rewritten in place.
             observe: called after each verified pass, for dumps.
 
@@ -191,7 +191,7 @@ class PassList:
 
 
 def _complete_values(changed: Iterable[fx.Node], where: Where) -> None:
-    """Compute the missing fake values of nodes that were made by hand, because later passes need these values."""
+    """Compute the fake values of new nodes that have none; later passes need these values."""
     for node in changed:
         if node.op == "call_function" and meta.value(node) is None:
             try:

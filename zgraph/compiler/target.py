@@ -19,17 +19,17 @@ from zgraph.tiers.lanes import Lane
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """The hardware and budget that the passes of a pipeline plan for; no pass has a machine or a budget of its own.
+    """The hardware and budget that the passes of a pipeline plan for.
 
     Attributes:
         hardware: hardware of each rank: `zgraph.calibrate()`, or `zgraph.Hardware.preset(...)`.
-        budget_bytes: most bytes that a step's graphs may allocate at any moment; None: no limit. This includes
-            activations, gathered parameters, buckets, gradients, outputs, and workspace of operators and gloo (of CPU
-            operators on one thread). It does not include inputs, parameters, optimizer state and gradients at rest, or
-            rounding by the allocator. If a model has graph breaks, each frame may use the whole budget. In pipeline
+        budget_bytes: maximum bytes that a step's graphs may allocate at any moment; None: no limit. Includes
+            activations, gathered parameters, buckets, gradients, outputs, and workspace of operators and gloo (for CPU
+            operators, of one thread). Excludes inputs, stored parameters, optimizer state and gradients, and rounding
+            by the allocator. If a model has graph breaks, each frame may use the whole budget. In pipeline
             parallelism the budget is for the graphs of one micro-batch; `zgraph.plan` considers all micro-batches that
             are in flight. If the budget is too small, compilation raises an error that names a sufficient one.
-        time_kernels: measure the time of every kernel by running it while compiling, which costs seconds. False:
+        time_kernels: measure the time of every kernel by running it while compiling, which takes seconds. False:
             estimate times. Set it only if `hardware` describes this machine.
 
     Raises:
@@ -60,11 +60,11 @@ class Target:
             )
 
     def known_to(self, ctx: PassContext, captured: fx.Graph) -> PassContext:
-        """Return the frame's context, completed by this target's hardware, costs, sharing of lanes, and budget.
+        """Return the frame's context with this target's hardware, costs, sharing of links, and budget.
 
         Args:
             ctx: context of the frame.
-            captured: the frame's graph before any pass, whose markers name the groups.
+            captured: the frame's graph before any pass, whose markers (unshard and reduce_grad) name the groups.
         """
         costs = TimedCosts(self.hardware) if self.time_kernels else CostModel(self.hardware)
         return replace(
@@ -77,10 +77,9 @@ class Target:
 
 
 def sharing_of(graph: fx.Graph, hardware: Hardware) -> Sharing:
-    """Return how collectives of a graph's groups slow down one another and compute.
+    """Return how the collectives of a graph's groups slow down one another and compute.
 
-    Groups along one mesh axis, for gathers and for reductions, share one link. If the CPU copies sent bytes, compute
-    loses the time of the copies.
+    All groups along one mesh axis share one link. If the CPU copies sent bytes, compute is slowed down by these copies.
     """
     groups: dict[str, None] = {}
     for node in nodes.call_functions(graph, nodes.is_marker):

@@ -1,4 +1,4 @@
-"""Graph invariants, one function each; the pipeline proves all of them after every pass."""
+"""Graph invariants, one function each, which the pass list checks after every pass."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from zgraph.torch_compat.operators import is_higher_order, overwritten, written_
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A graph's state before a pass, from which the nodes that the pass changed can be found."""
+    """A graph's nodes, inputs and outputs before a pass, to find what the pass has changed."""
 
     calls: dict[fx.Node, tuple[Any, Any, Any]]
     values: dict[fx.Node, Any]
@@ -37,14 +37,14 @@ class Snapshot:
         )
 
     def same_calls(self, graph: fx.Graph) -> bool:
-        """Whether the graph still makes the same calls in the same order."""
+        """Return whether the graph still makes the same calls in the same order."""
         return len(self.calls) == len(graph.nodes) and all(
             node is known and call == (node.target, node.args, node.kwargs)
             for node, (known, call) in zip(graph.nodes, self.calls.items(), strict=True)
         )
 
     def changed(self, graph: fx.Graph) -> Iterator[fx.Node]:
-        """Yield the nodes that are new, that have another call or value than before, or that read another value."""
+        """Yield the nodes that are new, or whose call, fake value or inputs' fake values have changed."""
         for node in graph.nodes:
             if self.calls.get(node) != (node.target, node.args, node.kwargs) or any(
                 meta.value(known) is not self.values.get(known, meta.value(known))
@@ -55,7 +55,7 @@ class Snapshot:
 
 @dataclass(frozen=True, kw_only=True)
 class Where:
-    """The pass and the direction of the graph that a check concerns, for its error text."""
+    """The pass and graph direction to name in an error message."""
 
     pass_name: str
     direction: Direction
@@ -195,7 +195,7 @@ def check_buffers_untouched(graph: fx.Graph, where: Where) -> None:
 
 
 def check_stores_landed(graph: fx.Graph, where: Where) -> None:
-    """Check that no node reads a tensor to which a copy in flight, or an update concurrent with compute, writes."""
+    """Check that no node reads a tensor while a copy in flight, or an update concurrent with compute, writes to it."""
 
     def fills(node: fx.Node) -> bool:
         return nodes.is_copy_start(node) or meta.beside(node) is not None
@@ -227,9 +227,9 @@ def check_stores_landed(graph: fx.Graph, where: Where) -> None:
 
 
 def check_gathers_released(graph: fx.Graph, user_outputs: int, where: Where) -> None:
-    """Check that no gathered parameter is saved for backward unless its lifetime allows it.
+    """Check that forward saves no gathered parameter for backward unless its lifetime allows this.
 
-    A parameter may also be saved if an output of the user keeps it alive anyway.
+    A parameter that the user receives as an output may also be saved, because it stays alive anyway.
     """
     outputs = nodes.returned_by(graph)
     kept = [_source_gather(out) for out in outputs[:user_outputs] if isinstance(out, fx.Node)]
@@ -246,7 +246,7 @@ def check_gathers_released(graph: fx.Graph, user_outputs: int, where: Where) -> 
 
 
 def check_parts_gather(graph: fx.Graph, where: Where) -> None:
-    """Check that no backward of a whole step reads a parameter gathered in its forward, unless its lifetime permits."""
+    """Check that no backward of a whole step reads a parameter gathered earlier, unless its lifetime allows this."""
     for node in nodes.call_functions(graph, lambda node: meta.part(node) is not None):
         for read in node.all_input_nodes:
             source = _source_gather(read) if meta.part(read) != meta.part(node) else None
@@ -261,14 +261,14 @@ def check_parts_gather(graph: fx.Graph, where: Where) -> None:
 
 
 def check_absent(graph: fx.Graph, fact: str, predicate: Any, where: Where) -> None:
-    """Check that the graph has no node for which `predicate` holds, because `fact` says that all were lowered."""
+    """Check that the graph has no node for which `predicate` holds, as `fact` (all such nodes are lowered) promises."""
     left = next(nodes.call_functions(graph, predicate), None)
     if left is not None:
         raise where.error(f"{left.name} is still there although {fact} was promised.", left)
 
 
 def check_waits_sunk(graph: fx.Graph, where: Where) -> None:
-    """Check that no compute that could hide a gather runs between the gather's wait and its first user."""
+    """Check that no compute runs between a gather's wait and its first user, where it could hide the gather."""
     order = nodes.order_of(graph)
     for wait in nodes.call_functions(graph, nodes.is_wait):
         start = nodes.start_of(wait)
@@ -284,7 +284,7 @@ def check_waits_sunk(graph: fx.Graph, where: Where) -> None:
 
 
 def _source_gather(node: fx.Node) -> fx.Node | None:
-    """The gather whose result a node views, casts or copies. None if there is none, or if it need not be released."""
+    """Return the gather whose result a node views, casts or copies; None if there is none that must be released."""
     while True:
         if nodes.is_unshard(node):
             return (
@@ -302,7 +302,7 @@ def _source_gather(node: fx.Node) -> fx.Node | None:
 
 
 def _buffer_of(node: fx.Node) -> fx.Node:
-    """The node at the base of a chain of views that ends with `node`; `node` itself if it is not a view."""
+    """Return the node at the base of a chain of views that ends with `node`; `node` itself if it is not a view."""
     while node.args and isinstance(node.args[0], fx.Node):
         if not (traits.is_view(node) or nodes.is_getitem(node)):
             break

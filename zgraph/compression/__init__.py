@@ -1,1 +1,1 @@
-"""Compression methods and their arithmetic: the encoding of sent tensors, and the error kept for later."""
+"""Compression methods for gradients and parameters: encodings, their arithmetic, and error feedback."""

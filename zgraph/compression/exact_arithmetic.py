@@ -1,4 +1,4 @@
-"""fp32 arithmetic whose results have the same bits on every processor and in the compression kernels."""
+"""fp32 arithmetic with the same bits on every processor and in all compression kernels."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ def fp32(value: float) -> float:
 
 
 def round_product(values: Tensor, by: Tensor | float) -> Tensor:
-    """Round the exact product `values * by` to the nearest integer, ties to even, in fp32; zeros are positive."""
+    """Return `values * by`, rounded once to the nearest integer, ties to even, as fp32; -0.0 becomes 0.0."""
     wide = by.double() if isinstance(by, Tensor) else by
     return torch.round(values.double() * wide).to(torch.float32) + 0.0
 
 
 def reciprocal(values: Tensor) -> Tensor:
-    """Compute 1 / x within a few units in the last place, for positive x that are neither tiny nor huge.
+    """Compute 1 / x within a few units in the last place, for positive x that is neither tiny nor huge.
 
-    Newton's method improves r to r (2 - x r), where 2 - x r is rounded once. Additions and multiplications give the
-    same bits on all processors, and cost a fraction of a division on a GPU.
+    Newton's method improves r to r (2 - x r), where 2 - x r is rounded once. It gives the same bits on all processors,
+    and costs a fraction of a division on a GPU.
     """
     found = (RECIPROCAL - values.view(torch.int32)).view(torch.float32)
     for _ in range(NEWTON_STEPS):

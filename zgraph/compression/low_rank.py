@@ -1,4 +1,4 @@
-"""PowerSGD: send two thin factors, whose product approximates the gradient, instead of the gradient."""
+"""PowerSGD: ranks send two thin factors whose product approximates the gradient."""
 
 from __future__ import annotations
 
@@ -18,27 +18,28 @@ FACTOR_DTYPE = torch.float32  # dtype of factors and errors, for gradients of an
 
 @dataclass(frozen=True, kw_only=True)
 class LowRank:
-    """Compression of gradients to matrices of low rank: PowerSGD with error feedback and a warm start.
+    """PowerSGD: compresses gradients to matrices of low rank, with error feedback and a warm start.
 
-    Each rank adds its kept error to its gradient, M = G + E. With the factor Q of the last step it then computes
+    Each rank adds its error E to its gradient G, M = G + E. With the factor Q of the last step it then computes
 
         P = mean of M Q,  made orthonormal        one exchange of rank * rows numbers
         Q = mean of M^T P                         one exchange of rank * columns numbers
         mean gradient = P Q^T                     rebuilt by each rank: the whole gradient, or the rank's rows
         E = M - P (M^T P)^T                       the part of M that this rank has not sent
 
-    Sums, products and errors are fp32. The mean of all ranks' errors is the mean of the unsent parts, as in the paper.
-    The paper subtracts the mean gradient from M instead. Its error thus also contains the rank's difference from the
-    mean; these differences cancel in the sum. A rank keeps one fp32 number per element of the gradient, and Q.
+    Sums, products and errors are fp32. A rank keeps one fp32 number per element of the gradient, and Q.
 
-    A gradient of more than two dims is treated as a matrix, too: its first dims form the rows, the others the columns,
-    so that the factors are smallest. Vectors, and gradients whose factors save too little, are sent uncompressed.
+    The paper instead subtracts the mean gradient from M. Its error then also contains the difference between the rank's
+    gradient and the mean; these differences cancel in the mean over the ranks, which is the same in both versions.
+
+    A gradient of more than two dims is treated as a matrix: its first dims form the rows, the others the columns, split
+    where the factors are smallest. Vectors, and gradients whose factors save too little, are sent uncompressed.
 
     Attributes:
-        rank: rank of the matrices, that is, columns of P and of Q.
-        least_saving: a gradient is sent uncompressed unless its factors need this many times fewer bytes.
-        bucket_bytes: largest fp32 size of the gradients whose factors share an exchange. Each gradient is held until
-            the factors P of its bucket have come back.
+        rank: rank of the matrices, that is, number of columns of P and of Q.
+        least_saving: a gradient is compressed only if its factors need at least this many times fewer bytes.
+        bucket_bytes: maximum fp32 size of the gradients whose factors share an exchange. Each gradient is kept in
+            memory until the factors P of its bucket have arrived.
 
     Source: Vogels, Karimireddy, Jaggi 2019, "PowerSGD", arXiv 1905.13727, algorithms 1 and 2.
     """
@@ -63,11 +64,11 @@ class LowRank:
 
     @property
     def kept_as(self) -> str:
-        """Name and fields on which the kept state depends, as text in the form of `method_text.to_text`."""
+        """Text that identifies error-feedback state: the method's name and its rank, which determines shapes."""
         return json.dumps([self.name, {"rank": self.rank}])
 
     def pays(self, shape: Sequence[int], sent_bytes: int) -> bool:
-        """Whether the factors of a gradient need `least_saving` times fewer bytes than the gradient.
+        """Return whether the factors of a gradient need at least `least_saving` times fewer bytes than the gradient.
 
         Args:
             shape: shape of the whole gradient.
@@ -80,12 +81,12 @@ class LowRank:
 
 
 def factor_bytes() -> int:
-    """Bytes on the wire for each number of a factor: the number is sent to be summed, and its mean comes back."""
+    """Return the bytes sent for each number of a factor: once to be summed, and once as the mean."""
     return 2 * FACTOR_DTYPE.itemsize
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Rows and columns of the matrix into which a tensor of two or more dims is reshaped for compression.
+    """Return rows and columns of the matrix into which a tensor of two or more dims is reshaped.
 
     The tensor's first dims form the rows, its other dims the columns. The split minimises rows + columns.
     """
@@ -94,18 +95,18 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def state_of_matrix(rows: int, columns: int, rank: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """(shape, dtype), by name, of the tensors that a rank keeps for a matrix; "right" is Q^T, equal on all ranks."""
+    """Return (shape, dtype) of each tensor that a rank keeps for a matrix: "error", and "right", the factor Q^T."""
     return {"error": ((rows, columns), FACTOR_DTYPE), "right": ((rank, columns), FACTOR_DTYPE)}
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Matrices of one size, processed together.
+    """Matrices of equal size in a bucket, which are processed together.
 
     Attributes:
         rows, columns: size of each matrix.
         members: indices of the matrices in the bucket.
-        left_at, right_at: offsets, in elements, of the batch's factors in the bucket's P and Q.
+        left_at, right_at: offsets of the batch's factors in the bucket's P and Q, in elements.
     """
 
     rows: int
@@ -117,10 +118,12 @@ class Batch:
 
 @dataclass(frozen=True)
 class FactorLayout:
-    """Layout of the factors of a bucket's matrices: transposed, [rank, rows] and [rank, columns], batch by batch.
+    """Layout of the low-rank factors of a bucket's matrices, batch by batch.
+
+    Factors are stored transposed, as [rank, rows] and [rank, columns].
 
     Attributes:
-        rows, columns: number of rows, and of columns, of each matrix.
+        rows, columns: numbers of rows, and of columns, one for each matrix.
         rank: rank of the factors.
     """
 
@@ -129,7 +132,7 @@ class FactorLayout:
     rank: int
 
     def batches(self) -> list[Batch]:
-        """The matrices in batches of equal matrix size, in the order in which the sizes first occur."""
+        """Return batches of matrices of equal size, in the order in which the sizes first occur."""
         alike: dict[tuple[int, int], list[int]] = {}
         for member, size in enumerate(zip(self.rows, self.columns, strict=True)):
             alike.setdefault(size, []).append(member)
@@ -150,14 +153,14 @@ class FactorLayout:
         return self.rank * sum(self.columns)
 
     def left(self, flat: Tensor) -> Iterator[Tensor]:
-        """Yield for each batch a view of its factors in `flat`, the bucket's P: [matrices, rank, rows]."""
+        """Yield for each batch its part of `flat`, the bucket's factors P, as [matrices, rank, rows]."""
         for batch in self.batches():
             count = len(batch.members)
             part = flat[batch.left_at : batch.left_at + count * self.rank * batch.rows]
             yield part.view(count, self.rank, batch.rows)
 
     def right(self, flat: Tensor) -> Iterator[Tensor]:
-        """Yield for each batch a view of its factors in `flat`, the bucket's Q: [matrices, rank, columns]."""
+        """Yield for each batch its part of `flat`, the bucket's factors Q, as [matrices, rank, columns]."""
         for batch in self.batches():
             count = len(batch.members)
             part = flat[batch.right_at : batch.right_at + count * self.rank * batch.columns]
@@ -165,11 +168,10 @@ class FactorLayout:
 
 
 def orthonormalize_work(layout: FactorLayout) -> tuple[int, int]:
-    """Number of kernel launches that make the columns of P orthonormal, and bytes that the launches move.
+    """Return the number of kernel launches that make the columns of P orthonormal, and the bytes that they move.
 
-    The columns are made orthonormal one after the other. Counted by hand from codegen/kernels/orthonormal.py, batch by
-    batch, if rows of P^T are long enough to be summed in blocks. Kernels on tensors with one number per row count as
-    launches, but not as bytes.
+    Counted by hand from codegen/kernels/orthonormal.py. Kernels on tensors with one number per row count as launches,
+    but not as bytes.
     """
     launches = moved = 0
     for batch in layout.batches():

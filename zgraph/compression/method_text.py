@@ -1,7 +1,7 @@
-"""Compression methods as text for graphs and checkpoints: the class's `name` attribute, and the fields.
+"""Conversion of compression methods to text, for graphs and checkpoints, and back.
 
-A class is found by its `name` among the subclasses that the process has defined. Module and class names are not
-written, so both may change, and reading a text never causes an import.
+The text has the class's `name` attribute and its fields, but no module or class names: these may change, and reading
+a text never causes an import. The class is found by its `name` among the subclasses defined in the process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Kind = type[CompressionMethod] | type[LowRank]
 
 
 def to_text(method: CompressionMethod) -> str:
-    """Write a compression method as text, which a graph can hold and `from_text` reads.
+    """Convert a compression method to text that `from_text` can read.
 
     Raises:
         ValueError: the method's class defines no `name`, or another class has the same name; or a field cannot be
@@ -47,7 +47,7 @@ def to_text(method: CompressionMethod) -> str:
 
 @functools.cache
 def from_text(text: str) -> CompressionMethod:
-    """Make a compression method from the text of `to_text`.
+    """Convert the text of `to_text` to a compression method.
 
     Raises:
         ValueError: this process defines no class with the name in the text, or several.
@@ -63,7 +63,7 @@ def from_text(text: str) -> CompressionMethod:
 
 
 def kind_of(text: str) -> Kind | None:
-    """The class of the method in a text, for example from a checkpoint; None if this process has no such class."""
+    """Return the class of the method in a text; None if this process does not define it or the text is damaged."""
     try:
         name, _ = json.loads(text)
     except (ValueError, TypeError):  # damaged
@@ -72,7 +72,7 @@ def kind_of(text: str) -> Kind | None:
 
 
 def _named(name: str) -> Kind | None:
-    """The class of this name. A class that is defined again, as in a notebook, replaces the earlier one."""
+    """Return the compression class with this `name`, or None; a class redefined in a notebook replaces the old one."""
     found = {_place(kind): kind for kind in _kinds() if kind.name == name}
     if len(found) > 1:
         raise ValueError(
@@ -83,7 +83,7 @@ def _named(name: str) -> Kind | None:
 
 
 def _kinds() -> Iterator[Kind]:
-    """Yield the classes of compression methods that define a `name`, `LowRank` first."""
+    """Yield all compression classes that define a `name`, `LowRank` first."""
     yield LowRank
     for kind in _subclasses(CompressionMethod):
         if "name" in vars(kind):

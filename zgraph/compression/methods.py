@@ -1,4 +1,4 @@
-"""Compression methods: what is sent instead of a gradient, and the error state that each rank keeps."""
+"""Compression methods: the bytes that ranks send instead of a gradient, and the error-feedback state that they keep."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Hops = Literal[1, 2, "auto"]
 
 @dataclass(frozen=True)
 class RngKey:
-    """Key of the random numbers of one reduction; the numbers may also depend on the rank that draws them.
+    """Key of the random numbers in one reduction; the numbers may also depend on the rank.
 
     Attributes:
         step: number of earlier reductions of the parameter.
-        salt: number that distinguishes process groups in which ranks are numbered alike.
+        salt: number that distinguishes process groups whose ranks have the same numbers.
     """
 
     step: int
@@ -31,12 +31,12 @@ class RngKey:
 
 @dataclass(frozen=True, kw_only=True)
 class CompressionMethod(ABC):
-    """Base class of compression methods: how many bytes a method sends, and which state it keeps.
+    """Base class of compression methods: defines how many bytes a method sends, and which state it keeps.
 
-    A gradient is cut into equal chunks, one for each rank of the group. The chunks are encoded as bytes, which one
-    all_to_all exchanges together with the bytes of other gradients. Then the chunks that all ranks have sent to this
-    rank are decoded and summed: by kernels for a `BlockMethod`, by methods of the class for a `TensorMethod`. Each
-    subclass is a frozen dataclass whose fields are numbers, strings, bools or dtypes.
+    A gradient is cut into equal chunks, one for each rank of the group. Each chunk is encoded as bytes, and one
+    all_to_all exchanges the bytes of many gradients. Each rank then decodes and sums the chunks that it has received.
+    Kernels encode and decode for a `BlockMethod`, methods of the class for a `TensorMethod`. Each subclass is a frozen
+    dataclass whose fields are numbers, strings, bools or dtypes.
 
     Attributes:
         name: identifier of the class in graphs and checkpoints, independent of class and module names. Each subclass
@@ -47,18 +47,18 @@ class CompressionMethod(ABC):
 
     @property
     def reset_interval(self) -> int:
-        """Number of optimizer steps after which the kept state is reset to zeros; 0 for never."""
+        """Number of optimizer steps after which the error-feedback state is reset to zeros; 0 for never."""
         return 0
 
     @abstractmethod
     def sections(self, numel: int) -> tuple[int, ...]:
-        """Number of bytes of each section that encodes a chunk of `numel` elements: for example codes, then scales.
+        """Return the bytes of each section of an encoded chunk of `numel` elements, for example codes, then scales.
 
         In a bucket, the first sections of all gradients are stored together, then the second sections, and so on.
         """
 
     def state(self, numel: int, chunks: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """(shape, dtype), by name, of the tensors kept for a gradient of `chunks` chunks; they start as zeros."""
+        """Return (shape, dtype), by name, of the tensors kept for a gradient of `chunks` chunks; all start as zeros."""
         return {}
 
 
@@ -75,8 +75,8 @@ class TensorMethod(CompressionMethod):
 
         Args:
             grad: [chunks, numel] in the gradient's dtype, padded with zeros.
-            state: the kept tensors, as described by the method `state`; `quantize` updates them in place.
-            draw, rank: random numbers may depend only on this key and this rank.
+            state: the tensors described by the method `state`, updated in place.
+            draw, rank: key of random numbers; the result may depend on no others.
 
         Returns:
             [chunks, bytes] uint8 for each section.
@@ -84,12 +84,12 @@ class TensorMethod(CompressionMethod):
 
     @abstractmethod
     def dequantize_sum(self, sections: Sequence[Tensor], numel: int, draw: RngKey) -> Tensor:
-        """Decode the chunks that all ranks have sent to this rank, and return their sum.
+        """Decode the chunks that this rank has received from all ranks, and return their sum.
 
         Args:
             sections: [ranks, bytes] uint8 for each section, by rank.
-            numel: elements of the chunk.
-            draw: key of random numbers, the same that every sender's `quantize` was given.
+            numel: number of elements of the chunk.
+            draw: key of random numbers that every sender's `quantize` received.
 
         Returns:
             [numel] fp32.
@@ -98,15 +98,15 @@ class TensorMethod(CompressionMethod):
 
 @dataclass(frozen=True, kw_only=True)
 class BlockMethod(CompressionMethod):
-    """Base class of the built-in methods: kernels make integer codes, and a bf16 scale for each group of elements.
+    """Base class of the built-in methods: integer codes, and one bf16 scale for each group of elements.
 
     Attributes:
         bits: bits of a code: 2, 4 or 8.
         group: number of elements that share a scale.
-        rotate: whether to mix blocks of 32 elements, with signs drawn anew by each rank and step. Then outliers spread,
-            and the quantization errors of equal gradients cancel in the mean.
+        rotate: whether to Hadamard-transform blocks of 32 elements, with random signs that differ between ranks and
+            steps. This spreads outliers, and lets the quantization errors of equal gradients cancel in the mean.
         clip_search: whether to try a few clipping levels and use the one that loses least.
-        error_dtype: dtype of the kept error: torch.int8, with a scale for each group, or torch.float32.
+        error_dtype: dtype of the error-feedback state: torch.int8, with a scale for each group, or torch.float32.
         error_device: device of the error-feedback state: None for the gradient's device, or "cpu".
     """
 
@@ -119,12 +119,12 @@ class BlockMethod(CompressionMethod):
 
     @property
     def residual_decay(self) -> float | None:
-        """Share of the old error in the new error, from 0 to 1; None if no error is kept."""
+        """Weight of the old error in the new error, from 0 to 1; None if no error is kept."""
         return None
 
     @property
     def levels(self) -> int:
-        """Number of different values of a code, for example 16 with 4 bits."""
+        """Number of values of a code, for example 16 with 4 bits."""
         return 2**self.bits
 
     @property
@@ -135,7 +135,7 @@ class BlockMethod(CompressionMethod):
         return {2: (0.85, 0.7, 0.55), 4: (1.0, 0.87), 8: (1.0,)}[self.bits]
 
     def groups(self, numel: int) -> int:
-        """Number of groups in a chunk of `numel` elements; the last group is padded with zeros."""
+        """Return the number of groups in a chunk of `numel` elements; the last group is padded with zeros."""
         return -(-numel // self.group)
 
     def sections(self, numel: int) -> tuple[int, ...]:
@@ -173,16 +173,18 @@ class BlockMethod(CompressionMethod):
 
 @dataclass(frozen=True, kw_only=True)
 class LoCo(BlockMethod):
-    """Gradients as codes of few bits; a moving average of what the codes lose is added to the next gradients.
+    """Low-bit codes with error feedback: a moving average of quantization errors is added to the next gradient.
 
     Attributes:
-        beta: share of the old error in the new error.
+        beta: weight of the old error in the moving average.
         reset_every: number of optimizer steps after which the error is reset to zero; 0 for never.
-        hops: 1: codes are sent directly to the rank that keeps the sum, so that each of a host's P ranks sends codes of
-            the whole gradient across hosts. 2: ranks of a host first sum their gradients, see `TwoHop`, so that each
-            rank sends codes of only 1/P of the gradient across hosts. "auto": 2 if the mesh replicates shards across
-            hosts (hybrid sharding), or if the pipeline's hardware says that the group spans hosts with several ranks
-            each; otherwise 1.
+        hops: number of exchanges.
+            1: codes are sent directly to the rank that sums them, so that each of a host's P ranks sends the whole
+            gradient across hosts.
+            2: ranks of a host first sum their gradients, see `TwoHop`, so that each rank sends only 1/P of the gradient
+            across hosts.
+            "auto": 2 if the mesh replicates shards across hosts (hybrid sharding), or if the pipeline's hardware has
+            several ranks on each of several hosts; otherwise 1.
 
     Source: Xie et al. 2024, "LoCo", arXiv 2407.04480, equations 5 to 8. We differ in the rotation of groups, in
     clipping, and in scaling codes so that they are unbiased along the gradient; see codegen/kernels/reference.py.
@@ -213,10 +215,10 @@ class LoCo(BlockMethod):
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorFeedback(BlockMethod):
-    """Classic error feedback: all that the codes lose of a gradient is added to the next gradient.
+    """Low-bit codes with classic error feedback: the whole quantization error is added to the next gradient.
 
-    The noise of a single step is twice the noise without feedback. With LoCo it is 2 / (1 + beta) times the noise
-    without feedback.
+    The noise of a single step is twice the noise without error feedback. With LoCo, it is 2 / (1 + beta) times the
+    noise without error feedback.
 
     Source: Seide et al. 2014, "1-bit stochastic gradient descent"; Karimireddy et al. 2019, arXiv 1901.09847.
     """
@@ -231,7 +233,7 @@ class ErrorFeedback(BlockMethod):
 
 @dataclass(frozen=True, kw_only=True)
 class NoFeedback(BlockMethod):
-    """Gradients as codes of few bits, without error feedback."""
+    """Low-bit codes without error feedback."""
 
     name: ClassVar[str] = "NoFeedback"
     rotate: bool = False
@@ -240,15 +242,15 @@ class NoFeedback(BlockMethod):
 
 @dataclass(frozen=True, kw_only=True)
 class TwoHop:
-    """8-bit codes inside a host, and smaller codes across hosts, where links are slow.
+    """Two compressed exchanges: 8-bit codes inside a host, and smaller codes across hosts, where links are slow.
 
-    First the ranks of a host sum their gradients, each rank one part of 1/P if the host has P ranks. Then ranks at the
-    same position in their hosts sum these parts over the hosts. So each rank sends only 1/P of the gradient across
-    hosts, and keeps the error of that part only.
+    First the P ranks of a host sum their gradients, each rank 1/P of the elements. Then ranks at the same position in
+    their hosts sum these parts over the hosts. Each rank sends only 1/P of the gradient across hosts, and keeps an
+    error for that part only.
 
     Attributes:
         intra_host, inter_host: compression method inside a host, and across hosts.
-        ranks_per_host: number of neighbouring ranks that share a host. None: with hybrid sharding, the number of ranks
+        ranks_per_host: number of consecutive ranks that share a host. None: with hybrid sharding, the number of ranks
             that share one replica; otherwise the number in the pipeline's hardware. Required if there is neither.
 
     Source: Jia et al. 2024, "SDP4Bit", arXiv 2410.15526, section 3.2, which keeps no error.

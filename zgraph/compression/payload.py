@@ -1,4 +1,4 @@
-"""Layout of each gradient's bytes in the payload of a bucket."""
+"""Layout of the encoded gradients of a bucket in its payload, the bytes that a collective sends."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ ALIGNMENT = 16  # bytes; vector units and GPUs prefer each rank's payload to beg
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """Layout of a bucket's gradients in one payload, a row for each receiving rank: [world, payload_bytes].
+    """Layout of a bucket's encoded gradients in its payload [world, payload_bytes], a row for each receiving rank.
 
-    Every gradient is cut into `stretches * world` equal chunks, padded at the end; chunk `s * world + d` of stretch s
-    goes to rank d. A row holds the first section (codes) of all chunks for its rank, gradient by gradient and stretch
-    by stretch, then the second section (scales) of these chunks. It is padded to a multiple of 16 bytes.
+    Every gradient is padded and cut into `stretches * world` equal chunks; chunk `s * world + d` goes to rank d. The
+    row of rank d has first the codes of all its chunks, gradient by gradient, then their scales: in general, one
+    section after another. A row is padded to a multiple of 16 bytes.
 
     Attributes:
         method: compression method, which defines the sections.
         numels: number of elements of a chunk, for each gradient.
         world: number of ranks to which the payload is sent.
-        stretches: number of chunks that each rank receives of a gradient; more than 1 if another process group will
+        stretches: number of chunks of a gradient that each rank receives; more than 1 if another process group will
             split the received chunks again.
     """
 
@@ -36,12 +36,12 @@ class BucketLayout:
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of one row of the payload, padding included."""
+        """Bytes of one row of the payload, including padding."""
         used = self.stretches * sum(sum(self.method.sections(numel)) for numel in self.numels)
         return -(-used // ALIGNMENT) * ALIGNMENT
 
     def offsets(self) -> list[tuple[int, ...]]:
-        """For each gradient, the byte offset of each section in a row; a section's stretches follow one another."""
+        """Return for each gradient the byte offset of each of its sections in a row."""
         sections = [self.method.sections(numel) for numel in self.numels]
         found: list[list[int]] = [[] for _ in self.numels]
         offset = 0
@@ -52,7 +52,7 @@ class BucketLayout:
         return [tuple(offsets) for offsets in found]
 
     def views(self, payload: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """Yield for each gradient the views of its sections: [ranks, payload_bytes] -> [ranks, stretches, bytes]."""
+        """Yield for each gradient a view of each section: [ranks, payload_bytes] -> [ranks, stretches, bytes]."""
         for numel, offsets in zip(self.numels, self.offsets(), strict=True):
             sizes: Sequence[int] = self.method.sections(numel)
             yield tuple(
@@ -62,9 +62,9 @@ class BucketLayout:
 
 
 def chunk_unit(method: CompressionMethod, chunk: Chunk, stretches: int) -> list[Chunk]:
-    """The encoded chunks, one for each stretch, that a collective sends for a gradient's chunk, for `meta.set_chunks`.
+    """Return a description of the encoded chunks that each rank receives of a gradient, for `meta.set_chunks`.
 
-    Returns [] unless the method is a `BlockMethod`: the sizes of other methods follow no fixed unit.
+    Returns [] unless the method is a `BlockMethod`, because other encodings have no fixed size per group.
     """
     if not isinstance(method, BlockMethod):
         return []

@@ -1,4 +1,4 @@
-"""8-bit encoding of a kept error: a code for each element, and a bf16 scale for each group."""
+"""8-bit encoding of error-feedback state: an int8 code for each element, and a bf16 scale for each group."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ TINY = 1e-30
 
 
 def encode_error(error: Tensor, share: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Encode (1 - share) * error as int8 codes and a scale for each group; computed in fp32.
+    """Encode (1 - share) * error as int8 codes and a scale for each group, computed in fp32.
 
-    No code exceeds 127, because rounding to bf16 changes a scale by at most 1/512 of its value.
+    Codes stay within 127, because rounding to bf16 changes a scale by at most 1/512 of its value.
 
     Args:
         error: [..., groups, group].
-        share: only scales are multiplied by 1 - share, not the error itself.
+        share: weight of the old error; only scales are multiplied by 1 - share.
 
     Returns:
         Codes [..., groups, group] int8, and scales [..., groups] bf16.
@@ -33,5 +33,5 @@ def encode_error(error: Tensor, share: float = 0.0) -> tuple[Tensor, Tensor]:
 
 
 def decode_error(codes: Tensor, scale: Tensor) -> Tensor:
-    """Decode the codes and scales of `encode_error`; return [..., groups, group] fp32."""
+    """Decode the codes and scales of `encode_error` to [..., groups, group] fp32."""
     return codes.to(torch.float32) * scale.unsqueeze(-1).to(torch.float32)

@@ -1,1 +1,1 @@
-"""The torch.compile backend: its options, and the compilation of one frame from trace to program."""
+"""The torch.compile backend: its options, and the compilation of one frame from captured graph to program."""

@@ -1,4 +1,4 @@
-"""The function that `torch.compile(model, backend="zgraph")` calls."""
+"""The backend function of `torch.compile(model, backend="zgraph")`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def zgraph(
 
     Args:
         gm: graph of the frame.
-        example_inputs: inputs of the graph in the call that is being compiled.
+        example_inputs: inputs of the graph in the current call.
         options: see `zgraph.driver.options.CompileOptions`.
         mode: torch.compile's `mode`, a preset of Inductor; must be None.
 

@@ -1,4 +1,4 @@
-"""Compiles one frame: torch calls back for each part, which is planned, agreed on by all ranks, and lowered."""
+"""Compiles one frame: plans its graphs, waits until all ranks agree on them, and lowers them."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class FrameCompiler:
     Args:
         frame: frame to compile.
         options: options of the backend.
-        known: facts about a planned cluster, in which nothing is sent. None: the facts of this process.
-        on_plan: called with the plan and the positions of the weight gradients among the outputs of its backward.
+        known: context for planning a cluster that is not there, so that nothing is sent. None: this process's cluster.
+        on_plan: called with the plan, and the positions of the weight gradients among the outputs of its backward.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class FrameCompiler:
             frame.warn_if_replicas_drift()
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Return the forward of the frame as a callable; the backward is lowered when it is first called."""
+        """Return the forward of the frame as a callable; its backward is compiled when it is first called."""
         backend = aot_autograd(
             compile_forward=partial(self.lower, "forward"),
             compile_backward=partial(self.lower, "backward"),
@@ -67,7 +67,7 @@ class FrameCompiler:
             return compile_on_local_shards(gm, example_inputs, backend)
 
     def plan_joint(self, joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Plan a joint graph: its partition, and all passes; return the final forward and backward graph."""
+        """Run all passes on a joint graph, and split it; return the final forward and backward graphs."""
         outputs: int = kwargs["num_fwd_outputs"]
         late = weight_gradients(joint.graph, outputs) if self.is_staged else None
         split = JointSplit(inputs, kwargs, partial(self.observation.report.phase, "tracing"))
@@ -75,11 +75,11 @@ class FrameCompiler:
         return graphs["forward"], graphs["backward"]
 
     def compile_inference(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Program:
-        """Return, as a callable, the forward of a frame that runs without gradients."""
+        """Return the forward of a frame without gradients as a callable."""
         return self.lower("inference", self._decide(gm, self.ctx).graphs["inference"], inputs)
 
     def compile_step(self, gm: fx.GraphModule, recorded: RecordedSteps | None = None) -> Program:
-        """Return a whole training step as a callable, recorded and replayed as a CUDA graph if `recorded` is given."""
+        """Return a whole training step as a callable; with `recorded`, it is recorded and replayed as a CUDA graph."""
         changes = changes_of(gm.graph)
         planned = self._decide(gm, replace(self.ctx, direction="step"), changes=changes).graphs["step"]
         if recorded is not None:
@@ -111,7 +111,7 @@ class FrameCompiler:
         Args:
             captured: joint graph, inference graph or graph of a whole step.
             ctx: context for the passes.
-            late: positions of weight gradients, as `weight_gradients` returns them, for a stage of a pipeline.
+            late: for a stage of a pipeline, the positions of weight gradients, as `weight_gradients` returns them.
             changes: lines of text that describe what a step does to parameters and gradients; equal on all ranks.
         """
         observation, planner = self.observation, self.planner

@@ -1,4 +1,4 @@
-"""Lowering: make the final graphs of a plan callable."""
+"""Lowering: turns the final graphs of a plan into callables."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ Program = Callable[[list[Any]], Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Decided:
-    """Facts about a plan that its lowering needs in addition to the graphs, which torch passes back one by one.
+    """The parts of a plan that lowering needs in addition to the graphs, which torch passes in one by one.
 
     Attributes:
         variants: variants of the plan.
-        called: facts about each graph for clocks and profilers, by direction.
-        handles: names of placeholders that are handles of parameters.
+        called: descriptions of the graphs for clocks and profilers, by direction.
+        handles: names of the placeholders that are parameter handles (through which a parameter's state is found).
         weights: outputs of backward that are gradients of weights, if backward may run in halves; None: it runs whole.
         halves: the backward of each variant, split in halves; empty if backward cannot run in halves.
     """
@@ -50,7 +50,14 @@ class Decided:
         handles: tuple[str, ...],
         late: tuple[tuple[int, ...], tuple[int | None, ...]] | None,
     ) -> Decided:
-        """Describe a plan; if the frame is a pipeline stage's, split each backward. `late`: see `weight_gradients`."""
+        """Extract from a plan what lowering needs; for a stage of a pipeline, also split each backward in halves.
+
+        Args:
+            plan: plan of the frame.
+            called: descriptions of the graphs for clocks and profilers, by direction.
+            handles: names of the placeholders that are parameter handles.
+            late: for a stage, the positions of weight gradients, as `weight_gradients` returns them; None: no stage.
+        """
         halves: tuple[Halves, ...] = ()
         weights: WeightGradients | None = None
         if late is not None:
@@ -104,7 +111,10 @@ class Lowering:
         return self._in_halves(whole, place, f"{title} of warm-up", decided)
 
     def _in_halves(self, whole: Program, place: int, title: str, decided: Decided) -> Program:
-        """Return `whole`; if `decided` has halves, it can also run in halves, each lowered when first called."""
+        """Wrap a backward so that it can also run in two halves, each lowered when first called.
+
+        Returns `whole` unchanged if the plan has no halves.
+        """
         if decided.weights is None:
             return whole
 
@@ -133,6 +143,6 @@ class Lowering:
 
 
 def _handle_in(graph: fx.Graph, handles: Sequence[str]) -> int:
-    """Return the index, among a graph's inputs, of the first of `handles` that the graph has."""
+    """Return the index, among a graph's inputs, of the first of `handles` that is an input."""
     places = {node.name: place for place, node in enumerate(graph.find_nodes(op="placeholder"))}
     return next(places[name] for name in handles if name in places)

@@ -1,4 +1,4 @@
-"""What people see of a frame's compile: reports, dumps, clocks and profilers."""
+"""Reports, dumps, clocks and profilers of a frame's compile."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Described:
 
     Attributes:
         graphs: one report for each graph.
-        data: everything about the frame, for report.json; None unless passes were recorded.
-        called: facts about each graph for clocks and profilers, by direction.
+        data: content of report.json for this frame; None unless passes were recorded.
+        called: descriptions of the graphs for clocks and profilers, by direction.
     """
 
     graphs: Sequence[GraphReport]
@@ -44,10 +44,10 @@ class Described:
 
 
 class Observation:
-    """Reports and dumps the compile of one frame.
+    """Writes reports and dumps of one frame's compile.
 
     Attributes:
-        report: the user's report, or the model's.
+        report: the report passed as an option, or else the model's.
         rank: this rank.
     """
 
@@ -60,7 +60,10 @@ class Observation:
         self.recorder: PassRecorder | None = None
 
     def observer(self) -> Observer:
-        """Return a new observer of passes; it writes the requested dump, if any, over that of an earlier try."""
+        """Return a function to call after each pass, which records the pass and writes the dump, if requested.
+
+        A dump replaces the dump of an earlier try.
+        """
         if self.dumper is not None and self.dumper.failed:
             self.report.dump_failed = True
         self.recorder = None
@@ -94,7 +97,7 @@ class Observation:
         Args:
             plan: plan of the frame.
             names: names of the frame's parameters, by the positions of their handles among the inputs.
-            known: facts about these parameters, by name.
+            known: descriptions of these parameters, by name.
             budget_bytes: budget of the step; None: no limit.
         """
         with self.report.phase("predicting"):
@@ -134,17 +137,17 @@ class Observation:
                     self.dumper.kernels(sources_of(gm.graph))
 
     def watch(self, direction: Direction, called: CalledGraph) -> GraphWatch:
-        """Return the watch that chooses a clock or profiler for each call of a graph."""
+        """Return the object that chooses a clock or profiler for each call of a graph."""
         return GraphWatch(called, self.clocks, partial(self.report.profiler_of, self.frame, direction))
 
     def count_islands(self, islands: int, distinct: int) -> None:
-        """Note how many islands (runs of compute) Inductor was given, and how many different ones it has compiled."""
+        """Count in the report the islands (runs of compute) given to Inductor, and the distinct islands compiled."""
         self.report.islands += islands
         self.report.distinct_islands += distinct
 
 
 def _report_of(scopes: Sequence[Scope], given: Report | None) -> Report:
-    """Return the user's report, or the model's; attach it to every scope."""
+    """Return the report passed as an option, or else the model's, or a new one; attach it to the models."""
     report = given or next((scope.report for scope in scopes if isinstance(scope.report, Report)), None) or Report()
     for scope in scopes:
         scope.report = report

@@ -26,10 +26,10 @@ class CompileOptions:
             by node, bitwise equal to eager, and compiles in a tenth of the time.
         dump: directory for the graphs after every pass; None: no dump.
         report: report to fill while compiling.
-        agreement_timeout_s: how long a rank waits for its peers to compile the same communication.
+        agreement_timeout_s: seconds that a rank waits for its peers to compile the same communication.
         cuda_graph: launch the whole step with one host call; only for `zgraph.training_step`, on GPUs.
-        check: run the plain lines, too, in the first two calls and compare bitwise; only for `zgraph.training_step`. A
-            number k: in every k-th call as well. 0 or False: never.
+        check: only for `zgraph.training_step`: in the first two calls, also run the step uncompiled and compare
+            bitwise. A number k: in every k-th call as well. 0 or False: never.
     """
 
     passes: PassList | None = None
@@ -70,13 +70,16 @@ class CompileOptions:
             )
 
     def is_checked(self, call: int, first: int) -> bool:
-        """Return whether to compare call number `call` with the plain lines: `first` calls, then every `check`-th."""
+        """Return whether to compare call number `call` with the uncompiled step.
+
+        Compared are the first `first` calls and, if `check` is a number, every `check`-th call.
+        """
         every = 0 if isinstance(self.check, bool) else self.check
         return bool(self.check) and (call < first or (every > 0 and call % every == 0))
 
     @classmethod
     def parse(cls, options: Mapping[str, Any] | None) -> CompileOptions:
-        """Return the options in the dict that was given to torch.compile.
+        """Return the options given to torch.compile as a dict.
 
         Raises:
             ValueError: an option is unknown or unusable; the message says what to write instead.

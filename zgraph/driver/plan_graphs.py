@@ -1,4 +1,4 @@
-"""The graphs of a frame: their inputs get names, passes run within the budget, and ranks agree on the result."""
+"""Plans the graphs of a frame: names inputs, runs passes within the budget, and agrees with the other ranks."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ class GraphPlanner:
 
     Attributes:
         names: names of the frame's parameters, by the positions of their handles among the inputs.
-        handles: names of the placeholders that are handles, once `name_inputs` has run.
+        handles: names of the placeholders that are parameter handles, once `name_inputs` has run.
     """
 
     def __init__(self, frame: Frame, options: CompileOptions) -> None:
-        # Not the frame itself: its inputs would live as long as what was compiled, and the model with them.
+        # Only the name of the frame: its inputs, and with them the model, would live as long as the compiled code.
         self.passes = options.passes or PassList(presets.default())
         self.timeout_s = options.agreement_timeout_s
         self.frame, self.is_step = frame.name, frame.is_step
         self.names, self.handles = frame.handle_names(), tuple[str, ...]()
-        self.spaces = {} if frame.is_step else frame.spaces()  # the graph of a step knows
+        self.spaces = {} if frame.is_step else frame.spaces()  # recorded in the graph of a step
         models = [model for scope in frame.scopes() for model in scope.models] if frame.is_step else []
-        self.group_names = [name for model in models for name in model.group_names]  # whose ranks all have the step
+        self.group_names = [name for model in models for name in model.group_names]  # all ranks of these run the step
 
     @property
     def ranks_per_host(self) -> int:
         return 1 if self.passes.target is None else self.passes.target.hardware.ranks_per_host
 
     def name_inputs(self, graph: fx.Graph) -> dict[str, KnownParameter]:
-        """Record names, tiers (memory spaces) and devices of a captured graph's inputs; return its parameters by name.
+        """Record names, memory spaces and devices of a captured graph's inputs; return its parameters by name.
 
-        Names are for dumps, reports and errors; no pass makes decisions by names.
+        Names are for dumps, reports and errors; passes make no decisions by names.
         """
         names: dict[str, str] = {}
         for place, node in enumerate(graph.find_nodes(op="placeholder")):
@@ -76,11 +76,11 @@ class GraphPlanner:
             ctx: context for the passes.
             observation: sees each graph after each pass.
             keeps_windows: whether the frame is a pipeline stage's, which has several micro-batches in flight. If so,
-                the plan ignores the budget as long as one micro-batch fits: the rest of the budget is for
-                `keep_bytes`.
+                the passes plan without a budget as long as one micro-batch fits; the rest of the budget is for
+                gathered parameters kept between micro-batches (`keep_bytes`).
 
         Returns:
-            The plan, and the budget in bytes; None without one.
+            The plan, and the budget in bytes or None.
         """
         target = self.passes.target
         if target is not None:
@@ -99,7 +99,7 @@ class GraphPlanner:
         return plan, budget_bytes
 
     def agree(self, plan: FramePlan, changes: Sequence[str]) -> None:
-        """Agree with the other ranks on everything that the plan sends, before anything is sent.
+        """Agree with the other ranks on all communication in the plan, before anything is sent.
 
         Args:
             plan: plan of the frame.

@@ -1,1 +1,1 @@
-"""C++ kernels and their source."""
+"""C++ kernels for CPUs, their generated source, and their compilation."""

@@ -1,4 +1,4 @@
-"""Adam and AdamW with bf16 moments: single-pass C++ that equals kernels/adam_reference.py bit for bit."""
+"""Adam and AdamW with bf16 moments in single-pass C++, bitwise equal to kernels/adam_reference.py."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def update(
     options: AdamOptions,
     grad_scale: float | None = None,
 ) -> None:
-    """Update tensors as `adam_reference.update` does, with torch.get_num_threads() threads."""
+    """Update tensors like `adam_reference.update`, on torch.get_num_threads() threads."""
     kernel = _kernel()
     if kernel is None:
         return adam_reference.update(

@@ -1,7 +1,7 @@
-"""The two compression kernels for CPUs: single-pass C++ that equals the reference (kernels/reference.py) bit for bit.
+"""The two compression kernels for CPUs in single-pass C++, bitwise equal to kernels/reference.py.
 
-The source (`zgraph.codegen.kernels.cpu.source`) is generated for a method and a dtype, so that one library, compiled
-once, serves buckets of any shape. Other processes load the library from disk.
+The source (`zgraph.codegen.kernels.cpu.source`) is generated for one method and dtype, and compiled once for buckets of
+any shape. Other processes load the compiled library from disk.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def quantize_bucket(
     rank: int,
     payload: Tensor,
 ) -> None:
-    """Quantize a bucket on the CPU as `reference.quantize_bucket` does, with torch.get_num_threads() threads.
+    """Quantize a bucket like `reference.quantize_bucket`, on torch.get_num_threads() threads.
 
-    Contiguous gradients are read in place.
+    Gradients that are not contiguous are copied first.
     """
     calls = _quantize_calls(layout, tuple(grad.dtype for grad in grads))
     if calls is None:
@@ -78,7 +78,7 @@ def dequantize_sum_bucket(
     *,
     accumulate: bool = False,
 ) -> None:
-    """Dequantize and sum on the CPU as `reference.dequantize_sum_bucket` does, with torch.get_num_threads() threads."""
+    """Decode and sum like `reference.dequantize_sum_bucket`, on torch.get_num_threads() threads."""
     calls = _dequantize_calls(layout, tuple(output.dtype for output in outputs))
     if calls is None:
         return reference.dequantize_sum_bucket(
@@ -105,7 +105,7 @@ def dequantize_sum_bucket(
 
 
 def dequantize_each_bucket(received: Tensor, layout: BucketLayout, draw: RngKey, outputs: Sequence[Tensor]) -> None:
-    """Dequantize on the CPU as `reference.dequantize_each_bucket` does, with a kernel call (a microsecond) per rank."""
+    """Decode like `reference.dequantize_each_bucket`, with one kernel call (about a microsecond) per rank."""
     for rank in range(received.shape[0]):
         parts = [output[rank] for output in outputs]
         dequantize_sum_bucket(received[rank : rank + 1], layout, draw, rank, 1, parts)
@@ -113,12 +113,12 @@ def dequantize_each_bucket(received: Tensor, layout: BucketLayout, draw: RngKey,
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a C++ kernel, without the arguments that depend on tensors.
+    """Arguments of a C++ kernel call that depend only on the layout of the bucket, not on its tensors.
 
     Attributes:
-        kernel: function in the library.
-        members: gradients of one dtype, as indices into the bucket.
-        table: an entry of `struct Member` for each member.
+        kernel: function in the compiled library.
+        members: indices in the bucket of the gradients that the call processes, all of one dtype.
+        table: one `struct Member` for each of these gradients.
     """
 
     kernel: Any

@@ -1,4 +1,4 @@
-"""Loads functions from compiled C++; without a compiler, there are no functions, and a warning is shown once."""
+"""Compiles C++ sources and loads functions from them; without a compiler, shows one warning and loads nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zgraph.torch_compat.inductor import load_cpp
 
 
 def function_of(source: str, name: str, argtypes: tuple[Any, ...]) -> Any:
-    """The void function `name` of the compiled `source`; None if the source cannot be compiled."""
+    """Compile `source` and return its void function `name`; None if the source cannot be compiled."""
     try:
         kernel = getattr(load_cpp(source), name)
     except (RuntimeError, OSError) as error:

@@ -1,4 +1,4 @@
-"""Emits the C++ of the compression kernels for CPUs, which `zgraph.codegen.kernels.cpu.blocks` compiles and calls.
+"""Generates the C++ of the compression kernels for CPUs, which `zgraph.codegen.kernels.cpu.blocks` compiles and calls.
 
 Method and dtype are compile-time constants; sizes, ranks, the step and pointers are arguments.
 """
@@ -20,7 +20,7 @@ C_TYPES = MappingProxyType({torch.float32: "float", torch.bfloat16: "Bf16", torc
 
 
 def emit_quantize(method: BlockMethod, grad_dtype: torch.dtype) -> str:
-    """C++ of `extern "C" void quantize(...)`, which writes the payload of a bucket's gradients of this dtype.
+    """Return the C++ source of `extern "C" void quantize(...)` for gradients of `grad_dtype`.
 
     Raises:
         KeyError: the dtype is not in C_TYPES.
@@ -44,7 +44,7 @@ scale; {grad_dtype.itemsize + error + wire:.3f} in all."""
 
 
 def emit_dequantize(method: BlockMethod, output_dtype: torch.dtype) -> str:
-    """C++ of `extern "C" void dequantize_sum(...)`, which writes a bucket's outputs of this dtype.
+    """Return the C++ source of `extern "C" void dequantize_sum(...)` for outputs of `output_dtype`.
 
     Raises:
         KeyError: the dtype is not in C_TYPES.
@@ -60,7 +60,7 @@ Bytes per element of the output: {_wire_bytes(method):.3f} for each rank, and {o
 
 
 def _template(name: str) -> str:
-    """C++ from a file of its own, which uses the constants emitted before it."""
+    """Return the text of a C++ file, which uses the constants emitted before it."""
     return resources.files("zgraph.codegen.kernels.cpu").joinpath(f"{name}.cpp").read_text()
 
 
@@ -82,7 +82,7 @@ def _error_shape(method: BlockMethod) -> str:
 
 
 def _error_bytes(method: BlockMethod) -> float:
-    """Bytes of error read and written per element."""
+    """Return the bytes of error-feedback state read and written per element."""
     if method.residual_decay is None:
         return 0.0
     scale = 0.0 if method.error_dtype.is_floating_point else SCALE_DTYPE.itemsize / method.group
@@ -90,7 +90,7 @@ def _error_bytes(method: BlockMethod) -> float:
 
 
 def _wire_bytes(method: BlockMethod) -> float:
-    """Bytes per element on the wire."""
+    """Return the bytes sent per element: codes, and a share of the group's scale."""
     return method.bits / 8 + SCALE_DTYPE.itemsize / method.group
 
 
@@ -143,5 +143,5 @@ constexpr int HADAMARD = {HADAMARD};"""
 
 
 def _literal(value: float) -> str:
-    """A number as an fp32 literal in C++: the shortest decimal of the fp32 value as a double, so it is exact."""
+    """Return a number as a C++ fp32 literal that is exact after rounding to fp32."""
     return f"{torch.tensor(value, dtype=torch.float32).item()!r}f"

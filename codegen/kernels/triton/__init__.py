@@ -1,1 +1,1 @@
-"""Triton kernels, their sources and launches."""
+"""Triton kernels, and the functions that launch them."""

@@ -1,8 +1,8 @@
 """The Triton kernels of Adam and AdamW with bf16 moments, bitwise equal to `zgraph.codegen.kernels.adam_reference`.
 
-The step count, the loss scale and the overflow flag are on the GPU, and the host waits for none of them. A first kernel
-runs one program per parameter that computes the scalars of its update, in fp64 and in the order of the reference; a
-second one makes one pass over all elements, with 20 bytes read and written for each.
+The step count, the loss scale and the overflow flag stay on the GPU, so that the host never waits. The first kernel
+runs one program per parameter and computes the scalars of its update, in fp64. The second kernel makes one pass over
+all elements, and reads and writes 20 bytes for each.
 """
 
 # pyright: basic, reportAttributeAccessIssue=false, reportIndexIssue=false, reportInvalidTypeForm=false
@@ -24,19 +24,19 @@ SKIPPED = tl.constexpr(11)
 
 @triton.jit
 def number(entry, place: tl.constexpr):
-    """The number at `place` of `entry`, stored there as the bits of a double."""
+    """Load the double whose bits are stored at index `place` of a table entry."""
     return tl.load(entry + place).to(tl.float64, bitcast=True)
 
 
 @triton.jit
 def value_at(entry, place: tl.constexpr, DTYPE: tl.constexpr):
-    """The number at an address; the address is stored at `place` of `entry`."""
+    """Load the number whose address is stored at index `place` of a table entry."""
     return tl.load(tl.load(entry + place).to(tl.pointer_type(getattr(tl, DTYPE))))
 
 
 @triton.jit
 def power(base, exponent):
-    """A power by repeated squaring, in the same order as `adam_reference.power`."""
+    """Return base ** exponent by repeated squaring, in the same order as `adam_reference.power`."""
     result = base * 0.0 + 1.0
     for bit in tl.static_range(POWER_BITS):
         result = tl.where(((exponent >> bit) & 1) == 1, result * base, result)
@@ -57,11 +57,12 @@ def adam_factors(
     """Compute the scalars of each parameter's update, with one program per parameter.
 
     Args:
-        table: [1 + parameters, ENTRY] int64. First the options: lr, beta1, beta2, weight_decay and eps as doubles, and
-            the addresses of the loss scale and of found_inf. Then for each parameter: the addresses of the parameter,
-            gradient, both moments and step count; the number of elements; the place of the first element; the salt.
-        factors: [parameters, FACTORS] int32, to write to.
-        LR: "number", or the dtype of the tensor whose address the table contains instead.
+        table: [1 + parameters, ENTRY] int64. First row: lr, beta1, beta2, weight_decay and eps as doubles, and the
+            addresses of the loss scale and of found_inf. Then a row for each parameter: the addresses of parameter,
+            gradient, both moments and step count; the number of elements; the index of the first element in the
+            unsharded parameter; the salt.
+        factors: [parameters, FACTORS] int32, overwritten.
+        LR: "number", or the dtype of the learning rate if the table has its address instead.
         SCALED, SKIPS: whether there is a loss scale, and a found_inf.
         DECOUPLED, MAXIMIZE: as in `AdamOptions`.
     """
@@ -95,7 +96,7 @@ def factor(factors, place: tl.constexpr):
 
 @triton.jit
 def rounded(x, random):
-    """Round fp32 `x` up or down to bf16, given as int16, by 16 `random` bits; NaN stays NaN."""
+    """Round fp32 `x` stochastically to bf16, returned as int16, with 16 `random` bits; NaN stays NaN."""
     bits = (x.to(tl.uint32, bitcast=True) + random) >> 16
     return tl.where(x != x, 0x7FC0, bits).to(tl.int16)
 
@@ -109,12 +110,13 @@ def adam(
 
     Args:
         table: as for `adam_factors`.
-        programs: [programs, 2] int32: the parameter, and which BLOCK of it.
+        programs: [programs, 2] int32: for each program, the index of the parameter, and of the block in it.
         factors: [parameters, FACTORS] int32, the result of `adam_factors`.
-        SCALED: whether gradients are divided by a scale, in place.
+        SCALED: whether gradients are divided by a loss scale, in place.
         SKIPS: whether nothing is written if gradients have overflowed.
         COUPLED: whether weight decay is added to gradients.
         ALIGNED: whether all tensors begin at multiples of 16 bytes, and have multiples of 8 elements.
+        BLOCK: number of elements per program.
     """
     programs += 2 * tl.program_id(0)
     member, run = tl.load(programs).to(tl.int64), tl.load(programs + 1).to(tl.int64)

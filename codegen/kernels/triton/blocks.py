@@ -1,25 +1,24 @@
-"""Functions shared by the Triton kernels: the layout of groups in a program, and arithmetic with reproducible bits.
+"""Functions shared by the Triton compression kernels: layout of groups in a program, and reproducible arithmetic.
 
-Checked with Triton 3.6.0, 3.7.1, 3.8.0 and 3.9.0 (which torch 2.11, 2.13, 2.14 and 2.15 bring):
+Checked with Triton 3.6.0, 3.7.1, 3.8.0 and 3.9.0 (of torch 2.11, 2.13, 2.14 and 2.15):
 
 - `enable_fp_fusion=False`, given at launch, keeps a multiplication and an addition separate: LLVM writes mul.rn and
-  add.rn, which ptxas does not contract, and ptxas gets --fmad=false. Both keep denormals. If all products that are
-  added are exact, contracting them changes nothing, and kernels allow it.
+  add.rn, which ptxas does not contract, and ptxas gets --fmad=false. Both keep denormals. Kernels in which all added
+  products are exact allow contraction, which then does not change results.
 - `/` compiles to div.full, which is off by up to two units in the last place; `tl.div_rn` is IEEE's division.
-- The interpreter rounds to bfloat16 wrongly, so bfloat16 is read and written as integers here, to nearest even. A NaN
-  becomes 0x7FC0 here, where cvt.rn.bf16 gives 0x7FFF.
-- `tl.sum` adds in an order of its own, so here it only adds two numbers, or numbers whose sum is exact.
+- Triton's interpreter rounds to bfloat16 wrongly, so kernels read and write bfloat16 as integers, rounded to nearest
+  even. A NaN becomes 0x7FC0, where cvt.rn.bf16 gives 0x7FFF.
+- `tl.sum` adds in an unspecified order, so kernels use it only for two numbers, or numbers whose sum is exact.
 - `tl.full` turns -0.0 into 0.0.
 - `tl.clamp` between 0 and 1 costs nothing: ptxas saturates the operation before it.
 
-Layout of a group in a program. A thread owns a block (see `reference.to_blocks`), so that the elements mixed by a
-rotation, and by the first additions of a sum, stay in its registers. Memory is read and written as [runs, THREADS,
-RUN], where Triton's layout gives each thread one run of 8 elements after another. Inside a kernel, values are *in
-stripes*: [places of a block, THREADS] flattened, where each thread has a column. Converting between the two moves no
-value to another thread.
+Layout of a group in a program: each thread owns a block (see `reference.to_blocks`), so that the elements mixed by a
+rotation, and the first additions of a sum, stay in its registers. Memory is accessed as [runs, THREADS, RUN]: each
+thread reads or writes runs of 8 elements. Inside a kernel, values are *in stripes*: [elements of a block, THREADS],
+flattened, with one column for each thread. Converting between the two layouts moves no value to another thread.
 
-Kernels do not depend on the number or sizes of a bucket's gradients: one table on the device has the address of each,
-and a second one assigns programs to them (`zgraph.codegen.kernels.triton.tables`).
+Kernels do not depend on the number or sizes of a bucket's gradients: one table in device memory has the address of each
+gradient, and a second one assigns programs to gradients (`zgraph.codegen.kernels.triton.tables`).
 
 CASE has the constants that a kernel is compiled for, see `zgraph.codegen.kernels.triton.constants`.
 """
@@ -50,13 +49,13 @@ ROUNDER = tl.constexpr(1.5 * 2**23)
 
 @triton.jit
 def low_bits(x):
-    """The integral fp32 value `x` as a two's complement integer; only its low bits are valid."""
+    """Convert an fp32 value that is an integer to int32; only the low bits of the result are valid."""
     return (x + ROUNDER).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def reciprocal(x):
-    """The reciprocal by Newton's method, see `zgraph.compression.exact_arithmetic`."""
+    """Compute 1 / x by Newton's method, bitwise equal to `zgraph.compression.exact_arithmetic.reciprocal`."""
     found = (-x.to(tl.int32, bitcast=True) + RECIPROCAL).to(tl.float32, bitcast=True)
     for _ in tl.static_range(NEWTON_STEPS):
         found = found * tl.fma(-x, found, 2.0)
@@ -71,7 +70,7 @@ def from_bf16(bits):
 
 @triton.jit
 def to_bf16(x):
-    """Round fp32 to bf16, returned as int16, to nearest even."""
+    """Round fp32 to the nearest bf16, ties to even, returned as int16."""
     bits = x.to(tl.uint32, bitcast=True)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     nan = (bits & 0x7FFFFFFF) > 0x7F800000
@@ -80,20 +79,20 @@ def to_bf16(x):
 
 @triton.jit
 def number_to_bf16(x):
-    """`to_bf16` for values that are not NaN."""
+    """Round fp32 to bf16 like `to_bf16`, but only for values that are not NaN."""
     bits = x.to(tl.uint32, bitcast=True)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
 
 
 @triton.jit
 def widened(x, DTYPE: tl.constexpr):
-    """Convert numbers of the named dtype to fp32; bf16 may be given as int16."""
+    """Convert values of the named dtype to fp32; bf16 values may be given as int16."""
     return from_bf16(x.to(tl.int16, bitcast=True)) if DTYPE == "bfloat16" else x.to(tl.float32)
 
 
 @triton.jit
 def narrowed(x, DTYPE: tl.constexpr):
-    """Convert fp32 or fp64 to the named dtype; bf16 as int16."""
+    """Convert fp32 or fp64 values to the named dtype; bf16 values are returned as int16."""
     return to_bf16(x) if DTYPE == "bfloat16" else x.to(getattr(tl, DTYPE))
 
 
@@ -102,51 +101,62 @@ def narrowed(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def halves(x, MANY: tl.constexpr, SIZE: tl.constexpr):
-    """Split each of MANY stretches in the middle: [MANY * 2 * SIZE] -> two tensors [MANY * SIZE]."""
+    """Split each of MANY consecutive parts into halves: [MANY * 2 * SIZE] -> two tensors [MANY * SIZE]."""
     pairs = tl.permute(tl.reshape(x, [MANY, 2, SIZE]), (0, 2, 1))
     return tl.split(tl.reshape(pairs, [MANY * SIZE, 2]))
 
 
 @triton.jit
 def unite(first, second, MANY: tl.constexpr, SIZE: tl.constexpr):
-    """The inverse of `halves`."""
+    """Undo `halves`."""
     pairs = tl.reshape(tl.join(first, second), [MANY, SIZE, 2])
     return tl.reshape(tl.permute(pairs, (0, 2, 1)), [2 * MANY * SIZE])
 
 
 @triton.jit
 def in_stripes(x):
-    """Turn the runs of each thread into stripes: [runs, THREADS, run] -> [runs * run * THREADS]."""
+    """Rearrange runs into stripes, one column per thread: [runs, THREADS, run] -> [runs * run * THREADS]."""
     return tl.reshape(tl.permute(x, (0, 2, 1)), [x.shape[0] * x.shape[1] * x.shape[2]])
 
 
 @triton.jit
 def in_runs(x, RUNS: tl.constexpr, SIZE: tl.constexpr):
-    """The inverse of `in_stripes`: [RUNS * SIZE * THREADS] -> [RUNS, THREADS, SIZE]."""
+    """Rearrange stripes, one column per thread, into runs: [RUNS * SIZE * THREADS] -> [RUNS, THREADS, SIZE]."""
     return tl.permute(tl.reshape(x, [RUNS, SIZE, x.shape[0] // (RUNS * SIZE)]), (0, 2, 1))
 
 
 @triton.jit
 def run_begins(group, place, GROUP: tl.constexpr, RUNS: tl.constexpr, SIZE: tl.constexpr, PLACES: tl.constexpr):
-    """Offset of the first element of each run in each thread's block: [RUNS, THREADS]. A group has GROUP elements."""
+    """Return the offset of the first element of each run of each thread's block: [RUNS, THREADS].
+
+    Args:
+        group, place: [THREADS], group of each thread, and place of its block in the group.
+        GROUP: number of elements of a group.
+        RUNS, SIZE: number of runs of a block, and of elements of a run.
+        PLACES: number of blocks of a group.
+    """
     return (group * GROUP + place * SIZE)[None, :] + (tl.arange(0, RUNS) * (SIZE * PLACES))[:, None]
 
 
 @triton.jit
 def offsets(group, place, GROUP: tl.constexpr, RUNS: tl.constexpr, SIZE: tl.constexpr, PLACES: tl.constexpr):
-    """Offsets of the elements of each thread's block: [RUNS, THREADS, SIZE]."""
+    """Return the offsets of all elements of each thread's block: [RUNS, THREADS, SIZE].
+
+    Args:
+        group, place, GROUP, RUNS, SIZE, PLACES: as for `run_begins`.
+    """
     return run_begins(group, place, GROUP, RUNS, SIZE, PLACES)[:, :, None] + tl.arange(0, SIZE)[None, None, :]
 
 
 @triton.jit
 def for_all(mask, RUNS: tl.constexpr, SIZE: tl.constexpr):
-    """Repeat a value of each thread: [THREADS] -> [RUNS, THREADS, SIZE]."""
+    """Repeat one value per thread for all elements in runs: [THREADS] -> [RUNS, THREADS, SIZE]."""
     return tl.broadcast_to(mask[None, :, None], [RUNS, mask.shape[0], SIZE])
 
 
 @triton.jit
 def to_all(x, STRIPES: tl.constexpr):
-    """Repeat a value of each thread in all its stripes: [THREADS] -> [STRIPES * THREADS]."""
+    """Repeat one value per thread for all its elements in stripes: [THREADS] -> [STRIPES * THREADS]."""
     return tl.reshape(tl.broadcast_to(x[None, :], [STRIPES, x.shape[0]]), [STRIPES * x.shape[0]])
 
 
@@ -155,7 +165,10 @@ def to_all(x, STRIPES: tl.constexpr):
 
 @triton.jit
 def group_largest(x, HALVINGS: tl.constexpr, PLACES: tl.constexpr):
-    """The largest magnitude; NaN counts as larger than any number: [STRIPES * THREADS] -> [THREADS]."""
+    """Return each group's largest magnitude, for each of its threads: [STRIPES * THREADS] -> [THREADS].
+
+    The result is NaN for a group with a NaN.
+    """
     x = tl.abs(x)
     for _ in tl.static_range(HALVINGS):
         first, second = halves(x, 1, x.shape[0] // 2)
@@ -169,7 +182,10 @@ def group_largest(x, HALVINGS: tl.constexpr, PLACES: tl.constexpr):
 
 @triton.jit
 def exact_dot(x, y, STRIPE_HALVINGS: tl.constexpr, PLACES: tl.constexpr):
-    """The sums of the products x * y, exact and so in any order: two tensors [STRIPES * THREADS] -> [THREADS]."""
+    """Return each group's sum of x * y, for each of its threads: two tensors [STRIPES * THREADS] -> [THREADS].
+
+    The sums must be exact, because the order of additions is not fixed.
+    """
     total = add_products(tl.zeros([x.shape[0] >> STRIPE_HALVINGS], tl.float32), x, y, STRIPE_HALVINGS)
     if PLACES > 1:
         of_group = tl.sum(tl.reshape(total, [total.shape[0] // PLACES, PLACES]), axis=1, keep_dims=True)
@@ -179,10 +195,10 @@ def exact_dot(x, y, STRIPE_HALVINGS: tl.constexpr, PLACES: tl.constexpr):
 
 @triton.jit
 def add_products(total, x, y, HALVINGS: tl.constexpr):
-    """Add the products x * y of each thread's stripes to `total` [THREADS], one fused multiply-add after another.
+    """Add each thread's products x * y to `total` [THREADS], by one fused multiply-add after another.
 
-    Up to Triton 3.7, `tl.sum` adds in this order. In Triton 3.8, `tl.sum` adds neighbours first, so that only one of
-    two products can be fused.
+    Up to Triton 3.7, `tl.sum` adds in this order. Triton 3.8 adds neighbours first, so that only one of two products
+    can be fused.
     """
     if HALVINGS == 0:
         return tl.fma(x, y, total)
@@ -194,7 +210,10 @@ def add_products(total, x, y, HALVINGS: tl.constexpr):
 
 @triton.jit
 def ordered_sum(x, STRIPE_HALVINGS: tl.constexpr, PLACE_HALVINGS: tl.constexpr):
-    """Sum by repeatedly adding the second half of the numbers to the first: [STRIPES * THREADS] -> [THREADS]."""
+    """Return each group's sum, for each of its threads: [STRIPES * THREADS] -> [THREADS].
+
+    The order is fixed: the second half of the numbers is added to the first half, repeatedly.
+    """
     for _ in tl.static_range(STRIPE_HALVINGS):
         first, second = halves(x, 1, x.shape[0] // 2)
         x = first + second
@@ -223,13 +242,13 @@ def hash_32(words):
 
 @triton.jit
 def sign_key(base, rank):
-    """The key of a rank's signs; `base` is the part of the key that comes from step and salt."""
+    """Return the key of a rank's random signs; `base` is the part of the key that depends on step and salt."""
     return hash_32(base.to(tl.uint32) + rank.to(tl.uint32) * 0x85EBCA77)
 
 
 @triton.jit
 def draw_signs(block, key, STRIPES: tl.constexpr):
-    """Draw int32 words whose highest bits are the signs, from block numbers: [THREADS] -> [STRIPES * THREADS]."""
+    """Return int32 words with random sign bits, given each thread's block number: [THREADS] -> [STRIPES * THREADS]."""
     words = hash_32(block.to(tl.uint32) ^ key)
     bits = words[None, :] << tl.arange(0, STRIPES).to(tl.uint32)[:, None]
     return tl.reshape(bits.to(tl.int32, bitcast=True), [STRIPES * block.shape[0]])
@@ -237,7 +256,7 @@ def draw_signs(block, key, STRIPES: tl.constexpr):
 
 @triton.jit
 def flip(x, signs, sign_bit):
-    """Multiply x by the signs, by flipping sign bits."""
+    """Multiply x by random signs, given as the sign bits of int32 words."""
     return (x.to(tl.int32, bitcast=True) ^ (signs & sign_bit)).to(tl.float32, bitcast=True)
 
 
@@ -249,7 +268,7 @@ def butterflies(x, STAGE: tl.constexpr):
 
 @triton.jit
 def hadamard(x):
-    """Hadamard transform over the 32 stripes, not normalised."""
+    """Hadamard-transform each thread's block of 32 elements, in stripes, not normalised."""
     for stage in tl.static_range(5):
         x = butterflies(x, stage)
     return x

@@ -1,7 +1,7 @@
-"""Compile-time constants of the block kernels: everything that differs between methods or dtypes.
+"""Compile-time constants of the compression kernels: everything that differs between methods or dtypes.
 
-A kernel receives them as one constexpr argument and reads only its fields, never properties: Triton's cache identifies
-a kernel by the text of its constants, even across versions of zgraph.
+A kernel receives them as one constexpr argument. It must read fields only, not properties, because Triton's cache
+identifies a kernel by the text of its constants, even across versions of zgraph.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from zgraph.compression.methods import HADAMARD, BlockMethod
 
 @dataclass(frozen=True, kw_only=True)
 class BlockConstants:
-    """Layout of groups of elements, and of their codes, in a program; see `blocks`.
+    """Compile-time constants: layout of groups of elements, and of their codes, in a program (see `blocks`).
 
     Attributes:
         bits: bits of a code.
         group: number of elements that share a scale.
-        rotate: whether the elements of a block are rotated, with random signs.
+        rotate: whether blocks are Hadamard-transformed, with random signs.
         stripes: number of elements of a block, which one thread owns.
         places: number of blocks of a group.
         stripe_halvings, place_halvings: base-2 logarithms of stripes and places.
         runs: number of runs of RUN neighbouring elements in a block.
         code_bytes: bytes of a group's codes.
-        code_run, code_runs: bytes of codes in one load or store of a thread, and their number for a block.
+        code_run, code_runs: bytes of codes in one load or store of a thread, and number of such accesses per block.
         code_alignment: alignment of a group's codes, in bytes.
-        after: b, added to a code when it is read.
+        after: b, added to a code when it is decoded.
         aligned: whether gradients, or outputs, and each of their chunks begin at a multiple of 16 bytes and end with a
             complete run, so that 16 bytes can be moved at once.
     """
@@ -55,24 +55,24 @@ class BlockConstants:
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizeConstants(BlockConstants):
-    """Constants of the kernel that quantizes gradients.
+    """Compile-time constants of the kernel that quantizes gradients; symbols as in the docstring of `reference`.
 
     Attributes:
         grad: name of the gradients' dtype in torch and Triton.
         error: dtype of the error-feedback state, or "none".
         error_alignment: alignment of a group's error, in bytes.
-        old_factor: weight of an old int8 error, divided by the weight of the new quantization error.
+        old_factor: residual_decay / residual_gain, for int8 errors.
         residual_decay, residual_gain: weights of the old error, and of the new quantization error, in the new state.
         error_unit: scale of an int8 error whose largest magnitude is 1.
-        contracts: whether products that are added are exact, so that multiply-add may be fused.
+        contracts: whether all added products are exact, so that multiply-adds may be fused.
         exact_sums: whether sums over a group's integers have the same bits in any order.
         unbiased: whether the scale is the unbiased one rather than the least-squares one.
-        slopes: factor for integers at each clipping level, see `CodeBook.slope`.
+        slopes: factor of u at each clipping level, see `CodeBook.slope`.
         clipped: whether each clipping level is below the largest magnitude.
-        begins: offset at each clipping level; levels are the grid, rounded down and divided by step, plus the offset.
-        top: largest integer u.
-        intervals: number of intervals of the grid between both clips.
-        step: number of integers that share a level.
+        begins: at each clipping level, the offset to add after dividing rounded integers by step, to get levels.
+        top: K, the largest integer u.
+        intervals: number of intervals of the grid of integers u between the two clips.
+        step: number of integers u that share a level.
         low, high: smallest and largest code.
         unit: scale of a group whose largest magnitude is 1.
     """
@@ -100,16 +100,16 @@ class QuantizeConstants(BlockConstants):
 
 @dataclass(frozen=True, kw_only=True)
 class DequantizeConstants(BlockConstants):
-    """Constants of the kernel that dequantizes.
+    """Compile-time constants of the kernel that decodes payloads.
 
     Attributes:
         output: name of the outputs' dtype in torch and Triton.
         accumulate: whether values are added to the outputs.
-        each: whether the values of every rank become a row of the outputs, instead of being summed.
-        divides: whether sums are divided, by IEEE division; otherwise, sums are multiplied by the reciprocal.
-        signs, word_signs: bits that flip the signs of the codes of a byte, or of four bytes, so that the lowest code
-            becomes 0.
-        middle: the fp32 number, made of a code's bits, that represents level 0.
+        each: whether each rank's values become a row of the outputs, instead of being summed.
+        divides: whether sums are divided, by IEEE division; otherwise they are multiplied by the reciprocal.
+        signs, word_signs: masks that flip the sign bits of all codes in a byte, and in a word of four bytes. The lowest
+            code then becomes 0.
+        middle: fp32 number that represents level 0 when codes are inserted into its bits.
     """
 
     output: str
@@ -123,7 +123,7 @@ class DequantizeConstants(BlockConstants):
 
 @functools.lru_cache(maxsize=1024)
 def quantize_constants(method: BlockMethod, dtype: torch.dtype, *, aligned: bool) -> QuantizeConstants:
-    """Constants for gradients of one dtype."""
+    """Return the constants for gradients of one dtype."""
     book, share = CodeBook.of(method), method.residual_decay
     lost = 1.0 if share is None else 1 - share
     clipped = tuple(book.rotated and clip != 1 for clip in book.clips)
@@ -156,7 +156,7 @@ def quantize_constants(method: BlockMethod, dtype: torch.dtype, *, aligned: bool
 def dequantize_constants(
     method: BlockMethod, dtype: torch.dtype, *, accumulate: bool, each: bool, divides: bool, aligned: bool
 ) -> DequantizeConstants:
-    """Constants for outputs of one dtype."""
+    """Return the constants for outputs of one dtype."""
     half = method.levels // 2
     signs = sum(half << place for place in range(0, 8, method.bits))
     return DequantizeConstants(
@@ -173,9 +173,9 @@ def dequantize_constants(
 
 
 def may_contract(method: BlockMethod) -> bool:
-    """Whether multiplications may be fused with additions, because every product that is added is exact.
+    """Return whether multiplications may be fused with additions, because all added products are exact.
 
-    For 8-bit errors, this is so if the bits of the scale (8), of the factor and of the code (7) fit into 24 together.
+    For int8 errors, the bits of scale (8), code (7) and factor must fit into the 24 bits of an fp32 mantissa.
     """
     share = method.residual_decay
     if share is not None and method.error_dtype.is_floating_point:
@@ -185,12 +185,12 @@ def may_contract(method: BlockMethod) -> bool:
 
 
 def stripes_of(method: BlockMethod) -> int:
-    """Number of elements of a block, which one thread owns."""
+    """Return the number of elements of a block, which one thread owns."""
     return min(HADAMARD, method.group)
 
 
 def signed(word: int) -> int:
-    """A word of 32 bits as a signed number, which Triton accepts as int32."""
+    """Reinterpret an unsigned 32-bit integer as signed, because Triton accepts only int32."""
     return word - 2**32 if word >= 2**31 else word
 
 

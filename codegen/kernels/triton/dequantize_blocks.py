@@ -1,4 +1,4 @@
-"""Dequantizes a bucket on a GPU, with one launch of `dequantize_kernel` for the outputs of each dtype."""
+"""Decodes the payloads of a bucket on a GPU, with one kernel launch for the outputs of each dtype."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def dequantize_sum_bucket(
     accumulate: bool = False,
     options: LaunchOptions | None = None,
 ) -> None:
-    """Sum the decoded values of all ranks, as `zgraph.codegen.kernels.reference.dequantize_sum_bucket` does.
+    """Sum the decoded values of all ranks, like `zgraph.codegen.kernels.reference.dequantize_sum_bucket`.
 
     Args:
         received: [ranks, payload_bytes] uint8, contiguous, from ranks first_rank, first_rank + 1, ... of the group.
-        layout, draw: layout and key used by the senders.
-        first_rank: rank that sent the first row; determines its signs.
+        layout, draw: layout, and key of random signs, used by the senders.
+        first_rank: rank that sent the first row.
         divisor: divisor of the sum.
         outputs: [stretches * numel], contiguous, in any floating-point dtype for each gradient.
         accumulate: add to the outputs instead of overwriting them.
@@ -57,11 +57,11 @@ def dequantize_each_bucket(
     *,
     options: LaunchOptions | None = None,
 ) -> None:
-    """Store the decoded values of each rank, as `reference.dequantize_each_bucket` does, with one launch.
+    """Decode each rank's values into a row of the outputs, like `reference.dequantize_each_bucket`, with one launch.
 
     Args:
         received: [ranks, payload_bytes] uint8; the stride between rows may be any multiple of 16 bytes.
-        layout, draw: layout and key used by the senders; the layout has a world of one and one stretch.
+        layout, draw: layout, with world and stretches of 1, and key of random signs, used by the senders.
         outputs: [ranks, numel], contiguous, in any floating-point dtype for each tensor.
         options: launch options. None: the fastest of a few, found once for each method, dtype and device.
 
@@ -77,12 +77,12 @@ def dequantize_each_bucket(
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """How the received codes are used.
+    """What the kernel does with decoded values.
 
     Attributes:
-        divisor: divisor of the sum.
+        divisor: divisor of the sum over ranks.
         accumulate: whether the result is added to the outputs.
-        each: whether the values of every rank become a row of the outputs, instead of being summed.
+        each: whether each rank's values become a row of the outputs, instead of being summed.
     """
 
     divisor: int = 1
@@ -91,16 +91,16 @@ class Task:
 
     @property
     def divides(self) -> bool:
-        """Whether sums must be divided, because multiplying by the reciprocal of the divisor gives other bits."""
+        """Whether sums must be divided: True unless the divisor is a power of two, whose reciprocal is exact."""
         return self.divisor & (self.divisor - 1) != 0
 
     @property
     def factor(self) -> float:
-        """The divisor if the sum is divided, else its reciprocal."""
+        """The divisor if sums are divided, else its reciprocal."""
         return float(self.divisor) if self.divides else 1.0 / self.divisor
 
     def constants(self, method: BlockMethod, dtype: torch.dtype, *, aligned: bool) -> DequantizeConstants:
-        """Constants of the kernel for outputs of one dtype."""
+        """Return the kernel's compile-time constants for outputs of one dtype."""
         return dequantize_constants(
             method, dtype, accumulate=self.accumulate, each=self.each, divides=self.divides, aligned=aligned
         )
@@ -132,7 +132,7 @@ def _launch_dtype(
     task: Task,
     options: LaunchOptions | None,
 ) -> None:
-    """Launch the kernel for outputs of one dtype; `members` are their indices in the bucket."""
+    """Launch the kernel for the outputs of one dtype, whose indices in the bucket are `members`."""
     method, dtype, ranks = checks.block_method(layout), outputs[members[0]].dtype, received.shape[0]
     lengths = [layout.numels[member] for member in members]
     addresses = [checks.address_of(outputs[member]) for member in members]
@@ -170,13 +170,13 @@ def _launch_dtype(
 
 
 def _sign_base(draw: RngKey) -> int:
-    """The part of the key of signs that comes from step and salt."""
+    """Return the part of the random signs' key that depends on step and salt."""
     return signed((draw.step * 0x9E3779B1 + draw.salt * 0xC2B2AE3D + 1) & 0xFFFFFFFF)
 
 
 @functools.cache
 def _fastest(method: BlockMethod, dtype: torch.dtype, ranks: int, device: torch.device) -> LaunchOptions:
-    """Find the fastest launch options, on a separate bucket so that the caller's sums are not affected."""
+    """Find the fastest launch options on temporary tensors."""
     numel = 2**21
     layout = BucketLayout(method, (numel,), world=ranks)
     received = torch.zeros(ranks, layout.payload_bytes, dtype=torch.uint8, device=device)

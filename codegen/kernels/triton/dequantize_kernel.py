@@ -1,10 +1,9 @@
-"""The Triton kernel that dequantizes a bucket: unpack, scale, rotate back, sum over the ranks, divide and store.
+"""The Triton kernel that decodes a bucket: unpack, scale, rotate back, sum over the ranks, divide and store.
 
-A program processes a few groups of one gradient and goes through the ranks in their order, with the sums in registers.
-Two tables tell it which gradient, and its address. Multiplications may be contracted with additions: all products are
-exact.
+Each program processes a few groups of one gradient, and sums over the ranks in rank order in registers. Two tables tell
+it the groups and addresses. All added products are exact, so multiply-adds may be fused.
 
-Specified by `zgraph.codegen.kernels.reference`; results are equal bit for bit, whatever the launch options.
+Results are bitwise equal to `zgraph.codegen.kernels.reference`, whatever the launch options.
 """
 
 # pyright: basic, reportAttributeAccessIssue=false, reportIndexIssue=false, reportInvalidTypeForm=false
@@ -44,12 +43,13 @@ def dequantize(
     """Store the sums over ranks, or the values of each rank, of a few groups.
 
     Args:
-        table: [tensors, ENTRY] int64: address of the output, sizes, and where the sections begin.
-        programs: [programs, 2] int32: the tensor of each program, and which of its groups.
+        table: [tensors, ENTRY] int64: for each tensor, the output's address, its sizes, and offsets of its sections in
+            the payload.
+        programs: [programs, 2] int32: for each program, the index of its tensor, and of its run of groups in the chunk.
         received: [ranks, row_bytes] uint8.
-        base: the part of the signs' key that comes from step and salt.
+        base: the part of the random signs' key that depends on step and salt.
         first_rank: rank that sent the first row.
-        divisor: divisor of the sums if CASE.divides, else the factor they are multiplied by.
+        divisor: divisor of the sums if CASE.divides, else their factor.
         CASE: DequantizeConstants.
         THREADS: threads of a program.
     """
@@ -99,7 +99,7 @@ def dequantize(
 
 @triton.jit
 def read_levels(received, codes_at, group, place, real, CASE: tl.constexpr):
-    """Read codes and return their levels c + b as [STRIPES * THREADS]."""
+    """Load codes and return their levels c + b as [STRIPES * THREADS]."""
     ALIGNMENT: tl.constexpr = CASE.code_alignment
     codes = received + codes_at
     if CASE.code_bytes < RUN:
@@ -128,7 +128,7 @@ def read_levels(received, codes_at, group, place, real, CASE: tl.constexpr):
 
 @triton.jit
 def code_bits(packed, PLACE: tl.constexpr, BITS: tl.constexpr):
-    """Twice the code at position PLACE of the lowest byte in each word; the higher bytes are ignored."""
+    """Return twice the code at position PLACE in the lowest byte of each word."""
     return (packed << 1 if PLACE == 0 else packed >> (PLACE * BITS - 1)) & ((2 << BITS) - 2)
 
 
@@ -139,7 +139,7 @@ def side_by_side(first, second):
 
 @triton.jit
 def store_values(output, start, result, group, place, left, CASE: tl.constexpr):
-    """Store the first `left` elements of `result` in `output`, or add them there, from element `start` on."""
+    """Write up to `left` elements of `result` to `output`, from element `start` on; with CASE.accumulate, add them."""
     OUTPUT: tl.constexpr = CASE.output
     output += start
     at = offsets(group, place, CASE.group, CASE.runs, RUN, CASE.places)

@@ -1,4 +1,4 @@
-"""Launch options of a kernel: how many groups a program processes, and with how many warps."""
+"""Launch options of a Triton kernel, and the search for the fastest."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ AHEAD_CYCLES = 4_000_000  # GPU cycles, 2 ms: longer than the host needs for the
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchOptions:
-    """Options that change the speed of a kernel, but not its results.
+    """Options that change the speed of a Triton kernel, but not its results.
 
     Attributes:
-        warps: warps of a program; each thread processes a block of 32 elements.
+        warps: number of warps of a program; each thread processes a block of 32 elements.
         compile_only: compile the kernel without running it.
     """
 
@@ -41,11 +41,11 @@ class LaunchOptions:
         return WARP * self.warps
 
     def groups_at_once(self, method: BlockMethod) -> int:
-        """Number of groups that a program processes."""
+        """Return the number of groups that a program processes."""
         return self.threads * stripes_of(method) // method.group
 
     def arguments(self) -> dict[str, int]:
-        """Arguments of the kernel."""
+        """Return the kernel arguments THREADS and num_warps."""
         return {"THREADS": self.threads, "num_warps": self.warps}
 
 
@@ -54,7 +54,12 @@ OPTIONS = tuple(LaunchOptions(warps=warps) for warps in (1, 4))
 
 
 def load(module: str, name: str = "") -> Any:
-    """The kernel `name` (default: `module`) from `module`, imported only now: machines without GPU may lack Triton."""
+    """Import a kernel's module when it is needed, because machines without a GPU may lack Triton; return the kernel.
+
+    Args:
+        module: name of the module, without "_kernel".
+        name: name of the kernel; "": the same as `module`.
+    """
     return getattr(importlib.import_module(f"zgraph.codegen.kernels.triton.{module}_kernel"), name or module)
 
 
@@ -67,9 +72,9 @@ def start(
         kernel: Triton kernel.
         grid: number of programs along each axis.
         options: launch options.
-        case: constants that the kernel is compiled for.
+        case: compile-time constants.
         args: arguments before the constants.
-        contracts: whether multiplications may be contracted with additions.
+        contracts: whether multiply-adds may be fused.
     """
     more = {"CASE": case, **options.arguments(), "enable_fp_fusion": contracts}
     if options.compile_only:
@@ -79,7 +84,7 @@ def start(
 
 
 def compile_all(run: Callable[[LaunchOptions], None]) -> None:
-    """Compile a kernel with all options in parallel, in threads: most of the work is done outside of Python."""
+    """Compile a kernel with all candidate options in parallel threads."""
     triton: Any = importlib.import_module("triton")
     with ThreadPoolExecutor(len(OPTIONS)) as pool, triton.AsyncCompileMode(pool):
         for options in OPTIONS:
@@ -87,26 +92,26 @@ def compile_all(run: Callable[[LaunchOptions], None]) -> None:
 
 
 def is_compiled(kernel: Any) -> bool:
-    """Whether a kernel runs on a device, rather than in Triton's interpreter."""
+    """Return whether a kernel runs on a GPU rather than in Triton's interpreter."""
     return isinstance(kernel, importlib.import_module("triton").JITFunction)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Make a GPU the current one: Triton launches on the current GPU, regardless of the tensors' device."""
+    """Return a context in which `device` is the current GPU, on which Triton launches kernels."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def drawn(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Normal random numbers [numel] to try a kernel on; they do not change the state of the user's generator."""
+    """Return normal random numbers [numel] for timing; the global generator's state does not change."""
     generator = torch.Generator(device).manual_seed(0)
     return torch.randn(numel, device=device, generator=generator).to(dtype)
 
 
 def fastest(run: Callable[[LaunchOptions], None], device: torch.device) -> LaunchOptions:
-    """The options with which a kernel runs fastest, by the median of a few rounds.
+    """Return the options with which a kernel runs fastest, by the median of a few rounds.
 
-    A launch takes the host longer than the kernel takes the device, so the host gets a head start of `AHEAD_CYCLES`:
-    the time between two events then consists of kernels only, without waits for the host.
+    Before each round, the GPU is kept busy for `AHEAD_CYCLES`, so that the host has issued all launches when the first
+    one starts. The measured time then has no waits for the host.
     """
     times: dict[LaunchOptions, list[float]] = {options: [] for options in OPTIONS}
     with on_device(device):

@@ -1,4 +1,4 @@
-"""Quantizes a bucket on a GPU, with one launch of `quantize_kernel` for the gradients of each dtype."""
+"""Quantizes a bucket on a GPU, with one kernel launch for the gradients of each dtype."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def quantize_bucket(
     *,
     options: LaunchOptions | None = None,
 ) -> None:
-    """Fill the payload of a bucket, as `zgraph.codegen.kernels.reference.quantize_bucket` does.
+    """Quantize the gradients of a bucket into its payload, like `zgraph.codegen.kernels.reference.quantize_bucket`.
 
     Args:
-        grads: contiguous, any shape; padded with zeros to `stretches * world * numel` elements.
-        states: state of each gradient, contiguous, on the gradients' device; updated in place.
+        grads: contiguous gradients of any shape, treated as padded to `stretches * world * numel` elements by zeros.
+        states: error-feedback state of each gradient, contiguous, on the gradients' device; updated in place.
         layout: layout of the bucket; its method is a BlockMethod.
         draw, rank: key of the random signs.
         payload: [world, payload_bytes] uint8, contiguous; bytes after the last section are not written.
@@ -58,7 +58,7 @@ def _launch(
     payload: Tensor,
     options: LaunchOptions | None,
 ) -> None:
-    """Launch the kernel for gradients of one dtype; `members` are their indices in the bucket."""
+    """Launch the kernel for the gradients of one dtype, whose indices in the bucket are `members`."""
     method, dtype = checks.block_method(layout), grads[0].dtype
     lengths = [layout.numels[member] for member in members]
     numels, addresses = [grad.numel() for grad in grads], [checks.address_of(grad) for grad in grads]
@@ -96,9 +96,9 @@ def _launch(
 
 @functools.cache
 def _fastest(method: BlockMethod, dtype: torch.dtype, device: torch.device) -> LaunchOptions:
-    """Find the fastest launch options, on a separate bucket: the caller's errors must not change.
+    """Find the fastest launch options on temporary tensors, so that error-feedback state does not change.
 
-    The bucket is small, because it is allocated in the middle of the first backward, but large enough for all SMs.
+    The tensors are small, because they are allocated during the first backward, but large enough for all SMs.
     """
     numel = 2**21
     layout = BucketLayout(method, (numel,), world=1)
@@ -113,7 +113,7 @@ def _fastest(method: BlockMethod, dtype: torch.dtype, device: torch.device) -> L
 
 
 def _addresses(kept: Sequence[Tensor]) -> list[int]:
-    """Addresses of an error and of its scales; 0 for tensors that the method does not keep."""
+    """Return the addresses of a gradient's error and of the error's scales; 0 for a tensor that does not exist."""
     found = [checks.address_of(tensor) for tensor in kept]
     return found + [0] * (2 - len(found))
 

@@ -1,10 +1,9 @@
-"""The Triton kernel that quantizes a bucket: compensate, rotate, quantize, pack, and keep the new error.
+"""The Triton kernel that quantizes a bucket: add the error, rotate, quantize, pack, and store the new error.
 
-It reads every gradient in place and writes codes and scales to their places in the payload. A program processes a few
-groups of one gradient; two tables tell it which groups, and their addresses. Apart from the gradients, their errors and
-the payload, nothing as large as the bucket is ever in device memory.
+Each program processes a few groups of one gradient; two tables tell it the groups and addresses. Gradients are read in
+place, and codes and scales are written directly to the payload, without temporary buffers.
 
-Specified by `zgraph.codegen.kernels.reference`; results are equal bit for bit, whatever the launch options.
+Results are bitwise equal to `zgraph.codegen.kernels.reference`, whatever the launch options.
 """
 
 # pyright: basic, reportAttributeAccessIssue=false, reportIndexIssue=false, reportInvalidTypeForm=false
@@ -56,10 +55,11 @@ def quantize(
     """Store the codes, scales and new errors of a few groups.
 
     Args:
-        table: [tensors, ENTRY] int64: addresses of gradient, error and its scales, sizes, and where the sections begin.
-        programs: [programs, 2] int32: the tensor of each program, and which of its groups.
+        table: [tensors, ENTRY] int64: for each tensor, the addresses of gradient, error and the error's scales, sizes,
+            and offsets of its sections in the payload.
+        programs: [programs, 2] int32: for each program, the index of its tensor, and of its run of groups in the chunk.
         payload: [world, payload_bytes] uint8.
-        key: key of the signs.
+        key: key of the random signs.
         sign_bit: the sign bit of an fp32 number.
         CASE: QuantizeConstants.
         THREADS: threads of a program.
@@ -118,7 +118,7 @@ def quantize(
 
     if CASE.error != "none":
         if CASE.rotate:
-            # `sign_bit` is an argument, lest the compiler keep all signs in registers from their first use on.
+            # As an argument, `sign_bit` stops the compiler from keeping all signs in registers after their first use.
             sent = hadamard(levels) * flip(to_all(from_bf16(scale), CASE.stripes), signs, sign_bit)
         else:
             sent = levels * to_all(from_bf16(scale), CASE.stripes)
@@ -133,7 +133,7 @@ def quantize(
 
 @triton.jit
 def read_gradient(grad, start, group, place, left, CASE: tl.constexpr):
-    """The elements of a program in fp32: `left` elements of `grad` from element `start` on, then zeros."""
+    """Load up to `left` elements of `grad` from element `start` on as fp32, followed by zeros."""
     GRAD: tl.constexpr = CASE.grad
     grad += start
     at = offsets(group, place, CASE.group, CASE.runs, RUN, CASE.places)
@@ -148,7 +148,7 @@ def read_gradient(grad, start, group, place, left, CASE: tl.constexpr):
 
 @triton.jit
 def add_error(compensated, error, error_scale, group, place, real, CASE: tl.constexpr):
-    """Return `compensated` plus the old error; and this sum plus old_factor * old error, for the new error."""
+    """Add the old int8 error to `compensated`; return this sum, and this sum plus old_factor * old error."""
     ALIGNMENT: tl.constexpr = CASE.error_alignment
     words = tl.multiple_of(error.to(tl.pointer_type(tl.int32)), ALIGNMENT)
     words += offsets(group, place, CASE.group // 4, CASE.runs, 2, CASE.places)
@@ -169,7 +169,7 @@ def add_error(compensated, error, error_scale, group, place, real, CASE: tl.cons
 
 @triton.jit
 def best_levels(grid, CASE: tl.constexpr):
-    """Return the levels c + b for `grid`, which is u + ROUNDER, and two sums; the ratio of these gives the scale."""
+    """Return the levels c + b for the integers u = grid - ROUNDER, and two sums whose ratio gives the scale."""
     unit = grid - ROUNDER
     levels = levels_of(unit, grid, 0, CASE)
     along = group_dot(unit, levels, CASE)
@@ -191,7 +191,7 @@ def best_levels(grid, CASE: tl.constexpr):
 
 @triton.jit
 def levels_of(unit, grid, CLIP: tl.constexpr, CASE: tl.constexpr):
-    """Levels c + b at one clipping level, for the integers u; `unit` is u, and `grid` is u + ROUNDER."""
+    """Return levels c + b at one clipping level, given the integers u as `unit`, and u + ROUNDER as `grid`."""
     if CASE.rotate:
         if CASE.clipped[CLIP]:
             share = tl.clamp(tl.fma(unit, CASE.slopes[CLIP], 0.5), 0.0, 1.0)  # of the interval from clip to clip
@@ -205,7 +205,7 @@ def levels_of(unit, grid, CLIP: tl.constexpr, CASE: tl.constexpr):
 
 @triton.jit
 def group_dot(x, y, CASE: tl.constexpr):
-    """The sum of products x * y over each group."""
+    """Return the sum of the products x * y over each group."""
     if CASE.exact_sums:
         total = exact_dot(x, y, CASE.stripe_halvings, CASE.places)
     else:
@@ -215,7 +215,7 @@ def group_dot(x, y, CASE: tl.constexpr):
 
 @triton.jit
 def store_codes(payload, code_at, levels, finite, group, place, real, CASE: tl.constexpr):
-    """Store levels [STRIPES * THREADS] as packed codes; groups that are not finite get 0."""
+    """Store levels [STRIPES * THREADS] as packed codes, or 0 for groups that are not finite."""
     ALIGNMENT: tl.constexpr = CASE.code_alignment
     codes = payload + code_at
     if CASE.bits == 4 and CASE.rotate:
@@ -242,7 +242,7 @@ def store_codes(payload, code_at, levels, finite, group, place, real, CASE: tl.c
 
 @triton.jit
 def four_bit_words(levels):
-    """Pack levels, each halfway between two 4-bit codes, into words of four bytes: [32 * THREADS] -> [4 * THREADS].
+    """Pack levels of 4-bit codes into words of four bytes: [32 * THREADS] -> [4 * THREADS].
 
     Fused multiply-adds combine four codes into 16 bits; two such halves make a word.
     """
@@ -258,7 +258,7 @@ def four_bit_words(levels):
 
 @triton.jit
 def keep_codes(new, error, error_scale, group, place, keep, CASE: tl.constexpr):
-    """Store the new error, multiplied by residual_gain, as int8 codes and their scales."""
+    """Store residual_gain * `new`, the new error, as int8 codes and their scales."""
     largest = group_largest(new, CASE.stripe_halvings, CASE.places)
     scale = number_to_bf16(tl.where(largest >= TINY, largest * CASE.error_unit, 0.0))
     wide = from_bf16(scale)

@@ -1,6 +1,6 @@
-"""The CUDA kernel of `zgraph::sum_ranks`: one launch that reads each rank's piece once and writes the sum.
+"""The CUDA implementation of `zgraph::sum_ranks`: one kernel launch, which reads each rank's piece once.
 
-Sums run in rank order, in fp32, with IEEE division: bit for bit the operator's results on other devices.
+Sums are in rank order, in fp32, with IEEE division, and bitwise equal to other devices.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def sum_pieces(received: Tensor, world: int, divisor: int, dtype: torch.dtype) -> Tensor:
-    """`zgraph.dialect.sum_ranks.sum_pieces` with one kernel."""
+    """Compute `zgraph.dialect.sum_ranks.sum_pieces` with one kernel launch."""
     checks.require_contiguous("sum_blocks", [received])
     output = received.new_empty((received.shape[0] // world, *received.shape[1:]), dtype=dtype)
     numel = output.numel()

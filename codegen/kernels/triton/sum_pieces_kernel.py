@@ -1,4 +1,4 @@
-"""The Triton kernel that sums the pieces of all ranks: it reads each piece once, in rank order, and writes the sum."""
+"""The Triton kernel that sums the pieces of all ranks, in rank order, reading each piece once."""
 
 # pyright: basic, reportAttributeAccessIssue=false, reportIndexIssue=false, reportInvalidTypeForm=false
 # pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
@@ -15,13 +15,13 @@ def sum_pieces(
     output, received, numel: tl.int64, ranks, divisor,
     WIRE: tl.constexpr, OUTPUT: tl.constexpr, DIVIDES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sums of [ranks, numel] numbers, in fp32.
+    """Sum `received` over the ranks in fp32, divide, and store.
 
     Args:
-        output: [numel]; bf16 is read and written as int16.
-        received: [ranks, numel].
+        output: [numel]; bf16 is given as int16.
+        received: [ranks, numel]; bf16 is given as int16.
         divisor: divisor of the sums.
-        WIRE, OUTPUT: names of the dtypes: fp32, bf16 or fp16.
+        WIRE, OUTPUT: names of the dtypes of `received` and `output`: fp32, bf16 or fp16.
         DIVIDES: whether the sums are divided.
         BLOCK: number of elements of a program.
     """

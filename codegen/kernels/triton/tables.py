@@ -1,6 +1,6 @@
-"""Tables that describe a bucket to compression kernels: the address of each tensor, and the programs that process it.
+"""Tables that tell compression kernels the address of each tensor of a bucket, and the programs that process it.
 
-With them, one compiled kernel serves every bucket, whatever the number and sizes of its tensors.
+With these tables, one compiled kernel works for any number and sizes of tensors.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ ENTRY = 8  # int64 numbers per tensor
 
 
 def entries_of(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """The `rows` as a table on `device`, filled up with zeros: [tensors, ENTRY] int64.
+    """Return `rows` as a table on `device`, padded with zeros: [tensors, ENTRY] int64.
 
     Args:
         rows: addresses and sizes of each tensor.
-        device: target of the copy, which runs in stream order; the host memory is kept until it ends, without a wait.
+        device: device of the table; the copy is ordered by the stream and does not block the host.
     """
     filled = [[*row, *[0] * (ENTRY - len(row))] for row in rows]
     pinned = device.type == "cuda" and torch.cuda.is_available()
@@ -28,7 +28,7 @@ def entries_of(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
 
 @functools.lru_cache(maxsize=4096)
 def programs_of(groups: tuple[int, ...], at_once: int, device: torch.device) -> Tensor:
-    """A table [programs, 2] int32: for each program, the tensor that it processes, and which groups of the chunk.
+    """Return a table [programs, 2] int32: for each program, the index of its tensor, and of its run of groups.
 
     Args:
         groups: number of groups in a chunk of each tensor.
@@ -43,5 +43,5 @@ def programs_of(groups: tuple[int, ...], at_once: int, device: torch.device) -> 
 
 
 def are_aligned(addresses: Sequence[int], sizes: Sequence[int], run: int) -> bool:
-    """Whether runs of elements begin at multiples of 16 bytes, and tensors and chunks end with a complete run."""
+    """Return whether all addresses are multiples of 16 bytes, and all sizes multiples of `run` elements."""
     return all(address % 16 == 0 for address in addresses) and all(size % run == 0 for size in sizes)

@@ -34,7 +34,10 @@ class HostCopies(Protocol):
     """Copies between the host and one device; only `Arrival.synchronize` blocks the host."""
 
     def kept(self, tensor: Tensor) -> Tensor:
-        """Return a copy of a host tensor in pinned memory, or the tensor itself if pinned already or if the device is a CPU."""
+        """Return a host tensor in the memory that is fastest to copy: pinned if the device is a GPU.
+
+        A tensor that is in such memory already is returned unchanged.
+        """
         ...
 
     def fetch(self, kept: Sequence[Tensor], stored: Arrival | None) -> tuple[list[Tensor], Arrival | None]:
@@ -54,7 +57,11 @@ class HostCopies(Protocol):
         ...
 
     def store(self, computed: Sequence[Tensor], kept: Sequence[Tensor]) -> Arrival | None:
-        """Start copying device tensors (`computed`) into host tensors (`kept`); return the event at the end of the copies."""
+        """Start copying device tensors (`computed`) into host tensors (`kept`).
+
+        Returns:
+            The event at the end of the copies.
+        """
         ...
 
 

@@ -105,7 +105,7 @@ class ShardLayout:
 
     @property
     def first_row(self) -> int:
-        """Index of this rank's first row in the unsharded parameter; if the rank has no rows, the number of all rows."""
+        """Index of this rank's first row in the unsharded parameter; the number of all rows if this rank has none."""
         return min(self.rank * self.chunk_rows, self.shape[0]) if self.is_sharded else 0
 
     @property
@@ -127,7 +127,10 @@ class ShardLayout:
 
     @property
     def gathers_mean(self) -> bool:
-        """Whether the reduction of the gradient ends with a gather: each rank averages one part, and gathers all others."""
+        """Whether the gradient's reduction ends with an all_gather of the averaged parts.
+
+        This is so if each rank averages only a part of the gradient that it keeps.
+        """
         return self.num_replicas > 1 or (not self.is_sharded and self.world > 1)
 
     @property

@@ -293,7 +293,7 @@ class ParameterState:
         self.begun, self.writes, self.backward = weakref.ref(zeros), zeros._version, -1
 
     def _is_edited(self, grad: Tensor) -> bool:
-        """Return whether the user has replaced `.grad` or written to it in place; a write via `.data` goes unnoticed."""
+        """Return whether the user has replaced `.grad` or written to it in place; writes via `.data` go unnoticed."""
         return self.begun is None or self.begun() is not grad or grad._version > self.writes
 
     def _follow_clearing(self) -> None:
@@ -338,7 +338,7 @@ class ParameterState:
             part.copy_(torch.where(is_even.to(part.device), scaled, torch.nan))
 
     def _follow_others(self, grad: Tensor) -> None:
-        """At stage 1, on a rank without rows of the parameter, discard the waiting gradients if the user has zeroed `.grad`.
+        """At stage 1, on a rank without rows of the parameter, discard waiting gradients after the user zeroes `.grad`.
 
         Such a rank has no elements that show the edit. It counts as zeroing if all other waiting gradients are zero,
         too.

@@ -124,7 +124,7 @@ class Part:
         return {key: empty_rows(self.param, size, dtype) for key, (size, dtype) in self.sizes.items()}
 
     def restored(self, tensors: Mapping[str, DTensor]) -> Feedback:
-        """Build the restored feedback from the tensors that were read; called by all ranks of the mesh."""
+        """Build the restored error feedback from the tensors that were read; called by all ranks of the mesh."""
         local = {key: tensor.to_local() for key, tensor in tensors.items()}
         fact = self.fact
         kept = {key: rows[0] for key, rows in local.items()} if self.way == "own" else self._cut_anew(local)
@@ -166,7 +166,7 @@ class Part:
 
 
 def empty_rows(param: ShardedParam, size: torch.Size, dtype: torch.dtype) -> DTensor:
-    """Create a DTensor on the host with one row for each rank that saved.
+    """Create a DTensor on the host with one row for each rank that saved the checkpoint.
 
     The rows are divided among the ranks of the parameter's mesh.
     """
@@ -286,7 +286,7 @@ def _check_error(
     """Check the shapes and dtypes of an error that must be cut into other chunks.
 
     Raises:
-        CheckpointError: they do not belong to the error of a gradient with `numel` elements.
+        CheckpointError: shapes and dtypes are not possible for a gradient with `numel` elements.
     """
     shape, dtype = sizes.get("error", (torch.Size([]), torch.float32))
     groups = chunk_rows(fact["numel"], shape[-1]) if len(shape) == 4 and shape[-1] else -1
@@ -315,7 +315,7 @@ def _check_factors(
     """Check the shapes and dtypes of the error and the factor of a low-rank reduction.
 
     Raises:
-        CheckpointError: they do not belong to a gradient of the given shape.
+        CheckpointError: shapes and dtypes are not possible for a gradient of the given shape.
     """
     found = {key: (list(size), dtype) for key, (size, dtype) in sizes.items()}
     error, right = (found.get(key, ([], torch.float32)) for key in ("error", "right"))

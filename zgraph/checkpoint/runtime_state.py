@@ -33,26 +33,31 @@ def runtime_state(model: nn.Module, *, load_from: str | os.PathLike[str] | None 
         dcp.save({"model": ..., "optimizer": ..., "runtime": zgraph.runtime_state(model)}, checkpoint_id=path)
         dcp.load({..., "runtime": zgraph.runtime_state(model, load_from=path)}, checkpoint_id=path)
 
-    `save_checkpoint` includes this state. For each rank it has the states of the random generators (torch's on the CPU
-    and the current CUDA device, Python's `random`), the values of `ignored` parameters, the buffers that differ between
-    ranks (such as running statistics), tensors that passes keep for a parameter, and the error feedback of compression.
+    `save_checkpoint` includes this state. It contains, for each rank:
 
-    If N ranks have saved and M ranks load, rank r restores the state of rank r modulo N. If r >= N, the random
-    generators of rank r are seeded with a hash of that state and r: different on every rank, but the same in every run.
-    Tensors that passes keep are dropped, because they depend on how parameters were divided.
+    - the states of the random generators: torch's on the CPU and on the current CUDA device, and Python's `random`;
+    - `ignored` parameters, and buffers that differ between ranks, such as running statistics;
+    - tensors that passes keep for a parameter;
+    - the error feedback of compression.
 
-    Errors of unsharded gradients survive such a change: each rank restores the mean over the N ranks, cut and quantized
-    for the new division. So the total error that has not been sent yet stays the same, except for the quantization.
-    With the same number of ranks and another ZeRO stage, each rank restores its own error, cut for the new division. A
-    `ZgraphWarning` names the errors that are dropped: errors of a second hop, of gathered means and of user-defined
-    compression methods, and all errors if nothing is sent any more. An error saved by another compression method is
-    refused: by the load if the model has already compressed, otherwise by the model's first reduction.
+    If N ranks have saved and another number M of ranks loads:
 
-    Errors are separate entries, "feedback.<parameter>.<slot>.<tensor>", of which each rank writes and reads its own
-    rows. DCP reads only entries that the model has, too, so `load_from` is needed to find the entries of a checkpoint.
-    Without `load_from`, a load that would leave out errors is refused. A rank holds all the rows that it reads at once,
-    up to ceil(N / M) per parameter; `load_checkpoint` needs less memory, because it reads one parameter at a time if
-    errors are cut for a new division.
+    - Rank r restores the state of rank r modulo N. For r >= N, its random generators are seeded with a hash of that
+    state
+      and r, so that all ranks draw different numbers.
+    - Tensors that passes keep are dropped, because they depend on how parameters are divided among ranks. - Of
+    unsharded gradients, each rank restores the mean error over the N ranks, divided and quantized anew. The total error
+      of all ranks stays the same, except for the quantization.
+    - Other errors are dropped, and a `ZgraphWarning` names them: errors of a second hop, of gathered means and of
+      user-defined compression methods, and all errors if nothing is sent any more.
+
+    If only the ZeRO stage has changed, each rank restores its own error, divided anew. Errors of another compression
+    method are refused: by the load if the model has already compressed, otherwise by the model's first reduction.
+
+    Errors are separate entries of the checkpoint, "feedback.<parameter>.<slot>.<tensor>". DCP reads only entries that
+    the model also has, so pass `load_from`; a load that would leave out errors is refused. A rank holds all rows that
+    it reads at once, up to ceil(N / M) per parameter. `load_checkpoint` needs less memory: it reads one parameter at a
+    time if errors must be divided anew.
 
     Args:
         model: model, sharded or not, compiled or not. Every rank must call `state_dict` and `load_state_dict`, because

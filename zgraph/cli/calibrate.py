@@ -46,7 +46,7 @@ def measured(*, refresh: bool = False, cache: Path | None = None) -> Hardware:
 
 
 def table_of(hardware: Hardware) -> Table:
-    """Return the measured hardware as a table. Links that were not measured have typical values, and are marked so."""
+    """Return the measured hardware as a table. Links that were not measured are marked, and have typical values."""
     rows = [
         ("backend", hardware.backend),
         ("memory of a rank", size(hardware.memory_bytes)),

@@ -91,7 +91,7 @@ def _pairs(first: Document, second: Document) -> list[tuple[Document | None, Doc
 
 
 def compare_passes(document: Document, first: str, second: str) -> list[Change]:
-    """Return the values of a report's graphs that differ after one pass from those after another pass.
+    """Compare a report's graphs after two passes; return the values that differ.
 
     The name CAPTURED stands for the graphs before any pass.
 

@@ -59,7 +59,7 @@ def written_sources(node: fx.Node) -> list[fx.Node]:
 
 
 def parts_of(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Return for each call of a whole step the number of its part.
+    """Return, for each call in the graph of a whole training step, the number of its part.
 
     Part 0 is the first forward, 1 its backward, 2 the second forward, and so on; an optimizer's step is a part of its
     own, with an even number. A call without a recorded number has the number of the call before it.
@@ -80,7 +80,7 @@ def _is_brought(node: fx.Node) -> bool:
 def copy_in(start: fx.Node) -> list[fx.Node] | None:
     """Return the nodes between graph inputs and a collective's start if they only cast, pad or pack data; else None.
 
-    Waits for copies of offloaded inputs count as inputs.
+    Inputs reloaded from the host count as graph inputs.
     """
     found: dict[fx.Node, None] = {}
     pending = list(start.all_input_nodes)

@@ -101,7 +101,7 @@ def set_transit(node: fx.Node, tier: Tier, *, to_device: bool) -> None:
 
 
 def lane(node: fx.Node) -> Lane | None:
-    """Return the recorded lane (copy engine) of a copy; None if it follows from devices and operator."""
+    """Return the lane (hardware resource) recorded for a copy; None if it follows from devices and operator."""
     found = transit(node)
     return None if found is None else found.lane
 
@@ -112,7 +112,7 @@ def space(node: fx.Node) -> Tier | None:
 
 
 def set_space(node: fx.Node, found: Tier) -> None:
-    """Record the memory space of a node's value, also for graphs of which the value becomes an input."""
+    """Record the memory space of a node's value; the record stays when the value becomes another graph's input."""
     node.meta[_SPACE] = found
 
 

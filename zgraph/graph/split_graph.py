@@ -101,9 +101,9 @@ def weight_gradients(joint: fx.Graph, forward_outputs: int) -> tuple[tuple[int, 
         forward_outputs: number of outputs of the forward, which come first.
 
     Returns:
-        (late, tensors), or None. `late`: indices of the reduced gradients among all gradients. `tensors`: for each
-            gradient, the index of its input among the graph's tensor inputs, or None for an input that is a number. The
-            result is None if no gradient is reduced, or if several inputs are parts of one tensor, such as a DTensor.
+        Two tuples: the indices of the reduced gradients among all gradients; and for each gradient, the index of its
+            input among the graph's tensor inputs, or None if that input is a number. Instead of the tuples, None if no
+            gradient is reduced, or if several inputs are parts of one tensor, such as a DTensor.
     """
     inputs = [node for node in joint.find_nodes(op="placeholder") if not is_tangent(node)]
     grads = nodes.returned_by(joint)[forward_outputs:]

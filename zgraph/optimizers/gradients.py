@@ -1,7 +1,7 @@
 """Drop-in replacements for `torch.amp.GradScaler` and `torch.nn.utils.clip_grad_norm_`, for sharded gradients.
 
-torch's own versions compute two results from only one rank's shards: whether a gradient has overflowed, and the maximum
-norm of the gradients.
+torch's own versions compute two results from only one rank's shards: whether a gradient has overflowed, and the
+infinity norm of the gradients.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def clip_grad_norm_(
     *,
     pipeline: DeviceMesh | dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Clip gradients like `torch.nn.utils.clip_grad_norm_`, but faster, and also correctly for the maximum norm.
+    """Clip gradients like `torch.nn.utils.clip_grad_norm_`, but faster, and also correctly for the infinity norm.
 
     Norms are computed on local shards instead of by one DTensor operation for each parameter. Without `pipeline`, each
     pipeline stage is clipped by its own norm, as by torch's function.

@@ -130,7 +130,7 @@ def _begin(state: State, shard: Tensor) -> None:
 
 @dataclass(frozen=True, eq=False)
 class _PlainSteps:
-    """Hook that takes an optimizer's step with rounded moments, before `step()` itself runs on no parameters.
+    """Optimizer hook that takes the step with rounded moments, in place of `step()` itself.
 
     Attributes:
         drawn: returns the seeds of the random numbers, by parameter id.

@@ -77,7 +77,7 @@ class ShardLayout:
         return self.zero_stage > 0
 
     def placements(self, ndim: int) -> tuple[Placement, ...]:
-        """Return the parameter's DTensor placements on a mesh of `ndim` axes, of which the last shards."""
+        """Return the parameter's DTensor placements on a mesh with `ndim` axes; only the last axis shards."""
         return (*[Replicate()] * (ndim - 1), Shard(0) if self.is_sharded else Replicate())
 
     @property
@@ -127,9 +127,9 @@ class ShardLayout:
 
     @property
     def gathers_mean(self) -> bool:
-        """Whether the gradient's reduction ends with an all_gather of the averaged parts.
+        """Whether the averaged gradient is assembled by an all_gather.
 
-        This is so if each rank averages only a part of the gradient that it keeps.
+        Each rank then averages only one part of the gradient that it needs.
         """
         return self.num_replicas > 1 or (not self.is_sharded and self.world > 1)
 

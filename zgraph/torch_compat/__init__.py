@@ -119,7 +119,7 @@ def _is_optional(name: str) -> bool:
 
 
 def exists(name: str) -> bool:
-    """Return whether a full name is that of an importable module, or of an attribute of one."""
+    """Return whether a dotted name refers to an importable module, or to an attribute of one."""
     parts = name.split(".")
     try:
         found = importlib.import_module(parts[0])

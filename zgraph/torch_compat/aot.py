@@ -30,7 +30,8 @@ def aot_autograd(
 ) -> Callable[..., Any]:
     """Create a Dynamo backend that traces forward and backward with AOTAutograd (torch 2.11 - 2.15).
 
-    The public `functorch.compile.aot_module_simplified` is not used, because Dynamo would try to compile its backward.
+    The public `functorch.compile.aot_module_simplified` is not used, because it leaves the generated backward visible
+    to Dynamo.
 
     Args:
         compile_forward, compile_backward, compile_inference: functions that compile a traced graph.

@@ -91,7 +91,7 @@ def checkpoint_operator() -> object:
 
 @torch.compiler.assume_constant_result
 def traced_body() -> str:
-    """Return what kind of higher-order operator's body Dynamo is tracing.
+    """Return the kind of the higher-order operator whose body Dynamo is tracing.
 
     torch 2.11 - 2.13: `current_tracer`, `parent`, `source_target`.
 
@@ -214,7 +214,8 @@ def recompile_reason() -> str:
 def graph_breaks() -> dict[str, int]:
     """Return the number of graph breaks in this process, by reason (torch 2.11 - 2.15: `counters`).
 
-    A break inside nested calls counts once for each of the frames that Dynamo then compiles separately.
+    A break in nested calls counts several times: once for the outermost frame, and again for each inner frame that
+    Dynamo then compiles separately.
     """
     from torch._dynamo.utils import counters
 

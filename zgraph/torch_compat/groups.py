@@ -55,9 +55,9 @@ def make_sibling_group(
 ) -> ProcessGroup:
     """Create a process group of some or all ranks of a group, with the same backend and timeout.
 
-    Only members of the new group call this. If the default group is bound to a device
-    (`init_process_group(device_id=...)`), the new group is split off its communicator immediately, so that all ranks of
-    the world must call this.
+    Only members of the new group call this. Exception: if the default group is bound to a device
+    (`init_process_group(device_id=...)`), the new group is split off its communicator immediately, and all ranks of the
+    world must take part in this split.
 
     torch 2.11 - 2.15: `_new_process_group_helper`, because it accepts a name. `dist.new_group` must be called by all
     ranks of the world, or chooses names that may differ between members (`use_local_synchronization`).
@@ -125,8 +125,8 @@ def collectives_so_far(group: ProcessGroup) -> int:
 def flight_recorder_directory() -> Path:
     """Return the directory into which torch's flight recorder dumps when the watchdog ends a process.
 
-    torch 2.11 - 2.13: the directory of TORCH_FR_DUMP_TEMP_FILE or TORCH_NCCL_DEBUG_INFO_TEMP_FILE; without these
-    variables, as in 2.13, the folder `torch` in the user's cache (DebugInfoWriter in FlightRecorder.cpp).
+    It is the directory of the path in TORCH_FR_DUMP_TEMP_FILE or TORCH_NCCL_DEBUG_INFO_TEMP_FILE (torch 2.11 - 2.13).
+    Without these variables, it is the folder `torch` in the user's cache (2.13: DebugInfoWriter in FlightRecorder.cpp).
     """
     given = os.environ.get("TORCH_FR_DUMP_TEMP_FILE") or os.environ.get("TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
     if given:

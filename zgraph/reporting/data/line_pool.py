@@ -15,7 +15,7 @@ Hunk = tuple[int, int, Runs]
 
 
 class LinePool:
-    """Table that numbers code lines. Equal lines of different graphs share a number; lines of one graph never do."""
+    """Numbers code lines: equal lines of different graphs share a number, but each line of one graph has its own."""
 
     def __init__(self, strings: Strings) -> None:
         self.strings = strings

@@ -139,7 +139,7 @@ def _change_of(tensor: Any, origin: int) -> int:
 
 
 def origin_of(tensor: Any) -> int:
-    """Return a hash of a sharded tensor's origin and digest; for a view, also of its position in the recorded views."""
+    """Return a hash of a sharded tensor's origin and digest; different views of one tensor have different hashes."""
     whole, viewed = _whole(tensor), getattr(tensor, "viewed", None)
     return hash((getattr(whole, "origin", 0), getattr(whole, "digest", 0), 0 if viewed is None else viewed.number))
 

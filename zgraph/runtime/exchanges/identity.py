@@ -36,7 +36,9 @@ Options = tuple[tuple[str, Any], ...]  # names and values of optimizer options, 
 
 @dataclass(eq=False)
 class Exchanges:
-    """Counter of the exchanges of one model: of all parameters sharded by one call of `zgraph.shard`.
+    """Counter of the exchanges of one model: the parameters sharded by one call of `zgraph.shard`.
+
+    An exchange is a collective between ranks.
 
     Attributes:
         group_name: name of the model's process group.

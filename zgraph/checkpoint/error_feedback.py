@@ -245,7 +245,7 @@ def _part(
         way = "own" if division["ranks"] == here["ranks"] else "mean"  # errors are of the unsharded gradient
     elif division != here:
         if slot != UNSHARDED or here["group"] == 1:
-            return None  # its part of the gradient is no longer on a single rank, or nothing is sent
+            return None  # the rank's part of the gradient is now on several ranks, or nothing is sent
         numel, chunks = param.spec.layout.grad_chunk.numel(), here["group"]  # for any number of hops
         same_ranks = division["ranks"] == here["ranks"]
         if sizes and not (same_ranks and (numel, chunks) == (fact["numel"], fact["chunks"])):

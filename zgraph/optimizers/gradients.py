@@ -100,7 +100,7 @@ class GradScaler(AgreeingGradScaler):
             "_models": None,
             "found": [],
             "defer": None,
-        }  # models are not the scaler's to copy
+        }  # a copy of the scaler must not copy models
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state | {"_models": weakref.WeakSet[nn.Module]()})
@@ -165,11 +165,11 @@ def clip_grad_norm_(
         return norm
     grads = [_local(grad) for grad in found]
     first = everything[0]
-    dtype = first.dtype  # of the result: known to every rank, with or without rows
+    dtype = first.dtype  # dtype of the result, the same on ranks with and without rows
     for parameter in everything[1:]:
         dtype = torch.promote_types(dtype, parameter.dtype)
     filled = [grad for grad in grads if grad.numel()]
-    # The mesh's device, which exchanges norms; gradients of parameters offloaded from a GPU are on the host.
+    # Norms are exchanged on the mesh's device; gradients of parameters offloaded from a GPU are on the host.
     device = first.device_mesh.device_type if isinstance(first, DTensor) else first.device
     total = torch.nn.utils.get_total_norm(filled, norm_type, foreach=foreach).to(device, dtype)
     for group in _groups_of(everything):
@@ -218,7 +218,7 @@ def clip_by_stages(
     """
     group = pipeline.get_group() if isinstance(pipeline, DeviceMesh) else pipeline
     own = _local(clip_grad_norm_(counted, math.inf, norm_type, foreach=foreach))  # clips nothing
-    # Stages may differ in dtypes, and one that counts nothing has a norm on the CPU.
+    # Stages may differ in dtypes, and a stage without counted parameters has a norm on the CPU.
     device = _local(parameters[0]).device if parameters else own.device
     norms = torch.empty(dist.get_world_size(group), dtype=torch.float64, device=device)
     try:

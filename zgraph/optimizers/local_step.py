@@ -80,7 +80,7 @@ class _StandIn:
         self.taken: list[list[Tensor]] = []  # shards in place of the parameters, by group
 
     def enter(self, optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.present, self.taken = None, []  # left over by a step that raised
+        self.present, self.taken = None, []  # may be left over from a step that raised an error
         ordinary = args[0] is not optimizer or len(args) > 1 or kwargs or torch.compiler.is_compiling()
         if ordinary or optimizer.defaults.get("differentiable"):
             return None

@@ -70,7 +70,7 @@ def _gathered_in(graph: fx.Graph) -> Iterator[tuple[str, bool]]:
         if nodes.is_unshard(node):
             for transfer in transfers_of(node):
                 yield from ((name, transfer.kind == "all_gather_kept") for name in transfer.parameters)
-        # A gather of a computed value is that of a replicated gradient's mean.
+        # Gathers of computed values assemble the mean of a replicated gradient.
         elif nodes.is_gather(node) and dataflow.copy_in(node) is not None:
             yield from ((name, nodes.is_kept_gather(node)) for name in meta.parameters(node))
 

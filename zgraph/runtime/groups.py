@@ -15,8 +15,8 @@ from zgraph.torch_compat.groups import (
     resolve_group,
 )
 
-OF_REDUCTIONS = ".reductions"  # suffix of the name of a group's twin for reductions
-OF_GATHERS = ".gathers"  # suffix of the name of a group's twin for gathers
+OF_REDUCTIONS = ".reductions"  # name suffix of a second group with the same ranks, for reductions
+OF_GATHERS = ".gathers"  # name suffix of a second group with the same ranks, for gathers
 
 
 def group_size(group_name: str) -> int:

@@ -172,7 +172,7 @@ def trace(function: Callable[..., Any], fakes: Sequence[Any], mode: Any, *, deco
     """
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    # 2.11 - 2.15: operators that read a tensor's value are traced as nodes whose result is a symbol.
+    # torch 2.11 - 2.15: operators that read a tensor's value are traced as nodes whose result is a symbol.
     table: Mapping[Any, Any] = inductor_decompositions() if decompose else {}
     with mode:
         return make_fx(function, decomposition_table=dict(table), _error_on_data_dependent_ops=False)(*fakes)

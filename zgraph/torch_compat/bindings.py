@@ -27,7 +27,7 @@ _SAME_NAMES = (
     *("maximum", "minimum", "mean", "amax", "_softmax", "_log_softmax", "_foreach_sqrt", "_foreach_neg"),
 )
 # Functions that accept the arguments of an overload unchanged, by position and by name, and call exactly that overload
-# (2.11 - 2.15).
+# (torch 2.11 - 2.15).
 FUNCTIONS: Mapping[OpOverload, Callable[..., Any]] = MappingProxyType(
     {
         **{getattr(aten, name).default: getattr(torch, name) for name in _SAME_NAMES},

@@ -14,7 +14,7 @@ from typing import Any, NoReturn, ParamSpec, TypeVar, cast
 import torch
 from torch import fx, nn
 
-# Names of operators whose bodies run zero, one or more times, depending on data (2.11 - 2.13).
+# Names of operators whose bodies run zero, one or more times, depending on data (torch 2.11 - 2.13).
 CONTROL_FLOW = frozenset({"cond", "while_loop", "while_loop_stack_output", "scan", "associative_scan", "map_impl"})
 
 P = ParamSpec("P")

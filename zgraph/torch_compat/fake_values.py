@@ -42,7 +42,7 @@ def hint_of(size: object) -> int | None:
         return cast(int, size)
     try:
         hint = size.node.hint
-    except Exception:  # 2.11 - 2.15 raise the shape environment's own errors for data-dependent sizes
+    except Exception:  # torch 2.11 - 2.15 raise the shape environment's own errors for data-dependent sizes
         return None
     return hint if isinstance(hint, int) else None
 

@@ -32,7 +32,7 @@ def backend_of(group: ProcessGroup, device: torch.device) -> str:
     """
     try:
         return str(group._get_backend(device).name())
-    except RuntimeError:  # none for this device
+    except RuntimeError:  # no backend for this device
         return ""
 
 

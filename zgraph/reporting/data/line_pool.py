@@ -73,8 +73,8 @@ def _kept(before: Sequence[int], after: Sequence[int]) -> list[tuple[int, int]]:
     """Return the unchanged lines as pairs (position in `before`, position in `after`), by patience sorting."""
     place_of = {number: place for place, number in enumerate(before)}
     pairs = [(place_of[number], place) for place, number in enumerate(after) if number in place_of]
-    ends: list[int] = []  # the least last position of a subsequence of each length
-    last: list[int] = []  # the pair at that position
+    ends: list[int] = []  # smallest end of an increasing subsequence, by its length
+    last: list[int] = []  # index of the pair at this end
     previous: list[int] = []
     for number, (old, _) in enumerate(pairs):
         length = bisect_left(ends, old)

@@ -26,7 +26,7 @@ PARAMETERS, GATHERED, ACTIVATIONS, GRADIENTS, OPTIMIZER, FEEDBACK, BUFFERS, INPU
     "communication buffers",
     "inputs",
 )
-OTHER = "other"  # a tier of the user's
+OTHER = "other"  # a user-defined memory space
 SPACES = (*listed(()), OTHER)
 LARGEST = 20  # storages that are listed at the peak
 
@@ -204,7 +204,7 @@ def memory_data(
 def _class_of_range(entry: LiveRange, number: int, ranges: Sequence[LiveRange], found: Mapping[fx.Node, str]) -> str:
     kept = remaining_bytes(entry.node) if entry.node.op == "call_function" else 0
     if kept and entry.bytes == kept and not any(later.node is entry.node for later in ranges[number + 1 : number + 2]):
-        return GRADIENTS  # a window's sum
+        return GRADIENTS  # sum of an accumulation window
     return found.get(entry.node, ACTIVATIONS)
 
 

@@ -121,7 +121,7 @@ def write_frame(directory: Path, frame: FrameData, found: Report, about: About |
         )
         folder.mkdir(parents=True, exist_ok=True)
         _write(folder, [(REPORT, to_json(document)), (TIMES, to_json(times))])
-        _write(folder, files_of(load(folder / REPORT)))  # equal to files made from the folder later
+        _write(folder, files_of(load(folder / REPORT)))  # the same files as `zgraph report` makes later
     except Exception as error:  # a report must not end a training run
         _log.warning("zgraph: cannot write the report to %s: %s", folder, error)
         return False

@@ -64,7 +64,7 @@ def at_rest(document: Document) -> dict[str, int]:
         table = frame["parameters"]
         found[PARAMETERS] |= dict(zip(table["name"], table["local_bytes"], strict=True))
         found[FEEDBACK] |= {
-            name: max(count, found[FEEDBACK].get(name, 0))  # the frame of an evaluation has none
+            name: max(count, found[FEEDBACK].get(name, 0))  # a frame of an evaluation has no feedback
             for name, count in zip(table["name"], table["feedback_bytes"], strict=True)
         }
     return {kind: sum(counts.values()) for kind, counts in found.items()}

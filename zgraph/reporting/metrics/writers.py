@@ -42,7 +42,7 @@ class JsonLines:
         self._file: TextIO | None = None
         if _writes(path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("a", encoding="utf-8", buffering=1)  # by line: a killed run leaves whole ones
+            self._file = self.path.open("a", encoding="utf-8", buffering=1)  # by line: a kill leaves no partial line
 
     def write(self, step: int, values: Mapping[str, float | None]) -> None:
         if self._file is not None:

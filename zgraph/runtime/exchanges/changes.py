@@ -30,7 +30,7 @@ ADVICE_ON_CHANGES = (
     "Change gradients and weights alike on all ranks: average numbers over the ranks first, and decide together to "
     "skip a step."
 )
-_NAN = 0.5  # hashed in place of NaN, whose own hash depends on the object
+_NAN = 0.5  # hashed in place of NaN, because the hash of a NaN differs between objects
 _DIGESTS = 1e9  # integers from this size on are digests, which are not shown
 _MASK = 2**61 - 1
 
@@ -129,7 +129,7 @@ def _change_of(tensor: Any, origin: int) -> int:
     found = getattr(whole, "digest", 0)
     if viewed is not None and viewed.number:
         return hash((found, origin_of(tensor)))
-    own = getattr(whole, "origin", origin) or origin  # 0: made by zgraph itself when it moved state
+    own = getattr(whole, "origin", origin) or origin  # 0: zgraph made the tensor itself, by moving state
     if own != origin:
         found = hash((found, own))
         whole.origin = origin

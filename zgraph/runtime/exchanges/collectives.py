@@ -41,7 +41,7 @@ from zgraph.torch_compat.collectives import (
 from zgraph.torch_compat.groups import backend_of, resolve_group
 
 _NUMBERS = 4096
-# First tags of two ranges: for sends, and for parts that a gather by host passes on. Far from tags that users choose.
+# First tags of two ranges: for sends, and for parts that hierarchical gathers forward. Far from tags of users.
 _TAGS = (0x7A670000, 0x7A670000 + _NUMBERS)
 
 
@@ -386,7 +386,7 @@ def _messages(
     else:
         tags = {nbytes: tag_of(about.key, number, nbytes) for nbytes in sizes}
 
-    # Receives first: announced before anything is sent, they do not queue after data.
+    # Receives first, so that this rank's announcements of readiness do not queue after its data.
     works = [group.recv([to_fill[peer]], peer, tags[receives[peer]]) for peer in reversed(others) if receives[peer]]
     return works + [group.send([to_send[peer]], peer, tags[sends[peer]]) for peer in others if sends[peer]]
 

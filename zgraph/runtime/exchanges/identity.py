@@ -65,7 +65,7 @@ class Exchanges:
         return cls(group_name, store, store.add(f"zgraph/models/{group_name}/{dist.get_rank()}", 1))
 
     def __deepcopy__(self, memo: dict[int, object]) -> Exchanges | None:
-        return cast("Exchanges | None", memo.setdefault(id(self), Exchanges.of(self.group_name)))  # a model of its own
+        return cast("Exchanges | None", memo.setdefault(id(self), Exchanges.of(self.group_name)))  # a new model
 
     def next(self, number: int = 0) -> int:
         """Count one exchange and return its key, a hash that is equal in all processes.
@@ -225,7 +225,7 @@ def _number_of(options: Options) -> int:
 
     Names are left out, because string hashes differ between processes.
     """
-    return hash(tuple(value if value == value else 0.5 for _, value in options))  # NaN's hash depends on the object
+    return hash(tuple(value if value == value else 0.5 for _, value in options))  # hashes of NaNs differ
 
 
 def tag_of(key: int, place: int, nbytes: int) -> int:

@@ -169,7 +169,7 @@ def _compared(
     loss reduced over all ranks.
     """
     reads = isinstance(optimizer, torch.optim.LBFGS) or not type(optimizer).__module__.startswith("torch.optim")
-    reads = reads and not hasattr(closure, "is_compared")  # compared already by an optimizer that wraps this one
+    reads = reads and not hasattr(closure, "is_compared")  # wrapped already, by an outer optimizer
 
     def called() -> object:
         for model in models:

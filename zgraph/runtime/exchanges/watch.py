@@ -112,7 +112,7 @@ class Watch:
         self.announced: tuple[str, Exchanges] | None = None
         self.started: deque[tuple[int, int, Sequence[int], Sequence[int]]] = deque(maxlen=_REMEMBERED)
         self._store = PrefixStore("zgraph/watch", store)
-        self._seen: list[int] | None = None  # key of the exchange last seen waiting; itself it would keep a model alive
+        self._seen: list[int] | None = None  # key of the exchange last seen; the exchange would keep a model alive
         self._since = 0.0  # when it was first seen
         self._sent: list[Any] = []  # dummy messages, and their memory
         self._lock = threading.Lock()  # guards the published text
@@ -127,7 +127,7 @@ class Watch:
         text = self._read(f"told/{self.rank}/{exchange.key}")
         if text:
             exchange.about.exchanges.restart()
-            # The peer that told this rank may itself wait for a refusal, which the thread has not sent yet.
+            # The peer that ended this wait may also be stuck, and this rank's thread may not have ended its wait yet.
             for rank in dist.get_process_group_ranks(exchange.group):
                 found = self.stuck(rank) if rank != self.rank else None
                 if found is not None:

@@ -146,9 +146,10 @@ class Part:
 
     @property
     def _divisor(self) -> int:
-        """Divisor of the sum of all saved errors, so that the restored errors add up to the same unsent total.
+        """Divisor of the sum of all saved errors; the quotient is the error that each rank restores.
 
-        It depends on whether gradients are reduced to a mean or to a sum.
+        It is the number of ranks that saved if gradients are averaged, and the number of ranks that load if they are
+        summed.
         """
         return self.ranks if self.param.spec.reduction == "mean" else self.param.sharded.device_mesh.size()
 

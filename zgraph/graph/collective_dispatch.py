@@ -43,7 +43,7 @@ def dispatcher_of(start: fx.Node, number: int, ranks_per_host: int = 1, called_f
 
 
 def sends_bucket(start: fx.Node) -> bool:
-    """Return whether a collective sends a concatenation of tensors that nothing else reads."""
+    """Return whether a collective's input is a concatenation of tensors that no other node reads."""
     sent = start.all_input_nodes[0]
     return sent.target is torch.ops.aten.cat.default and list(sent.users) == [start]
 

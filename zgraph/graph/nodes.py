@@ -164,7 +164,7 @@ def is_gather(node: fx.Node) -> bool:
 
 
 def gathers_addends(node: fx.Node) -> bool:
-    """Whether the node gathers addends from all ranks, each of which then computes the sum by itself."""
+    """Whether the node gathers one addend from each rank, so that every rank can compute the sum by itself."""
     return is_all_gather(node) and any(chunk.group_names == ("",) for chunk in meta.chunks(node))
 
 
@@ -231,7 +231,7 @@ def sent_by(start: fx.Node) -> list[fx.Node]:
 
 
 def started_by(start: fx.Node) -> list[fx.Node]:
-    """Return the nodes whose results are waited for: the start, or the selected results of a coalesced collective."""
+    """Return the nodes that waits have as argument: the start, or the selected results of a coalesced collective."""
     taken = [user for user in start.users if is_getitem(user)]
     return taken or [start]
 

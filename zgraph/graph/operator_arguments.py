@@ -35,7 +35,7 @@ class UnshardArgs:
 
     @property
     def policy(self) -> tuple[object, ...]:
-        """All arguments except tensors; two reads of a parameter can share a gather if these are equal."""
+        """Values of all arguments except tensors; two reads of a parameter with equal policies can share one gather."""
         return tuple(value for name, value in vars(self).items() if name not in ("shard", "handle"))
 
 

@@ -182,7 +182,7 @@ def is_decoding(node: fx.Node) -> bool:
 
 
 def is_packing(node: fx.Node) -> bool:
-    """Whether the node packs a rank's rows into a result whose size is the same on all ranks."""
+    """Whether the node copies this rank's rows into a buffer that has the same size on all ranks."""
     if nodes.is_getitem(node):
         return nodes.is_cast_shards(node.all_input_nodes[0])
     return of(node).packs
@@ -245,7 +245,7 @@ def is_random(node: fx.Node) -> bool:
 
 
 def has_zero_dropout(node: fx.Node) -> bool:
-    """Whether the node is random only because of dropout, and its `dropout_p` is zero."""
+    """Whether the node is a random operator, such as attention, that draws nothing because its `dropout_p` is zero."""
     return is_random(node) and argument_of(node, "dropout_p") == 0
 
 

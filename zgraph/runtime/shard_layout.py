@@ -127,9 +127,9 @@ class ShardLayout:
 
     @property
     def gathers_mean(self) -> bool:
-        """Whether the averaged gradient is assembled by an all_gather.
+        """Whether the reduction of the gradient ends with an all_gather.
 
-        Each rank then averages only one part of the gradient that it needs.
+        Each rank then averages one part of the gradient, and gathers the other parts.
         """
         return self.num_replicas > 1 or (not self.is_sharded and self.world > 1)
 

@@ -63,7 +63,10 @@ class SharedRng:
 
 
 def random_state(device_type: str) -> tuple[Tensor, ...]:
-    """Return the states of the CPU's default generator and, except for device type "cpu", of the current device's."""
+    """Return the states of the default random generators.
+
+    They are the CPU's generator and, unless `device_type` is "cpu", the current device's.
+    """
     if device_type == "cpu":
         return (torch.get_rng_state(),)
     return torch.get_rng_state(), torch.get_device_module(device_type).get_rng_state()

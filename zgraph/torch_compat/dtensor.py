@@ -163,7 +163,7 @@ def replicated_scalar(local: Tensor, mesh: DeviceMesh) -> DTensor:
 
 
 def partial_norms(norms: Tensor, mesh: DeviceMesh, split: Sequence[bool], norm_type: float) -> DTensor:
-    """Wrap norms of local tensors as a DTensor whose reduction combines them to norms of whole tensors.
+    """Wrap norms of local tensors as a DTensor of the norms of the whole tensors, to be reduced over the mesh.
 
     torch 2.11 - 2.15: placement `_NormPartial`, as in DTensor's own norms.
 

@@ -130,9 +130,13 @@ def storage_info(name: str, offset: int, length: int) -> Any:
 
 
 def apply_keeping(base: type[nn.Module], attribute: str) -> Callable[..., Any]:
-    """Return a module class's `_apply`, wrapped so that each parameter keeps its attribute named `attribute`.
+    """Wrap a module class's `_apply` so that parameters keep a Python attribute, for example in `module.to`.
 
-    torch 2.11 - 2.13: `_apply`, which `module.to` calls, loses attributes of parameters that are DTensors.
+    torch 2.11 - 2.13: `_apply` loses attributes of parameters that are DTensors.
+
+    Args:
+        base: class of the modules.
+        attribute: name of the parameters' attribute.
     """
 
     @functools.wraps(base._apply)

@@ -108,7 +108,7 @@ def _looks_at_argument(node: fx.Node) -> bool:
 
 
 def _start_behind(node: fx.Node) -> fx.Node | None:
-    """Return the start of the collective of whose result `node` is a view; None if there is no such collective."""
+    """Return the start of the collective whose result `node` is, or is a view of; None if there is none."""
     while _looks_at_argument(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node if nodes.is_start(node) else None
@@ -139,7 +139,7 @@ def _class_of_arrival(start: fx.Node) -> str:
 def _before_reductions(graph: fx.Graph) -> dict[fx.Node, None]:
     """Return the nodes that compute parameter gradients.
 
-    These are the nodes whose value is returned or reduced, directly or through views and casts.
+    They are found backwards from the graph's outputs and reductions, through views and casts.
     """
     found: dict[fx.Node, None] = {}
     pending = [

@@ -226,7 +226,7 @@ def _memory(
 
 
 def _curve(plan: FramePlan, graphs: Mapping[Direction, fx.Graph]) -> MemoryCurve:
-    """Return the memory curve of a step, counted like the memory budget."""
+    """Return the memory curve of a step; bytes are counted as for the memory budget."""
     if "forward" not in graphs:  # inference, a whole step
         (whole,) = graphs.values()
         return memory_curve(whole, agreed=True)

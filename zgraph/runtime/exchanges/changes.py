@@ -9,7 +9,7 @@ difference. So each sharded tensor has two attributes:
 - digest: a hash of the operators and numbers that have written to the tensor since the last step.
 
 At the end of a step, ranks compare the origins and digests of all tensors that the optimizer reads. At every other
-exchange, they compare the digests of weights.
+exchange (collective between ranks), they compare the digests of weights.
 """
 
 from __future__ import annotations

@@ -73,17 +73,17 @@ class Route(NamedTuple):
 def bind(
     function: Callable[..., Any], *more: Any, about: Callable[[], About | None] | None = None
 ) -> Callable[..., Any]:
-    """Bind a function of this module to one node of a compiled program, so that the `Route` is looked up only once.
+    """Specialize a function of this module for one node of a compiled program; its `Route` is looked up only once.
 
     Args:
-        function: takes the tensors, any other arguments, the group's name, then `more`; and the keyword `route`.
-        more: last arguments, the same in every call.
-        about: called before each call to get the identity of the collective, for the keyword `about`; None if the
-            function has no such keyword.
+        function: function with the parameters (tensors, *others, group_name, *more, route=, about=).
+        more: values of its last positional parameters, the same in every call.
+        about: called before each call to get the identity of the collective; None if the function has no parameter
+            `about`.
 
     Returns:
-        A function of the tensors, the other arguments and the group's name. If the name later belongs to another group,
-        the route is looked up again.
+        A function with the parameters (tensors, *others, group_name). If the group's name later belongs to another
+        group, the route is looked up again.
     """
     known: Route | None = None
 

@@ -1,4 +1,4 @@
-"""`zgraph` on the command line, also `python -m zgraph`."""
+"""Entry point of the command `zgraph`, also called as `python -m zgraph`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ NEEDED = ("click", "rich")
 
 
 def run() -> None:
-    """Entry point of the console script."""
+    """Run the command `zgraph`."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         print(f"zgraph: the command line needs {' and '.join(missing)}; pip install 'zgraph[cli]'.", file=sys.stderr)
@@ -22,7 +22,7 @@ def run() -> None:
 
 
 def _keep_output_apart() -> None:
-    """Redirect the output of libraries to standard error: gloo prints its connections to standard output."""
+    """Redirect the output of libraries to standard error, because gloo prints its connections to standard output."""
     try:
         results = os.dup(1)
         os.dup2(2, 1)

@@ -1,4 +1,4 @@
-"""Error and warning types: who, where, what was found, what to do."""
+"""Error and warning types. Each message says where something happened, what was found, and what to do."""
 
 from __future__ import annotations
 
@@ -6,30 +6,31 @@ import warnings
 
 
 class ZgraphError(RuntimeError):
-    """Base of every error that zgraph raises at compile or run time (user options raise ValueError)."""
+    """Base class of errors raised while zgraph compiles or runs a model; invalid options raise a ValueError instead."""
 
 
 class PreconditionError(ZgraphError):
-    """A pass was run on a graph that does not meet its requirements."""
+    """A pass cannot run on a graph, because the graph lacks properties that the pass requires."""
 
 
 class BudgetError(ValueError):
-    """A step does not fit into the target's budget_bytes; the message says what would suffice."""
+    """A step needs more memory than the target's `budget_bytes`; the message says how much would suffice."""
 
 
 class VerifyError(ZgraphError):
-    """A graph broke an invariant after a pass."""
+    """A graph is invalid after a pass."""
 
 
 class AgreementError(ZgraphError):
-    """Ranks compiled graphs whose collectives do not match."""
+    """Ranks run different collectives, or the same collectives in a different order or with different options."""
 
 
 class CollectiveError(ZgraphError):
     """A collective failed or timed out; the message names it and its parameters.
 
-    Raised on gloo, and on NCCL if TORCH_NCCL_BLOCKING_WAIT=1 makes waits block. By default NCCL's waits only queue and
-    torch's watchdog ends the process; `zgraph.reporting.collective_numbers` then tells which collective it was.
+    Raised on gloo, and on NCCL if TORCH_NCCL_BLOCKING_WAIT=1 makes waits block. By default, waits on NCCL only queue,
+    and torch's watchdog ends the process; then files of `zgraph.reporting.collective_numbers` help to identify the
+    collective.
     """
 
 
@@ -38,13 +39,13 @@ class CheckpointError(ZgraphError):
 
 
 class DiskError(ZgraphError):
-    """Tensors on disk: the folder cannot be used, space is insufficient, or a transfer failed."""
+    """Tensors cannot be stored on disk: the folder is unusable, space is insufficient, or a read or write failed."""
 
 
 class ZgraphWarning(UserWarning):
-    """Something works, but probably not as the user intended."""
+    """Something works, but probably not as the user intends."""
 
 
 def renamed(before: str, now: str) -> None:
-    """Warn that a name has changed, with the name to write."""
+    """Warn about the use of an old name, and give the new one."""
     warnings.warn(f"zgraph: {before} is now {now}; the old name will go.", ZgraphWarning, stacklevel=3)

@@ -1,8 +1,9 @@
-"""Checkpoints that are complete or absent: written under a hidden name, renamed when complete, checked before loading.
+"""Checkpoints that are either complete or absent, even if a save is interrupted.
 
-A checkpoint is a directory written by torch.distributed.checkpoint, with a file `zgraph.json` that lists size and
-CRC-32 of every other file. Any number of ranks can load it. Parameters and optimizer state have the names of torch's
-own `get_state_dict` ("model.<name>", "optimizer.state.<name>.<key>"), so torch's tools can read it too.
+A checkpoint is a directory in the format of torch.distributed.checkpoint (DCP). It is written under a hidden name,
+renamed when complete, and checked before it is loaded, by the file `zgraph.json`: sizes and CRC-32 of all other files.
+Any number of ranks can load it. Parameters and optimizer state have the same names as in torch's `get_state_dict`
+("model.<name>", "optimizer.state.<name>.<key>"), so torch's own tools can read them, too.
 """
 
 from zgraph.checkpoint.directory import latest_checkpoint

@@ -1,4 +1,4 @@
-"""Running an action on all ranks, so that a failure on one rank is raised on every rank."""
+"""Runs an action on all ranks, so that a failure on one rank is raised on every rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def rank_and_world() -> tuple[int, int]:
 
 
 def gathered(value: Any) -> list[Any]:
-    """Return the `value` of each rank, in rank order. Every rank must call this."""
+    """Return the `value` of each rank, in rank order; called by every rank."""
     if not is_distributed_ready():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
@@ -28,12 +28,20 @@ def gathered(value: Any) -> list[Any]:
 
 
 def run_on_all_ranks(who: str, action: Callable[[], Any], *, all: bool = False) -> Any:
-    """Run an action on each rank. If it fails on one, raise an error on every rank, so that no rank hangs.
+    """Run an action on each rank; if it fails on one, raise an error on every rank, so that no rank hangs.
 
-    The action itself must not communicate.
+    The action must not communicate.
+
+    Args:
+        who: name of the caller, for error messages.
+        action: function without arguments.
+        all: whether to return the results of all ranks.
 
     Returns:
-        The action's result on this rank; with `all`, a list of the results of all ranks.
+        The action's result on this rank; with `all`, a list of all ranks' results.
+
+    Raises:
+        CheckpointError: the action failed on a rank.
     """
     result, failure = None, None
     try:
@@ -54,7 +62,10 @@ def run_on_all_ranks(who: str, action: Callable[[], Any], *, all: bool = False) 
 
 @contextmanager
 def dcp_errors(who: str) -> Generator[None]:
-    """A context that raises a CheckpointError for torch's CheckpointException, which is a BaseException."""
+    """Convert torch's CheckpointException, raised inside the `with` block, to a CheckpointError.
+
+    CheckpointException is a BaseException, which `except Exception` does not catch.
+    """
     try:
         with warnings.catch_warnings():
             if not is_distributed_ready():  # a single process is intended

@@ -1,4 +1,7 @@
-"""The directory of a run: finds complete checkpoints, and reads and writes the manifest of a checkpoint's files."""
+"""The directory of a run: finds complete checkpoints, and reads and writes their manifests.
+
+A manifest is the file `zgraph.json` of a checkpoint, with the size and CRC-32 of every other file.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,9 @@ MANIFEST = "zgraph.json"
 
 
 def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
-    """Find the newest complete checkpoint in a directory, or None. Every rank calls this and gets rank 0's answer.
+    """Return the path of the newest complete checkpoint in a directory; None if there is none.
+
+    Every rank calls this, and gets the answer of rank 0.
 
     Raises:
         CheckpointError: the directory cannot be read.
@@ -40,7 +45,7 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
 
 
 def recover(root: Path) -> None:
-    """Restore the old checkpoint if a save of the same step was interrupted between its two renames."""
+    """Restore an old checkpoint whose replacement was interrupted between its two renames."""
     for hidden in root.glob(".step_*.replaced"):
         final = root / hidden.name.removeprefix(".").removesuffix(".replaced")
         if not final.exists():
@@ -50,7 +55,7 @@ def recover(root: Path) -> None:
 def complete_checkpoints(root: Path) -> list[tuple[int, Path]]:
     """Return (step, path) of each complete checkpoint, sorted by step.
 
-    A checkpoint has a name `step_...` only after the last rename of its save.
+    Incomplete checkpoints have hidden names; complete ones are named `step_...`.
     """
     if not root.is_dir():
         return []
@@ -59,7 +64,13 @@ def complete_checkpoints(root: Path) -> list[tuple[int, Path]]:
 
 
 def write_manifest(folder: Path, step: int, ranks: int, files: Mapping[str, Sequence[int]]) -> None:
-    """Write the manifest, the last file of a checkpoint; `files` maps names to [size, CRC-32]."""
+    """Write a checkpoint's manifest, its last file.
+
+    Args:
+        folder: folder of the checkpoint.
+        step, ranks: step of the checkpoint, and number of ranks that saved it.
+        files: [size in bytes, CRC-32] of every other file, by name.
+    """
     manifest = {"format": FORMAT, "version": VERSION, "step": step, "ranks": ranks, "torch": torch.__version__}
     with (folder / MANIFEST).open("w") as stream:
         json.dump({**manifest, "files": dict(sorted(files.items()))}, stream, indent=1)

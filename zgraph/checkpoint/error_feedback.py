@@ -1,8 +1,9 @@
-"""Error feedback in checkpoints: a rank restores its own errors, or the mean over all if the number of ranks changed.
+"""Saves and loads error feedback: the errors that compression keeps for the next gradients.
 
-Each of the N ranks of a parameter's mesh saves its tensors as rows of DTensors, [N, ...]. Counts and methods are stored
-with the rest of a rank's runtime state. Methods are compared as text: a name in a checkpoint never causes an import. It
-selects one of the classes already present.
+Each of the N ranks of a parameter's mesh saves its tensors as one row of a DTensor [N, ...]. If the number of ranks has
+not changed, each rank restores its own errors; otherwise all ranks restore the mean. Counts and compression methods are
+saved with the rest of a rank's runtime state. Methods are compared as text, so that a checkpoint never causes an
+import.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ Sizes = Mapping[str, Mapping[str, Mapping[str, tuple[torch.Size, torch.dtype]]]]
 
 
 def facts_of(module: nn.Module) -> dict[str, Any]:
-    """Return facts about each parameter's errors, as plain values that are equal on all ranks."""
+    """Return facts about each parameter's errors, such as methods and counts, as plain values; equal on all ranks."""
     facts: dict[str, Any] = {}
     for name, param in sharded_parameters(module).items():
         feedbacks = param.state.feedbacks
@@ -63,9 +64,11 @@ def facts_of(module: nn.Module) -> dict[str, Any]:
 
 
 def tensors_of(module: nn.Module, *, copies: bool) -> Tensors:
-    """Return the tensors of all errors as DTensors in which this rank's tensor is one of N rows, [N, ...].
+    """Return all error tensors as DTensors [N, ...], in which this rank's tensor is one of N rows.
 
-    With `copies`, the rows are copies on the host.
+    Args:
+        module: sharded model.
+        copies: whether the rows are copies on the host.
     """
     found: Tensors = {}
     for name, param in sharded_parameters(module).items():
@@ -78,7 +81,7 @@ def tensors_of(module: nn.Module, *, copies: bool) -> Tensors:
 
 
 def _division(param: ShardedParam) -> dict[str, int | bool]:
-    """The sizes that determine how the elements of a parameter's error are divided among ranks."""
+    """Return the sizes that determine how the elements of a parameter's error are divided among ranks."""
     layout, split = param.spec.layout, param.spec.split
     parts: dict[str, int | bool] = {} if split is None else {"tensor_parallel": split.size}
     return parts | {
@@ -94,15 +97,16 @@ def _division(param: ShardedParam) -> dict[str, int | bool]:
 
 @dataclass(frozen=True)
 class Part:
-    """Error feedback of one reduction in a checkpoint, and how to restore it here.
+    """Error feedback of one reduction in a checkpoint, and how to restore it.
 
     Attributes:
-        way: "own": rank r restores the error that rank r saved. "cut": rank r restores the error that rank r saved, cut
-            into other chunks. "mean": every rank restores the mean over the ranks that saved.
-        fact: facts of this slot, see `facts_of`.
+        name, slot, param: name of the parameter, name of the reduction, and the parameter in this run.
+        way: how rank r restores its error. "own": the error that rank r saved; "cut": the same, cut into other chunks;
+            "mean": the mean of the errors that all ranks saved.
+        fact: facts about the reduction: see `facts_of`.
         ranks: number of ranks that saved the error.
-        sizes: shapes and dtypes of the error's tensors in the checkpoint. The first dim is `ranks`.
-        numel, chunks: elements per chunk, and number of chunks, of the gradient in this run.
+        sizes: shape and dtype of each error tensor in the checkpoint; the first dim is `ranks`.
+        numel, chunks: number of elements per chunk of the gradient, and number of chunks, in this run.
     """
 
     name: str
@@ -116,11 +120,11 @@ class Part:
     chunks: int
 
     def to_read(self) -> dict[str, DTensor]:
-        """Make new tensors on the host for this rank's share of the rows."""
+        """Create the host tensors into which this rank reads its rows of the error."""
         return {key: empty_rows(self.param, size, dtype) for key, (size, dtype) in self.sizes.items()}
 
     def restored(self, tensors: Mapping[str, DTensor]) -> Feedback:
-        """Build the restored feedback. All ranks of the mesh must call this, because a mean is a sum over ranks."""
+        """Build the restored error feedback from the tensors that were read; called by all ranks of the mesh."""
         local = {key: tensor.to_local() for key, tensor in tensors.items()}
         fact = self.fact
         kept = {key: rows[0] for key, rows in local.items()} if self.way == "own" else self._cut_anew(local)
@@ -142,14 +146,15 @@ class Part:
 
     @property
     def _divisor(self) -> int:
-        """The number by which to divide a sum of errors, so that what all ranks together have not sent stays the same.
+        """Divisor of the sum of all saved errors; the quotient is the error that each rank restores.
 
-        The number depends on whether gradients are reduced to a mean or to a sum.
+        It is the number of ranks that saved if gradients are averaged, and the number of ranks that load if they are
+        summed.
         """
         return self.ranks if self.param.spec.reduction == "mean" else self.param.sharded.device_mesh.size()
 
     def _summed(self, flat: Tensor) -> Tensor:
-        """The sum of a tensor over the ranks of the parameter's mesh."""
+        """Return the sum of a tensor over the ranks of the parameter's mesh."""
         mesh = self.param.sharded.device_mesh
         flat = flat.to(mesh.device_type)
         for group in mesh.get_all_groups():
@@ -162,7 +167,7 @@ class Part:
 
 
 def empty_rows(param: ShardedParam, size: torch.Size, dtype: torch.dtype) -> DTensor:
-    """Make a DTensor on the host with one row for each rank that saved.
+    """Create a DTensor on the host with one row for each rank that saved the checkpoint.
 
     The rows are divided among the ranks of the parameter's mesh.
     """
@@ -174,7 +179,7 @@ def empty_rows(param: ShardedParam, size: torch.Size, dtype: torch.dtype) -> DTe
 
 
 def sizes_in(metadata: Metadata) -> Sizes:
-    """Return sizes and dtypes of the error tensors in a checkpoint, at whatever depth their names are nested."""
+    """Return shape and dtype of the error tensors in a checkpoint, by parameter, reduction and tensor name."""
     found: dict[str, dict[str, dict[str, tuple[torch.Size, torch.dtype]]]] = {}
     paths = cast("dict[str, tuple[str | int, ...]]", metadata.planner_data or {})
     for key, path in paths.items():
@@ -195,10 +200,10 @@ def sizes_of(tensors: Tensors) -> Sizes:
 
 
 def plan_restore(facts: Mapping[str, Any], sizes: Sizes, module: nn.Module) -> tuple[list[Part], list[str]]:
-    """Plan which errors of a checkpoint to restore and how. Nothing is read or changed yet.
+    """Plan how to restore the errors of a checkpoint, without reading or changing anything.
 
     Returns:
-        The parts to restore, then the names of errors to drop, such as "weight (second_hop)".
+        The errors to restore, then the names of errors to drop, such as "weight (second_hop)".
 
     Raises:
         CheckpointError: tensors are missing or have the wrong shape, or the model compresses by another method.
@@ -226,7 +231,7 @@ def _part(
     sizes: Mapping[str, tuple[torch.Size, torch.dtype]],
     param: ShardedParam | None,
 ) -> Part | None:
-    """Plan how to restore one slot; None if its error must be dropped."""
+    """Plan how to restore the error of one reduction; None if it must be dropped."""
     if param is None:
         return None
     here = _division(param)
@@ -241,7 +246,7 @@ def _part(
         way = "own" if division["ranks"] == here["ranks"] else "mean"  # errors are of the unsharded gradient
     elif division != here:
         if slot != UNSHARDED or here["group"] == 1:
-            return None  # its part of the gradient is no longer on a single rank, or nothing is sent
+            return None  # the rank's part of the gradient is now on several ranks, or nothing is sent
         numel, chunks = param.spec.layout.grad_chunk.numel(), here["group"]  # for any number of hops
         same_ranks = division["ranks"] == here["ranks"]
         if sizes and not (same_ranks and (numel, chunks) == (fact["numel"], fact["chunks"])):
@@ -279,7 +284,11 @@ def _check_tensors(
 def _check_error(
     name: str, fact: Mapping[str, Any], sizes: Mapping[str, tuple[torch.Size, torch.dtype]], numel: int
 ) -> None:
-    """Check the tensors of zgraph's own methods, which are about to be decoded."""
+    """Check the shapes and dtypes of an error that must be cut into other chunks.
+
+    Raises:
+        CheckpointError: shapes and dtypes are not possible for a gradient with `numel` elements.
+    """
     shape, dtype = sizes.get("error", (torch.Size([]), torch.float32))
     groups = chunk_rows(fact["numel"], shape[-1]) if len(shape) == 4 and shape[-1] else -1
     wanted = {"error": ((fact["chunks"], groups), dtype)}
@@ -304,7 +313,11 @@ def _is_low_rank(fact: Mapping[str, Any]) -> bool:
 def _check_factors(
     name: str, fact: Mapping[str, Any], sizes: Mapping[str, tuple[torch.Size, torch.dtype]], shape: Sequence[int]
 ) -> None:
-    """Check the tensors of a low-rank reduction, which are about to be summed."""
+    """Check the shapes and dtypes of the error and the factor of a low-rank reduction.
+
+    Raises:
+        CheckpointError: shapes and dtypes are not possible for a gradient of the given shape.
+    """
     found = {key: (list(size), dtype) for key, (size, dtype) in sizes.items()}
     error, right = (found.get(key, ([], torch.float32)) for key in ("error", "right"))
     fits = error[0][1:] == list(matrix_shape(shape)) and right[0][2:] == error[0][2:]
@@ -316,7 +329,11 @@ def _check_factors(
 
 
 def _check_method(name: str, slot: str, fact: Mapping[str, Any], numel: int, chunks: int, param: ShardedParam) -> None:
-    """Check that the model compresses by the same method, if it has compressed already."""
+    """Check that a model that has compressed already uses the checkpoint's compression method and chunks.
+
+    Raises:
+        CheckpointError: method or chunks differ.
+    """
     held = param.state.feedbacks.by_slot.get(slot)
     if held is not None and (held.method, held.numel, held.chunks) != (fact["method"], numel, chunks):
         raise CheckpointError(
@@ -328,13 +345,13 @@ def _check_method(name: str, slot: str, fact: Mapping[str, Any], numel: int, chu
 
 
 def read_parts(parts: Sequence[Part], read: Callable[[Tensors], None]) -> list[tuple[Part, Feedback]]:
-    """Read `parts` from the checkpoint and build their feedback, without changing the model. Every rank must call this.
+    """Read errors from a checkpoint and build their feedback, without changing the model; called by all ranks.
 
-    A rank never holds more than its own errors and, if errors are cut anew, its share of the errors of one parameter.
+    Errors that are restored as saved are read together, all others one by one, to save memory.
 
     Args:
-        parts: from `plan_restore`.
-        read: fills new tensors from the checkpoint; their keys are parameter, slot and name. All ranks call it alike.
+        parts: result of `plan_restore`.
+        read: fills new tensors from the checkpoint; their keys are parameter, reduction and tensor name.
     """
     own = [part for part in parts if part.way == "own"]
     restored: list[tuple[Part, Feedback]] = []
@@ -351,7 +368,7 @@ def read_parts(parts: Sequence[Part], read: Callable[[Tensors], None]) -> list[t
 
 
 def put_back(module: nn.Module, facts: Mapping[str, Any], restored: Sequence[tuple[Part, Feedback]]) -> None:
-    """Replace the model's feedback and loss scales by those of the checkpoint."""
+    """Replace the model's error feedback and loss scales by those of the checkpoint."""
     for name, param in sharded_parameters(module).items():
         param.state.feedbacks.by_slot.clear()
         if name in facts and facts[name]["loss_scale"] is not None:
@@ -376,19 +393,29 @@ def warn_of_dropped(dropped: Sequence[str]) -> None:
 
 
 def flat_error(kept: Mapping[str, Tensor], numel: int, total: int) -> Tensor:
-    """Return an error as a flat fp32 tensor, in the order of the parameter's elements.
+    """Return an error as a flat fp32 tensor, in the order of the parameter's elements, without padding.
 
     Args:
         kept: "error" [chunks, groups, group], and "error_scale" [chunks, groups] if the error is int8.
-        numel: elements of a chunk, without the padding of its last group, which is dropped.
-        total: elements of the parameter, without the padding of the last chunks, which is dropped.
+        numel: number of elements per chunk, without padding.
+        total: number of elements of the parameter.
     """
     error = decode_error(kept["error"], kept["error_scale"]) if "error_scale" in kept else kept["error"]
     return error.flatten(1)[:, :numel].reshape(-1)[:total]
 
 
 def cut_error(flat: Tensor, numel: int, chunks: int, group: int, *, quantized: bool) -> dict[str, Tensor]:
-    """Inverse of `flat_error`; encodes the error in int8 if `quantized`."""
+    """Cut a flat fp32 error into padded chunks, the inverse of `flat_error`.
+
+    Args:
+        flat: error, in the order of the parameter's elements.
+        numel, chunks: number of elements per chunk, and number of chunks.
+        group: number of elements that share a scale.
+        quantized: whether to encode the error in int8.
+
+    Returns:
+        "error" [chunks, groups, group], and "error_scale" [chunks, groups] if quantized.
+    """
     groups = chunk_rows(numel, group)
     by_chunk = torch.nn.functional.pad(flat, (0, chunks * numel - flat.numel())).view(chunks, numel)
     error = torch.nn.functional.pad(by_chunk, (0, groups * group - numel)).view(chunks, groups, group)

@@ -1,4 +1,4 @@
-"""`load_checkpoint`: checks and reads everything before it changes anything."""
+"""`load_checkpoint`: checks and reads a whole checkpoint before it changes the model."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ SHOWN = 5  # names of a kind in one error
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint that `load_checkpoint` has loaded.
+    """Facts about a checkpoint that `load_checkpoint` has loaded.
 
     Attributes:
         path: directory of the checkpoint.
-        step: step under which it was saved.
+        step: step at which it was saved.
         ranks: number of ranks that saved it.
-        extra: the `extra` that this rank saved. If the number of ranks has changed, rank r gets the `extra` of rank
-            r modulo `ranks`.
+        extra: the `extra` that this rank saved. If the number of ranks has changed, rank r gets the `extra` of rank r
+            modulo `ranks`.
     """
 
     path: Path
@@ -55,21 +55,22 @@ class Checkpoint:
 def load_checkpoint(
     path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None = None
 ) -> Checkpoint:
-    """Load a checkpoint of `save_checkpoint`, on any number of ranks. Every rank calls it.
+    """Load a checkpoint written by `save_checkpoint`; called by every rank.
 
-    With the same number of ranks the run continues bitwise; see `runtime_state` for other numbers. Everything is loaded
-    or nothing: names, shapes, dtypes and the size and CRC-32 of every file are checked first. Then everything is read
-    into new tensors, and only at the end copied. Nothing that a file contains is executed (see `SafeReader`).
+    With the number of ranks that saved, the run continues with bitwise equal results; for other numbers see
+    `runtime_state`. Either everything is loaded or nothing: names, shapes, dtypes, and the size and CRC-32 of every
+    file are checked first; then everything is read into new tensors, which are copied into the model at the end. No
+    code in a file is executed (see `SafeReader`).
 
     Args:
-        path: path of a checkpoint, for example from `latest_checkpoint`.
+        path: directory of the checkpoint, for example from `latest_checkpoint`.
         model: model built and sharded like the saved one; the mesh may differ.
-        optimizer: optimizer with the same groups, or a list of several in the same order. None: the checkpoint's
-            optimizer state is ignored.
+        optimizer: optimizer with the same groups, or a list of optimizers in the same order. None: the optimizer state
+            in the checkpoint is ignored.
 
     Raises:
         CheckpointError: the checkpoint is incomplete, damaged, of another model or of another format version. Raised on
-            all ranks, with model and optimizer unchanged.
+            all ranks; model and optimizer are unchanged.
     """
     folder = Path(path).absolute()
     module, stepping = without_compile(model), as_one(optimizer)
@@ -144,7 +145,7 @@ def load_checkpoint(
 
 
 class _Opened(SafeReader):
-    """Reader for several loads from one checkpoint. It does not read `metadata` again."""
+    """Reader for several loads from one checkpoint; reuses the metadata read before."""
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         super().__init__(folder)
@@ -157,13 +158,13 @@ class _Opened(SafeReader):
 def _wanted(
     folder: Path, metadata: Metadata, module: nn.Module, optimizer: Checkpointed | None
 ) -> tuple[dict[str, Any], list[str]]:
-    """Make new tensors for everything that must be read.
+    """Create new tensors for everything that must be read.
 
     Returns:
-        The new tensors by name in the checkpoint, then the names in the checkpoint that this rank's model lacks.
+        The new tensors by their names in the checkpoint, then the names in the checkpoint that this rank's model lacks.
 
     Raises:
-        CheckpointError: the checkpoint lacks an entry.
+        CheckpointError: the checkpoint lacks an entry, or has optimizer state for a parameter that is not stepped.
     """
     held = metadata.state_dict_metadata
     wanted: dict[str, Any] = {
@@ -211,7 +212,11 @@ def _new_like(value: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def _check_kinds(folder: Path, metadata: Metadata, wanted: Mapping[str, Any]) -> None:
-    """Check that the checkpoint has each tensor in `wanted` as a tensor of the same shape and dtype."""
+    """Check that the checkpoint has each tensor in `wanted` with the same shape and dtype.
+
+    Raises:
+        CheckpointError: an entry is missing or differs.
+    """
     wrong: list[str] = []
     for key, value in wanted.items():
         entry = metadata.state_dict_metadata.get(key)
@@ -246,7 +251,11 @@ def _refuse_model(folder: Path, found: Mapping[str, Sequence[str]]) -> NoReturn:
 
 
 def _check_files(folder: Path, metadata: Metadata, files: Mapping[str, Sequence[int]], rank: int, world: int) -> None:
-    """Compare `files`, the manifest, with the files in the folder. Each rank computes a part of the checksums."""
+    """Compare the files in a checkpoint's folder with the manifest; each rank checks the CRC-32 of some files.
+
+    Raises:
+        CheckpointError: a file is missing, or differs in size or CRC-32.
+    """
     needed = {info.relative_path for info in metadata.storage_data.values()}
     for name in sorted(needed - files.keys()):
         raise CheckpointError(f"zgraph: {folder / MANIFEST} does not list {name}; resume from another checkpoint.")
@@ -267,7 +276,7 @@ def _check_files(folder: Path, metadata: Metadata, files: Mapping[str, Sequence[
 
 
 def entry_paths(metadata: Metadata) -> dict[str, tuple[str | int, ...]]:
-    """The path of each entry of the optimizer, such as ("optimizer", "state", "head.weight", "exp_avg")."""
+    """Return the path of each optimizer entry, such as ("optimizer", "state", "head.weight", "exp_avg")."""
     paths = cast("dict[str, tuple[str | int, ...]]", metadata.planner_data or {})
     return {
         key: path
@@ -284,7 +293,11 @@ def restored_state(
     optimizer: Checkpointed,
     own: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Build the optimizer's state dict from the loaded entries."""
+    """Build the optimizer's state dict from the loaded entries.
+
+    Raises:
+        CheckpointError: the optimizer has other groups than the saved one.
+    """
     names = group_names(module, optimizer)
     tree = _nested({path[1:]: loaded[key] for key, path in entry_paths(metadata).items() if key in loaded})
     saved: list[dict[str, Any]] = tree["param_groups"]
@@ -320,7 +333,7 @@ def _shown(names: Any) -> str:
 
 
 def _nested(flat: Mapping[tuple[str | int, ...], Any]) -> Any:
-    """Build nested dicts and lists from values keyed by their paths. A number in a path is an index in a list."""
+    """Build nested dicts and lists from values keyed by path; a number in a path is a list index."""
     if () in flat:
         return flat[()]
     branches: dict[str | int, dict[tuple[str | int, ...], Any]] = {}

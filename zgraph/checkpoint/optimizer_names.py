@@ -1,4 +1,4 @@
-"""Optimizer state under names of parameters instead of numbers, as in torch's `get_state_dict`."""
+"""Optimizer state by parameter name instead of parameter number, as in torch's `get_state_dict`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ from zgraph.torch_compat.modules import local_parameters
 
 
 def group_names(module: nn.Module, optimizer: Checkpointed) -> list[list[str]]:
-    """Names of the parameters in each group."""
+    """Return the names of the parameters in each optimizer group.
+
+    Raises:
+        CheckpointError: the optimizer steps a tensor that is not a parameter of the model.
+    """
     names = {id(parameter): name.replace(COMPILED, "") for name, parameter in module.named_parameters()}
     groups: list[list[str]] = []
     for position, group in enumerate(optimizer.param_groups):
@@ -32,7 +36,7 @@ def group_names(module: nn.Module, optimizer: Checkpointed) -> list[list[str]]:
 
 
 def names_by_index(groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]) -> dict[int, str]:
-    """Map the parameter numbers of an optimizer's state dict to parameter names."""
+    """Return the parameter names by the parameter numbers in an optimizer's state dict."""
     return {
         index: name
         for group, own in zip(groups, names, strict=True)
@@ -41,7 +45,10 @@ def names_by_index(groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence
 
 
 def ignored_states(module: nn.Module, optimizer: Checkpointed) -> dict[str, dict[str, Tensor]]:
-    """Return the optimizer state of ignored parameters by name. Each rank steps these parameters by itself."""
+    """Return the optimizer state of parameters that `zgraph.shard` has ignored, by name.
+
+    Each rank steps such parameters by itself, so their state may differ between ranks.
+    """
     ignored = _ignored_names(module)
     saved = optimizer.state_dict()
     by_index = names_by_index(saved["param_groups"], group_names(module, optimizer))

@@ -1,4 +1,4 @@
-"""State of a run besides parameters and optimizer: random generators, and state that each rank has of its own."""
+"""State of a run besides parameters and optimizer state, such as random generators and each rank's own buffers."""
 
 from __future__ import annotations
 
@@ -28,53 +28,57 @@ from zgraph.torch_compat.modules import local_parameters
 
 
 def runtime_state(model: nn.Module, *, load_from: str | os.PathLike[str] | None = None) -> RuntimeState:
-    """State that is neither parameter nor optimizer, as a `Stateful` for torch.distributed.checkpoint.
+    """Return the state that is neither parameter nor optimizer, as a `Stateful` for torch.distributed.checkpoint (DCP).
 
         dcp.save({"model": ..., "optimizer": ..., "runtime": zgraph.runtime_state(model)}, checkpoint_id=path)
         dcp.load({..., "runtime": zgraph.runtime_state(model, load_from=path)}, checkpoint_id=path)
 
-    It holds, for each rank: the state of the random generators (torch's on CPU and on the current CUDA device, Python's
-    `random`), the values of `ignored` parameters, the buffers that differ between ranks (such as running statistics),
-    the tensors that passes keep for a parameter, and the error feedback of compression. `save_checkpoint` includes it.
+    `save_checkpoint` includes this state. It contains, for each rank:
 
-    If the number of ranks has changed from N to M, rank r restores the state of rank r modulo N. If r >= N, the
-    generators of rank r are seeded with a hash of the restored state and r. They are then equal in every repetition,
-    and different on every rank. Tensors that passes keep are dropped on all ranks, because they belong to the old
-    division of parameters.
+    - the states of the random generators: torch's on the CPU and on the current CUDA device, and Python's `random`;
+    - `ignored` parameters, and buffers that differ between ranks, such as running statistics;
+    - tensors that passes keep for a parameter;
+    - the error feedback of compression.
 
-    Errors of unsharded gradients are preserved: each rank restores the mean over the N ranks, cut and quantized for the
-    new division. The total that all ranks have not sent yet stays the same up to this quantization. (With the same
-    number of ranks and another stage, each rank restores its own error, cut anew.) A `ZgraphWarning` names the errors
-    that are dropped: errors of a second hop, of gathered means and of user-defined compression methods, and all errors
-    if nothing is sent any more. An error saved by another method is refused: by the load if the model has already
-    compressed, otherwise by the model's first reduction.
+    If N ranks have saved and another number M of ranks loads:
 
-    Errors are separate entries, "feedback.<parameter>.<slot>.<tensor>". Each rank writes and reads its own rows of an
-    entry. DCP by itself only reads entries that the model has too, and only if M = N. `load_from` tells DCP which
-    entries a checkpoint has. Without `load_from`, a load that would leave errors out is refused. A rank holds all rows
-    that it reads at once, up to ceil(N / M) per parameter. `load_checkpoint` reads one parameter at a time if errors
-    are cut anew.
+    - Rank r restores the state of rank r modulo N. For r >= N, its random generators are seeded with a hash of that
+    state
+      and r, so that all ranks draw different numbers.
+    - Tensors that passes keep are dropped, because they depend on how parameters are divided among ranks. - Of
+    unsharded gradients, each rank restores the mean error over the N ranks, divided and quantized anew. The total error
+      of all ranks stays the same, except for the quantization.
+    - Other errors are dropped, and a `ZgraphWarning` names them: errors of a second hop, of gathered means and of
+      user-defined compression methods, and all errors if nothing is sent any more.
+
+    If only the ZeRO stage has changed, each rank restores its own error, divided anew. Errors of another compression
+    method are refused: by the load if the model has already compressed, otherwise by the model's first reduction.
+
+    Errors are separate entries of the checkpoint, "feedback.<parameter>.<slot>.<tensor>". DCP reads only entries that
+    the model also has, so pass `load_from`; a load that would leave out errors is refused. A rank holds all rows that
+    it reads at once, up to ceil(N / M) per parameter. `load_checkpoint` needs less memory: it reads one parameter at a
+    time if errors must be divided anew.
 
     Args:
-        model: model, sharded or not, compiled or not. Every rank must call `state_dict` and `load_state_dict`, which
-            communicate.
+        model: model, sharded or not, compiled or not. Every rank must call `state_dict` and `load_state_dict`, because
+            they communicate.
         load_from: checkpoint that torch.distributed.checkpoint is about to load; None when saving.
     """
     return RuntimeState(model, None if load_from is None else Path(load_from))
 
 
 class RuntimeState:
-    """The `Stateful` object that `runtime_state` returns."""
+    """A model's runtime state for torch.distributed.checkpoint: see `runtime_state`."""
 
     def __init__(self, model: nn.Module, load_from: Path | None = None) -> None:
         self.model = without_compile(model)
         self.load_from = load_from
 
     def state_dict(self) -> dict[str, Any]:
-        """Return {"ranks": bytes, "feedback": {...}}.
+        """Return {"ranks": bytes, "feedback": {...}}; called by every rank.
 
-        "ranks" is one entry for all ranks, so that any number of ranks can load it. "feedback" is present if there are
-        errors. It has copies of the errors on the host or, with `load_from`, new tensors to load into.
+        "ranks" is a single entry for all ranks, so that any number of ranks can load it. "feedback" exists only if
+        there are errors: copies on the host when saving, or new tensors to load into with `load_from`.
         """
         if self.load_from is None:
             errors = error_feedback.tensors_of(self.model, copies=True)
@@ -83,7 +87,7 @@ class RuntimeState:
         return {"ranks": encode(gathered(self.own())), **({error_feedback.KEY: errors} if errors else {})}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore this rank's part of a saved state.
+        """Restore this rank's part of a saved state; called by every rank.
 
         Raises:
             CheckpointError: an entry is damaged, missing, or of another model; nothing was changed.
@@ -115,7 +119,10 @@ class RuntimeState:
         }
 
     def own(self) -> dict[str, Any]:
-        """Return this rank's state as plain values and CPU tensors. Every rank must call this, to compare buffers."""
+        """Return this rank's state as plain values and CPU tensors.
+
+        Every rank must call this, because ranks compare their buffers.
+        """
         places = self._places()
         digests = {name: _digest(tensor) for name, tensor in self.model.state_dict().items() if _is_plain(tensor)}
         everywhere: list[dict[str, int]] = gathered(digests)  # stages of a pipeline have other buffers
@@ -133,7 +140,7 @@ class RuntimeState:
         }
 
     def check(self, own: Any) -> None:
-        """Check that `restore` can restore a rank's state.
+        """Check that a rank's saved state fits this model, as `restore` needs.
 
         Raises:
             CheckpointError: the state belongs to another model.
@@ -163,7 +170,13 @@ class RuntimeState:
 
     @torch.no_grad()
     def restore(self, own: Any, ranks: int, errors: Sequence[tuple[error_feedback.Part, Feedback]]) -> None:
-        """Restore the state `own`. For rank r, this is the state that was saved by rank r modulo `ranks`."""
+        """Restore a rank's saved state and its error feedback.
+
+        Args:
+            own: state of rank r modulo `ranks`, where r is this rank.
+            ranks: number of ranks that saved.
+            errors: restored error feedback of each reduction.
+        """
         rank, world = (dist.get_rank(), dist.get_world_size()) if is_distributed_ready() else (0, 1)
         places = self._places()
         for name, tensor in own["local"].items():
@@ -177,7 +190,7 @@ class RuntimeState:
         _restore_random(own["random"], None if rank < ranks else rank)
 
     def _places(self) -> dict[str, Tensor]:
-        """Buffers and `ignored` parameters, by name in the state dict."""
+        """Return the model's buffers and `ignored` parameters, by name in the state dict."""
         ignored = {
             id(local_parameters(part)[attribute])
             for part in self.model.modules()
@@ -189,7 +202,10 @@ class RuntimeState:
         return {name: tensor.detach() for name, tensor in entries if _is_plain(tensor) or id(tensor) in ignored}
 
     def _codes(self) -> dict[str, str]:
-        """The format of each weight that is stored as codes. Codes of different formats may have the same size."""
+        """Describe the format of each weight that is stored as quantized codes.
+
+        The sizes of two formats may be equal, so a load compares these descriptions.
+        """
         codes = {name: param.spec.codes for name, param in sharded_parameters(self.model).items()}
         return {
             name: f"codes of {one.method}, {one.numel} elements on each of {one.world} ranks"

@@ -1,8 +1,9 @@
-"""Reading checkpoints of torch.distributed.checkpoint without executing anything that they contain.
+"""Reads checkpoints of torch.distributed.checkpoint without executing code that they contain.
 
-torch's own reader unpickles the file `.metadata` and every entry that is not a tensor, so a checkpoint from elsewhere
-can run arbitrary code. Here `.metadata` is unpickled into inert stand-ins, which are checked and copied into torch's
-classes one by one; nothing that a pickle names is ever called. Other entries go through torch's weights-only loader.
+torch's own reader unpickles the file `.metadata` and every entry that is not a tensor, so that a checkpoint from an
+unknown source can run arbitrary code. Here `.metadata` is unpickled into stand-ins, objects that only store what the
+pickle gives them; they are checked and converted to torch's classes. Nothing that a pickle names is called. All other
+entries are read by torch's weights-only loader.
 """
 
 from __future__ import annotations
@@ -55,17 +56,17 @@ _PATHS = frozenset({"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPat
 
 
 class SafeReader(FileSystemReader):
-    """torch's FileSystemReader that executes nothing from the checkpoint. Use it together with `SafePlanner`.
+    """torch's FileSystemReader, but without executing code from the checkpoint; use it together with `SafePlanner`.
 
         dcp.load(state, storage_reader=zgraph.SafeReader(path), planner=zgraph.SafePlanner())
 
     Raises:
-        CheckpointError: from the load, if `.metadata` is damaged or names something that no checkpoint needs. torch
+        CheckpointError: during the load, if `.metadata` is damaged or names an unexpected class or function. torch
             wraps this error in a CheckpointException, like every error of a load.
     """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read the checkpoint's table of contents."""
+        """Read the file `.metadata`, which lists the checkpoint's entries."""
         rank = kwargs.get("rank")
         metadata = read_metadata(Path(self.path), METADATA if rank is None else f"__{rank}{METADATA}")
         cast(StorageMeta, metadata.storage_meta).load_id = self.load_id
@@ -73,7 +74,7 @@ class SafeReader(FileSystemReader):
 
 
 class SafePlanner(DefaultLoadPlanner):
-    """torch's DefaultLoadPlanner, except that entries may only hold tensors, plain values and containers of them."""
+    """torch's DefaultLoadPlanner, restricted to entries with tensors, plain values and containers of them."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         # Rewritten from the result of the safe loader, because torch loads these bytes without a check.
@@ -84,7 +85,7 @@ class SafePlanner(DefaultLoadPlanner):
 
 
 class _StandIn:
-    """Inert replacement for one of torch's classes. It only holds the arguments and state that a pickle gives it."""
+    """Replacement for one of torch's classes, which only stores the arguments and state in a pickle."""
 
     kind = ""
 
@@ -127,7 +128,7 @@ class _Reader(pickle.Unpickler):
 
 
 def read_metadata(folder: Path, name: str = METADATA) -> Metadata:
-    """Read the table of contents of a DCP checkpoint without calling anything that it names.
+    """Read the file `.metadata` of a DCP checkpoint without calling anything that it names.
 
     Raises:
         CheckpointError: the file is missing, damaged, or not in the format of DCP.
@@ -149,7 +150,7 @@ def read_metadata(folder: Path, name: str = METADATA) -> Metadata:
 
 
 class _Converter:
-    """Converts stand-ins to torch's classes, checking each field."""
+    """Converts stand-ins to objects of torch's classes, and checks each field."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -227,10 +228,14 @@ class _Converter:
 
 
 def decode(data: bytes, where: str) -> Any:
-    """Decode the bytes of `encode`: tensors, numbers, strings and containers of them, nothing else.
+    """Decode bytes from `encode`; only tensors, numbers, strings and containers of them are accepted.
+
+    Args:
+        data: bytes to decode.
+        where: description of their origin, for error messages.
 
     Raises:
-        CheckpointError: the data holds something else, or is damaged.
+        CheckpointError: the data contains other objects, or is damaged.
     """
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
@@ -249,7 +254,7 @@ def encode(value: Any) -> bytes:
 
 
 def check_plain(value: Any, where: str, refuse: Callable[[str], NoReturn]) -> None:
-    """Call `refuse` if a weights-only load could not read `value`. Such values must not be stored."""
+    """Call `refuse` with a description if `value` has parts that torch's weights-only loader cannot read."""
     if isinstance(value, dict):
         for key, entry in cast("dict[Any, Any]", value).items():
             check_plain(key, f"a key of {where}", refuse)

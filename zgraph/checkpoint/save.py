@@ -1,4 +1,4 @@
-"""`save_checkpoint`: writes under a hidden name, and renames when complete."""
+"""`save_checkpoint`: writes a checkpoint under a hidden name, and renames it when complete."""
 
 from __future__ import annotations
 
@@ -37,29 +37,29 @@ def save_checkpoint(
     extra: Mapping[str, Any] | None = None,
     keep: int = 2,
 ) -> Path:
-    """Write `directory/step_<step>`: model, optimizer, runtime state (see `runtime_state`) and `extra`.
+    """Write `directory/step_<step>` with model, optimizer, runtime state (see `runtime_state`) and `extra`.
 
-    Every rank calls it. Files are written and fsynced in a hidden directory next to the final one, which is renamed at
-    the end: if the run is killed, the checkpoint exists completely or not at all. All ranks write to the same file
-    system.
+    Every rank calls this, and all ranks write to the same file system. Files are written and fsynced in a hidden
+    directory, which is renamed at the end, so an interrupted save leaves no incomplete checkpoint.
 
     Args:
         directory: directory for the checkpoints of one run; created if missing.
-        model: model, sharded or not, compiled or not. Chunks of a pipeline need unique names across all stages, as in
-            `nn.ModuleDict({str(number): chunk for ...})`.
-        optimizer: optimizer of the model's parameters, or a list of several that share none. Gradients are not saved:
-            call after a step, not in a `no_sync` window.
-        step: number that names the checkpoint; a complete one of the same step is replaced.
-        extra: anything else to save, such as a scheduler's state_dict or the data position. May differ between ranks.
-            Plain tensors, numbers, strings, None, and dicts, lists and tuples of them.
-        keep: number of complete checkpoints to keep, the newest ones.
+        model: model, sharded or not, compiled or not. The parameters of a pipeline's chunks need unique names across
+            all stages, as in `nn.ModuleDict({str(number): chunk for ...})`.
+        optimizer: optimizer of the model's parameters, or a list of optimizers of different parameters. Gradients are
+            not saved: call this after a step, not in a `no_sync` window.
+        step: number that names the checkpoint; a complete checkpoint of the same step is replaced.
+        extra: anything else to save, such as a scheduler's state_dict or the position in the data; may differ between
+            ranks. Plain tensors, numbers, strings, None, and dicts, lists and tuples of them.
+        keep: number of complete checkpoints to keep; older ones are deleted.
 
     Returns:
-        The checkpoint's directory.
+        Directory of the checkpoint.
 
     Raises:
-        ValueError: an option cannot be honoured.
-        CheckpointError: a rank could not write it; raised on all ranks. Earlier checkpoints are intact.
+        ValueError: `step` is negative, or `keep` is less than 1.
+        CheckpointError: a rank could not write the checkpoint, or something cannot be saved. Raised on all ranks;
+            earlier checkpoints are intact.
     """
     if step < 0 or keep < 1:
         raise ValueError(f"zgraph.save_checkpoint: step={step} must not be negative, and keep={keep} at least 1.")

@@ -1,4 +1,4 @@
-"""Several optimizers of one model combined into one, so that a checkpoint stores them all by parameter names."""
+"""Combines several optimizers of one model into one, so that a checkpoint has a single optimizer state."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 
 class Checkpointed(Protocol):
-    """The part of an optimizer's interface that checkpoints use."""
+    """Interface of an optimizer that checkpoints use."""
 
     param_groups: list[dict[str, Any]]
 
@@ -19,13 +19,13 @@ class Checkpointed(Protocol):
 
 
 class SeveralOptimizers:
-    """Combines several optimizers of different parameters into one that has all their groups.
+    """Several optimizers of different parameters as one optimizer with all their groups.
 
     Args:
         optimizers: optimizers, in the same order when saving and loading.
 
     Raises:
-        ValueError: two of them step the same parameter.
+        ValueError: two optimizers step the same parameter.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
@@ -39,7 +39,7 @@ class SeveralOptimizers:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """A state dict like that of a single optimizer, with the parameters numbered group by group."""
+        """Return the state of all optimizers as one state dict, with parameters numbered over all groups."""
         state: dict[int, Any] = {}
         groups: list[dict[str, Any]] = []
         for first, one in zip(self._firsts(), self._optimizers, strict=True):
@@ -50,7 +50,7 @@ class SeveralOptimizers:
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Give each optimizer its own part of the state."""
+        """Load into each optimizer its own part of a state dict."""
         given = iter(state_dict["param_groups"])
         for first, one in zip(self._firsts(), self._optimizers, strict=True):
             groups = [next(given) for _ in one.param_groups]
@@ -60,7 +60,7 @@ class SeveralOptimizers:
             one.load_state_dict({"state": state, "param_groups": groups})
 
     def _firsts(self) -> list[int]:
-        """The number of each optimizer's first parameter."""
+        """Return the number of each optimizer's first parameter."""
         found = [0]
         for one in self._optimizers:
             found.append(found[-1] + sum(len(group["params"]) for group in one.param_groups))
@@ -68,5 +68,5 @@ class SeveralOptimizers:
 
 
 def as_one(optimizer: Optimizer | Sequence[Optimizer] | None) -> Checkpointed | None:
-    """Return the optimizers as a single one, as checkpoints save and load it; None without an optimizer."""
+    """Combine a list of optimizers into one for checkpoints; return a single optimizer or None unchanged."""
     return optimizer if optimizer is None or isinstance(optimizer, Optimizer) else SeveralOptimizers(optimizer)

@@ -1,4 +1,4 @@
-"""Checkpoints of pipelines, in which ranks hold different parameters: checks names, and merges optimizer groups."""
+"""Checkpoints of pipelines, in which ranks have different parameters: checks names, and merges optimizer groups."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from zgraph.errors import CheckpointError
 
 
 def check_names(state: Mapping[str, Any]) -> None:
-    """Check that no two parameters on different ranks share a name, because one would overwrite the other.
+    """Check that different parameters on different ranks have different names.
 
     Raises:
-        CheckpointError: on all ranks; names the parameter.
+        CheckpointError: on all ranks, with the name that two parameters share.
     """
     meshes = {
         name: tuple(value.device_mesh.mesh.flatten().tolist())
@@ -38,7 +38,7 @@ def check_names(state: Mapping[str, Any]) -> None:
 
 
 def merged_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Merge optimizer groups over all ranks. A merged group lists the parameters that any rank has in it.
+    """Merge each optimizer group over all ranks; the merged group lists the parameters of all ranks.
 
     Raises:
         CheckpointError: on all ranks, if ranks differ in the number of groups, or in the options of a group.
@@ -71,7 +71,7 @@ def merged_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def names_of_no_rank(others: Sequence[str]) -> list[str]:
-    """Return the names in a checkpoint that are in no rank's model.
+    """Return the names in a checkpoint that the model lacks on every rank.
 
     Args:
         others: names in the checkpoint that this rank's model lacks.
@@ -82,7 +82,12 @@ def names_of_no_rank(others: Sequence[str]) -> list[str]:
 
 
 def of_this_stage(own: dict[str, Any], others: set[str]) -> dict[str, Any]:
-    """Remove from a rank's saved state `own` the parameters `others`, of other stages. Compression errors stay."""
+    """Return a rank's saved state without the entries of parameters of other pipeline stages; error feedback stays.
+
+    Args:
+        own: saved state of a rank.
+        others: names of parameters of other stages.
+    """
     runtime = own["runtime"]
     kept = {key: {name: one for name, one in runtime[key].items() if name not in others} for key in ("local", "kept")}
     optimizer = {name: one for name, one in own["optimizer"].items() if name not in others}
@@ -94,7 +99,7 @@ def _equal_on_all_ranks(value: Any) -> bool:
 
 
 def _printed(value: Any) -> Any:
-    """Return `value` with tensors replaced by lists of numbers, because a tensor's `repr` omits digits."""
+    """Replace tensors in nested containers by lists of numbers, whose text has all digits."""
     if isinstance(value, Tensor):
         return str(value.dtype), value.tolist()
     if isinstance(value, dict):

@@ -22,10 +22,10 @@ NOT_MEASURED = "; not measured"
 @click.option("--cache", type=click.Path(path_type=Path), help="Folder for the result; ~/.cache/zgraph by default.")
 @json_option
 def calibrate(refresh: bool, cache: Path | None, as_json: bool) -> None:
-    """Measure copies, matrix products and links.
+    """Measure the speed of copies, matrix products and links between ranks.
 
-    Needs a few seconds the first time; later calls read a file. Started by torchrun on every rank, it measures the
-    links between the ranks as well, and rank 0 prints. `zgraph plan --hardware FILE` reads the output of --json.
+    Takes a few seconds the first time; later calls read the result from a file. Links are measured only if torchrun has
+    started this command on every rank; rank 0 prints. `zgraph plan --hardware FILE` reads the output of --json.
     """
     with working("measuring"):
         hardware = measured(refresh=refresh, cache=cache)
@@ -38,7 +38,7 @@ def calibrate(refresh: bool, cache: Path | None, as_json: bool) -> None:
 
 
 def measured(*, refresh: bool = False, cache: Path | None = None) -> Hardware:
-    """Return the measured figures of this machine; all ranks that torchrun has started get equal figures."""
+    """Measure this machine and return the results; under torchrun, all ranks get equal results."""
     from zgraph.analysis.calibration import calibrate as calibrate_ranks
 
     with launched_ranks():
@@ -46,7 +46,7 @@ def measured(*, refresh: bool = False, cache: Path | None = None) -> Hardware:
 
 
 def table_of(hardware: Hardware) -> Table:
-    """Return a table of the measured hardware. A single process measures no links; plans then assume typical ones."""
+    """Return the measured hardware as a table. Links that were not measured are marked, and have typical values."""
     rows = [
         ("backend", hardware.backend),
         ("memory of a rank", size(hardware.memory_bytes)),

@@ -1,7 +1,7 @@
-"""The command `zgraph`: its subcommands, and how user errors are shown.
+"""The command `zgraph`, which combines the subcommands and prints errors in one line.
 
-Uses click, not typer: it starts in half the time, and needs no other package. Nothing here imports torch, so that
-`zgraph --help` answers immediately; commands import it when they run.
+Uses click, not typer: it starts in half the time and needs no further package. torch is imported only when a subcommand
+runs, so that `zgraph --help` answers immediately.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ INTERRUPTED = 130  # exit status of shells for Ctrl-C
 
 
 class _Commands(click.Group):
-    """A group whose errors are one line on standard error, without usage and traceback."""
+    """Group of commands that prints each error as one line on standard error, without usage and traceback."""
 
     def main(
         self,
@@ -60,9 +60,9 @@ def _refused(message: str, status: int) -> int:
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]}, invoke_without_command=True)
 @click.pass_context
 def commands(ctx: click.Context) -> None:
-    """Sharded training as compiler passes: look at a machine, at a plan, at what was compiled.
+    """Sharded training as compiler passes: check machines, plan training steps, report on compiled models.
 
-    Exit status: 0 done, 1 the answer is no, 2 the command cannot be carried out as typed.
+    Exit status: 0 success, 1 failure or a failed check, 2 invalid command line.
     """
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())

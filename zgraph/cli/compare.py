@@ -27,14 +27,14 @@ TITLES = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """One fact that differs between two reports.
+    """One value that differs between two reports.
 
     Attributes:
-        section: a key of TITLES.
+        section: section of the output: a key of TITLES.
         frame: name of the frame.
-        subject: a graph, a pass on a graph, a parameter, ...
-        fact: name of the fact, with its unit at the end, such as "sent_bytes".
-        before, after: numbers or texts; None if only the other report has the subject.
+        subject: the graph, pass or parameter that the value belongs to.
+        fact: name of the value, with its unit at the end, such as "sent_bytes".
+        before, after: the value in the first and in the second report; None if the report lacks the subject.
     """
 
     section: str
@@ -65,7 +65,7 @@ class Change:
 
 
 def compare(first: Document, second: Document) -> list[Change]:
-    """Return the differences between two reports; `_pairs` chooses the frames to compare."""
+    """Return the values that differ between two reports."""
     measured = [_measured(document) for document in (first, second)]
     found: list[Change] = []
     for pair in _pairs(first, second):
@@ -78,10 +78,10 @@ def compare(first: Document, second: Document) -> list[Change]:
 
 
 def _pairs(first: Document, second: Document) -> list[tuple[Document | None, Document | None]]:
-    """Return the pairs of frames to compare: by order of compilation if their numbers are equal, else by name.
+    """Return the pairs of frames to compare; None stands for a missing frame.
 
-    Names are not enough, because Dynamo numbers the compiles of a process: a second plan in the same notebook calls the
-    frame "0/1" that the first called "0/0".
+    Reports with equally many frames are compared in the order of compilation, because names differ between plans of one
+    process: Dynamo calls the first plan's frame "0/0" and the second's "0/1". Other reports are compared by name.
     """
     frames = [document["frames"] for document in (first, second)]
     if len(frames[0]) == len(frames[1]):
@@ -91,10 +91,12 @@ def _pairs(first: Document, second: Document) -> list[tuple[Document | None, Doc
 
 
 def compare_passes(document: Document, first: str, second: str) -> list[Change]:
-    """Return how a compile's graphs after one pass differ from those after another; CAPTURED: before any pass.
+    """Compare a report's graphs after two passes; return the values that differ.
+
+    The name CAPTURED stands for the graphs before any pass.
 
     Raises:
-        ValueError: a pass ran on no graph, or no graph had both passes.
+        ValueError: the report has no such pass, or no graph had both passes.
     """
     known = dict.fromkeys([CAPTURED, *(entry["name"] for frame in document["frames"] for entry in frame["passes"])])
     for name in (first, second):
@@ -114,7 +116,7 @@ def compare_passes(document: Document, first: str, second: str) -> list[Change]:
 
 
 def lines_between(document: Document, first: str, second: str) -> list[str]:
-    """Return the lines of a unified diff of each graph's text after one pass and after another."""
+    """Return a unified diff between each graph's text after one pass and its text after another pass."""
     found: list[str] = []
     for frame in document["frames"]:
         for direction in frame["captured"]:
@@ -128,7 +130,7 @@ def lines_between(document: Document, first: str, second: str) -> list[str]:
 
 
 def tables_of(changes: Sequence[Change], first: str, second: str) -> list[Table]:
-    """One table for each section; `first` and `second` are the titles of the two columns of values."""
+    """Return one table for each section; `first` and `second` are the titles of the columns of values."""
     columns = ("frame", "of", "fact", first, second, "difference")
     return [
         Table(title, columns, tuple(change.cells() for change in changes if change.section == section))
@@ -170,7 +172,7 @@ def _operators(frame: Document) -> Facts:
 
 
 def _passes(frame: Document) -> Facts:
-    """Return the totals of graphs after each pass. A pass that runs on a graph again gets a number in its name."""
+    """Return the totals of each graph after each pass. A repeated pass gets a number in its name, such as "#2"."""
     found: dict[str, dict[str, Any]] = {}
     for entry in frame["passes"]:
         name = f"{entry['direction']}: {entry['name']}"
@@ -184,7 +186,7 @@ def _passes(frame: Document) -> Facts:
 
 
 def _after_pass(frame: Document, name: str) -> Facts:
-    """Return the totals of a frame's graphs after the pass `name`; for CAPTURED, before the first pass."""
+    """Return the totals of a frame's graphs after the pass `name`, or before all passes for CAPTURED."""
     found: dict[str, Mapping[str, Any]] = {}
     for entry in frame["passes"]:
         if name == CAPTURED and entry["direction"] not in found:
@@ -195,7 +197,7 @@ def _after_pass(frame: Document, name: str) -> Facts:
 
 
 def _totals(found: Document | None) -> dict[str, Any]:
-    """Return the totals of a graph before or after a pass; every total is None if passes were not recorded."""
+    """Return the totals of a graph as a dict; all values are None if passes were not recorded."""
     return {fact: (found or {}).get(fact) for fact in _TOTALS}
 
 
@@ -246,7 +248,7 @@ def _changes(section: str, frame: str, first: Facts, second: Facts) -> Iterator[
 
 
 def _with_unit(fact: str) -> tuple[str, Callable[[float], str]]:
-    """Return a fact's name without its unit, and the function that formats numbers of this unit."""
+    """Split a fact such as "sent_bytes" into its name without the unit, and a function that formats its values."""
     for unit, text in (("_bytes", size), ("_us", duration)):
         if fact.endswith(unit):
             return fact.removesuffix(unit).replace("_", " "), text

@@ -1,4 +1,4 @@
-"""`zgraph diff`: the differences between two compiles, or between two passes of one."""
+"""`zgraph diff`: compares two compiles, or the graphs of one compile after two passes."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 @click.option("--passes", nargs=2, metavar="FIRST SECOND", help='Two passes of A; "captured" is before any.')
 @json_option
 def diff(reports: tuple[Path, ...], passes: tuple[str, str] | None, as_json: bool) -> None:
-    """Show what changed from report A to report B: nodes, bytes, times, peaks, passes, parameters.
+    """Show how report B differs from report A: nodes, bytes, times, peaks, passes, parameters.
 
-    A and B are folders that options={"dump": ...} or zgraph.report(model, ...) has written, or report.json files. With
-    --passes: what changed in the graphs of A from one pass to another, with their lines.
+    A and B are folders written by options={"dump": ...} or zgraph.report(model, ...), or report.json files. With
+    --passes, show how the graphs of A after one pass differ from its graphs after another, with a diff of their code.
     """
     if len(reports) != (1 if passes else 2):
         wanted = "one report with --passes FIRST SECOND" if passes else "two reports, or one with --passes FIRST SECOND"
@@ -69,7 +69,7 @@ def _loaded(path: Path) -> Document:
 
 
 def _names(first: Path, second: Path) -> tuple[str, str]:
-    """Return the shortest last parts of two paths that differ; "A" and "B" if the paths are equal."""
+    """Return short names of two paths: as many last parts as make them differ, or "A" and "B" for equal paths."""
     parts = first.resolve().parts, second.resolve().parts
     for count in range(1, max(map(len, parts)) + 1):
         ends = [str(Path(*each[-count:])) for each in parts]

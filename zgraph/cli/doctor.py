@@ -1,4 +1,4 @@
-"""`zgraph doctor`: checks if a machine, or all machines of a torchrun launch, can train, and measures their rates."""
+"""`zgraph doctor`: checks whether the machines of a training run have everything needed, and measures their speed."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ STYLES = MappingProxyType({"missing": "bold red", "note": "yellow", "ok": "green
 @click.option("--no-rates", is_flag=True, help="Leave out rates of copies and links, which take seconds to measure.")
 @json_option
 def doctor(no_rates: bool, as_json: bool) -> int:
-    """Check for everything that a training run needs, and say how to get what is missing.
+    """Check that this machine has everything that a training run needs, and say how to get what is missing.
 
-    Started by torchrun on every rank, it also connects the ranks and measures their links; rank 0 prints. Rates are
-    those of `zgraph calibrate`. Exit status 1: something that a training run needs is missing.
+    If torchrun has started this command on every rank, it also connects the ranks and measures their links; rank 0
+    prints. The rates are the results of `zgraph calibrate`. Exit status 1: something is missing.
     """
     with working("looking at this machine"):
         checks, hardware = _examine(rates=not no_rates)
@@ -73,7 +73,7 @@ def _connected() -> Check:
 
 
 def _of_other_hosts(checks: list[Check]) -> list[Check]:
-    """Return the checks that are not "ok" on other hosts; one rank of each host reports its own."""
+    """Gather the checks of the other hosts, and return those whose status is not "ok"."""
     import torch.distributed as dist
 
     wanting = [check for check in checks if check.status != "ok"]

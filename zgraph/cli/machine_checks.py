@@ -1,4 +1,4 @@
-"""Checks of what a training run needs from a machine, with advice on what is missing or limited."""
+"""Checks whether a machine has everything that a training run needs, with advice on what to change."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from zgraph.reporting.tables import size
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One fact about a machine.
+    """Result of one check of a machine.
 
     Attributes:
-        group, name: group and name of the fact.
+        group, name: group of checks, and name of this check.
         found: description of what was found.
-        status: "missing": a training run needs what was not found; "note": it works, but see the advice.
-        advice: what to do; "" if all is well.
+        status: "ok"; "note": training works, but see the advice; "missing": training does not work without it.
+        advice: what to do; "" if the status is "ok".
     """
 
     group: str
@@ -40,7 +40,7 @@ class Check:
 
 
 def check_machine() -> list[Check]:
-    """Return all checks of this process's machine; only the checks of versions if a version is missing."""
+    """Run all checks on this machine; if a required package is missing, only the version checks."""
     found = _python_checks()
     if any(check.status == "missing" for check in found):
         return found
@@ -49,7 +49,7 @@ def check_machine() -> list[Check]:
 
 
 def _python_checks() -> list[Check]:
-    """Return the checks of versions. Only these checks run without torch, or with a version that zgraph refuses."""
+    """Check the versions of Python, zgraph, torch and triton; works without an importable torch."""
     found = [
         Check(group="versions", name="python", found=platform.python_version()),
         Check(group="versions", name="zgraph", found=_version("zgraph") or "not installed: run from its folder"),
@@ -166,7 +166,7 @@ def _cache(name: str, folder: Path, unwritable: Any, advice: str) -> Check:
 
 
 def is_writable(folder: Path) -> bool:
-    """Return whether files can be created in a folder, or in its nearest existing parent; leave no file there."""
+    """Return whether files can be created in a folder; for a missing folder, in its nearest existing parent."""
     existing = next(each for each in (folder, *folder.parents) if each.exists())
     try:
         with tempfile.TemporaryFile(dir=existing):

@@ -1,4 +1,4 @@
-"""Find the network interface through which gloo connects ranks."""
+"""Finds the network interface through which gloo connects ranks."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 @dataclass(frozen=True, kw_only=True)
 class Interface:
-    """The network interface that gloo uses if ranks connect now.
+    """The network interface that gloo would use.
 
     Attributes:
         text: description of the interface.
-        status: "missing": gloo cannot connect ranks; "note": gloo can connect only ranks of this host.
-        advice: what to set.
+        status: "ok"; "note": gloo can connect only ranks on this host; "missing": gloo cannot connect ranks.
+        advice: what to change; "" if the status is "ok".
     """
 
     text: str
@@ -28,7 +28,11 @@ class Interface:
 
 
 def gloo_interface() -> Interface:
-    """Return the interface named by GLOO_SOCKET_IFNAME; else the one with the host name's address; else loopback."""
+    """Return the interface that gloo would use.
+
+    It is the interface in GLOO_SOCKET_IFNAME; without that variable, the interface with the host name's address; and if
+    the host name has no address, the loopback interface.
+    """
     addresses = _addresses()
     others = [name for name, address in addresses.items() if not _is_loopback(address)]
     choose = f"set GLOO_SOCKET_IFNAME to {' or '.join(others) or 'an interface that other hosts can reach'}"
@@ -63,7 +67,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _addresses() -> dict[str, str]:
-    """Return the IPv4 address of each interface; empty if the system cannot list them."""
+    """Return the IPv4 address of each interface by name; empty if the system cannot list them."""
     try:
         import fcntl
     except ImportError:
@@ -73,7 +77,7 @@ def _addresses() -> dict[str, str]:
         for _, name in socket.if_nameindex():
             try:
                 answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:  # it has none
+            except OSError:  # the interface has no IPv4 address
                 continue
             found[name] = socket.inet_ntoa(answer[20:24])
     return found

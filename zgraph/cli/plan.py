@@ -28,7 +28,7 @@ _INNER = re.compile(r"\bgot (\w+(?:Error|Exception)\(.*\))")
 
 
 class ByteSize(click.ParamType):
-    """A size in bytes: "60GiB" is in powers of two, "60GB" in powers of ten, and "64" in bytes."""
+    """Option type for a size in bytes: "60GiB" (powers of 1024), "60GB" (powers of 1000) or "64" (bytes)."""
 
     name = "size"
 
@@ -45,7 +45,7 @@ class ByteSize(click.ParamType):
 
 
 class AxisSizes(click.ParamType):
-    """Sizes of a cluster's axes, the outermost first: "pp=4,dp=8"."""
+    """Option type for the sizes of a cluster's axes, outermost first: "pp=4,dp=8"."""
 
     name = "axes"
 
@@ -90,11 +90,12 @@ def plan(
     html: Path | None,
     as_json: bool,
 ) -> None:
-    """Plan a training step for a cluster, on this machine.
+    """Predict memory, traffic and time of a training step on a cluster, without the cluster.
 
-    MODULE:FN names a function without arguments, such as train:step of train.py in this folder. It returns a model and
-    the tuple of arguments of one rank's forward. Inside, tensors have shapes but no values, so models of any size fit.
-    With a pp axis the model is an nn.Sequential, or a list of stages, and the arguments are those of one micro-batch.
+    MODULE:FN names a function without arguments, such as train:step for the function step in train.py. The function
+    returns a model and a tuple: the arguments of the model's forward on one rank. Tensors created by the function have
+    shapes but no values, so the model may be larger than this machine's memory. With a pp axis the model is an
+    nn.Sequential or a list of stages, and the arguments are those of one micro-batch.
     """
     if (world_size is None) == (world is None):
         raise click.UsageError("Write the number of ranks as --world-size 64, or their axes as --world pp=4,dp=16.")
@@ -131,7 +132,7 @@ def plan(
 
 
 def _write(found: Plan, directory: Path) -> Path:
-    """Write a report of a plan; return its page."""
+    """Write a plan's report to a folder; return the path of its page."""
     if not any(found.report(directory).rglob("report.json")):  # zgraph has warned of the reason
         raise UserError(f"the report cannot be written to {directory}.")
     return rebuild(directory)[0]
@@ -189,7 +190,7 @@ def _planned(
 
 
 def optimizer_named(name: str) -> Callable[[Any], Any]:
-    """Return a function that makes a fused optimizer for a model."""
+    """Return a function that creates the named fused optimizer for a model's parameters."""
     import torch
 
     kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[name]
@@ -197,7 +198,11 @@ def optimizer_named(name: str) -> Callable[[Any], Any]:
 
 
 def call(step: Callable[[], Any]) -> Step:
-    """Call the user's function and check its result."""
+    """Call the user's function, and return its model and arguments after a check.
+
+    Raises:
+        UserError: the function failed, or returned something else.
+    """
     try:
         made = step()
     except Exception as error:
@@ -216,7 +221,7 @@ def call(step: Callable[[], Any]) -> Step:
 
 
 def function_named(text: str) -> Callable[[], Any]:
-    """Return the function that MODULE:FN names; modules in the current folder are found as well.
+    """Import and return the function named by MODULE:FN; the current folder is searched first.
 
     Raises:
         UserError: there is no such module or function, or the module cannot be imported.
@@ -246,7 +251,7 @@ def function_named(text: str) -> Callable[[], Any]:
 
 
 def hardware_named(text: str) -> Hardware:
-    """Return a hardware preset by its name, or the hardware in a file written by `zgraph calibrate --json`.
+    """Return a hardware preset by name, or the hardware in a file written by `zgraph calibrate --json`.
 
     Raises:
         UserError: there is neither such a preset nor such a file.
@@ -261,7 +266,7 @@ def hardware_named(text: str) -> Hardware:
 
 
 def _in_one_line(error: BaseException) -> str:
-    """Return the first cause of an error, and the innermost line of the user's files that led to it."""
+    """Return one line about an error: its first cause, and the innermost line of the user's code that led to it."""
     while error.__cause__ is not None:
         error = error.__cause__
     inner = _INNER.search(str(error))  # the original error in Dynamo's long text

@@ -1,4 +1,4 @@
-"""A process group for commands that torchrun has started."""
+"""Process group for subcommands that run under torchrun."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def is_launched() -> bool:
 
 @contextmanager
 def launched_ranks() -> Generator[None]:
-    """Join torchrun's ranks in a process group inside the `with`: on NCCL if each rank has a GPU, else on gloo.
+    """Connect torchrun's ranks in a process group during a `with` block; without torchrun, do nothing.
 
-    Without torchrun there is no process group.
+    The backend is NCCL if each rank of the host has a GPU, else gloo.
     """
     if not is_launched():
         yield

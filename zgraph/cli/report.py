@@ -1,4 +1,4 @@
-"""`zgraph report`: makes the page and the other files of a report from the output of a run, and opens the page."""
+"""`zgraph report`: creates a report's page and other files from `report.json`, and opens the page."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from zgraph.reporting.tables import Table, size
 @click.option("--open", "opens", is_flag=True, help="Open the page in the browser.")
 @json_option
 def report(directory: Path, opens: bool, as_json: bool) -> None:
-    """Make index.html and the other files of a report from its report.json, and say where they are.
+    """Create index.html and the other files of a report from its report.json, and print their paths.
 
-    DIRECTORY was written by options={"dump": ...} or zgraph.report(model, ...), or is one frame's folder in it. The
-    page shows all frames and ranks below it.
+    DIRECTORY is the output folder of options={"dump": ...} or zgraph.report(model, ...), or the folder of one frame in
+    it. The page shows all frames and ranks in DIRECTORY.
     """
     with working("writing the report"):
         page, *others = rebuild(directory)
@@ -34,13 +34,13 @@ def report(directory: Path, opens: bool, as_json: bool) -> None:
 
 
 def rebuild(directory: Path) -> list[Path]:
-    """Write a page of all reports in a directory, and rewrite the files that are made from each report.json.
+    """Write one page for all reports in a directory, and rewrite the files that are made from each report.json.
 
     Args:
         directory: directory with reports; or one report.json, whose page is written to the same folder.
 
     Returns:
-        The page, and then the other files.
+        The page, then all other files.
 
     Raises:
         UserError: a report is missing or cannot be read, or the folder cannot be written.

@@ -1,4 +1,4 @@
-"""Output of commands: tables for people, JSON for programs, and one line for user errors."""
+"""Output of subcommands: tables, JSON, and errors in one line."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ json_option: Callable[[Any], Any] = click.option(
 
 
 class UserError(click.ClickException):
-    """A request that cannot be carried out: shown in one line, with exit status 2."""
+    """An error of the user, such as a wrong argument: printed in one line, with exit status 2."""
 
     exit_code = 2
 
 
 def print_tables(tables: Iterable[Table], **styles: str) -> None:
-    """Print tables that have rows.
+    """Print tables that have rows; texts are printed verbatim, without rich's markup.
 
     Args:
-        tables: tables, whose texts are printed verbatim, without rich's markup.
-        styles: rich's style for cells, by their text.
+        tables: tables to print.
+        styles: rich style by text: cells with this text are printed in this style.
     """
     from rich.console import Console
     from rich.table import Table as RichTable
@@ -57,7 +57,7 @@ def print_json(document: object) -> None:
 
 @contextlib.contextmanager
 def working(what: str) -> Generator[None]:
-    """Show the status `what` on a terminal; code inside the `with` prints to standard error, away from the results."""
+    """Show the status text `what` during a `with` block, and redirect the block's output to standard error."""
     from rich.console import Console
 
     with contextlib.redirect_stdout(sys.stderr), Console(file=sys.stderr).status(what):

@@ -1,1 +1,1 @@
-"""Reading and editing FX graphs: metadata, predicates, bytes that collectives send, text."""
+"""Reading and editing FX graphs: node metadata, predicates on nodes, traffic of collectives, and graphs as text."""

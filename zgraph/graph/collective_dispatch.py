@@ -1,4 +1,4 @@
-"""Collective dispatch: chooses the function of `zgraph.runtime.exchanges` that runs each functional collective."""
+"""Chooses, for each collective of a graph, the function in `zgraph.runtime.exchanges` that runs it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from zgraph.torch_compat.groups import resolve_group
 
 
 def dispatcher_of(start: fx.Node, number: int, ranks_per_host: int = 1, called_for: CalledFor | None = None) -> Any:
-    """Return the function that starts a node's collective if called with the node's arguments.
+    """Return the function that starts a node's collective; it takes the node's arguments.
 
-    The function is the node's own operator if no function of `zgraph.runtime.exchanges` replaces it.
+    If no function in `zgraph.runtime.exchanges` replaces the node's operator, the operator itself is returned.
 
     Args:
         start: node that starts the collective.
-        number: number of this node among the starts of its graph.
-        ranks_per_host: number of ranks on a host, the same on all ranks.
-        called_for: the parameters of the current call. None: they are unknown, and exchanges have no identity.
+        number: number of this node among the collectives of its graph.
+        ranks_per_host: number of ranks on each host.
+        called_for: provides the identity of each exchange in the current call; None: exchanges have no identity.
     """
     about = None if called_for is None else _about(start, called_for)
     if nodes.is_all_gather(start):
@@ -43,7 +43,7 @@ def dispatcher_of(start: fx.Node, number: int, ranks_per_host: int = 1, called_f
 
 
 def sends_bucket(start: fx.Node) -> bool:
-    """Whether a collective sends a bucket, that is, a concatenated tensor without another reader."""
+    """Return whether a collective's input is a concatenation of tensors that no other node reads."""
     sent = start.all_input_nodes[0]
     return sent.target is torch.ops.aten.cat.default and list(sent.users) == [start]
 
@@ -63,10 +63,10 @@ def _dispatch_hierarchical_gather(number: int, ranks_per_host: int) -> Callable[
 
 
 def order_of_waits(graph: fx.Graph, ranks_per_host: int = 1) -> list[str]:
-    """Describe each wait for a hierarchical gather by a line of text. The lines must be equal on all ranks.
+    """Describe the positions of all waits for hierarchical gathers, one line each; lines must be equal on all ranks.
 
-    A hierarchical gather ends only when its peers wait for it, too. If one rank waits for the gather before it starts
-    an exchange, and another rank waits for that exchange before it waits for the gather, both wait forever.
+    A hierarchical gather ends only when all ranks of a host wait for it. So ranks deadlock if one waits for the gather
+    before it starts another collective, and another rank waits for that collective first.
     """
     found: list[str] = []
     numbers: dict[fx.Node, int] = {}

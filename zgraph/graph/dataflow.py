@@ -1,4 +1,4 @@
-"""Following a value through views, casts and copies, forwards and back."""
+"""Follows a value through views, casts and copies, to its users and to its sources."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zgraph.torch_compat.operators import written_arguments
 
 
 def reshaped_values(node: fx.Node) -> Iterator[fx.Node]:
-    """The node and all nodes that are only views, casts or copies of its result."""
+    """Yield the node, and all nodes that only view, cast or copy its result, directly or through each other."""
     pending = [node]
     while pending:
         value = pending.pop()
@@ -22,9 +22,9 @@ def reshaped_values(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def without_views(node: fx.Node) -> fx.Node:
-    """The node below a chain of views that change nothing and end with `node`; `node` itself if there is none.
+    """Skip no-op views: return the node that a chain of such views ending with `node` starts from.
 
-    `DTensor.to_local`, for example, leaves such a view.
+    A no-op view has the same shape, strides and dtype as its input; `DTensor.to_local`, for example, leaves one.
     """
     while node.target is torch.ops.aten.view.default:
         source = cast(fx.Node, node.args[0])
@@ -35,16 +35,16 @@ def without_views(node: fx.Node) -> fx.Node:
 
 
 def below_views(node: fx.Node) -> fx.Node:
-    """The node at the base of a chain of views that ends with `node`; `node` itself if it is not a view."""
+    """Skip views: return the node that a chain of views ending with `node` starts from."""
     while traits.is_view(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
 
 
 def needed_for(kept: Iterable[fx.Node], graph: fx.Graph) -> set[fx.Node]:
-    """The nodes that compute the values `kept` or write to them.
+    """Return the nodes that compute the values `kept`, or write to them, directly or indirectly.
 
-    Stops at markers, because the inputs of markers may differ between ranks.
+    The search stops at `zgraph::unshard` and `zgraph::reduce_grad` nodes, whose inputs may differ between ranks.
     """
     needed = set(kept)
     for node in reversed(graph.nodes):
@@ -54,15 +54,15 @@ def needed_for(kept: Iterable[fx.Node], graph: fx.Graph) -> set[fx.Node]:
 
 
 def written_sources(node: fx.Node) -> list[fx.Node]:
-    """The nodes to whose memory a call writes. For an argument that is a view, this is the base of the view."""
+    """Return the nodes to whose memory a call writes; for a view among the arguments, the view's base."""
     return list(map(below_views, written_arguments(node)))
 
 
 def parts_of(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Number the forwards and backwards of a whole step, and return for each call the number of its part.
+    """Return, for each call in the graph of a whole training step, the number of its part.
 
-    0 is the first forward, 1 its backward, 2 the next forward, and so on. An optimizer's step has a number of its own,
-    an even one. A call without a recorded number has the number of the call before it.
+    Part 0 is the first forward, 1 its backward, 2 the second forward, and so on; an optimizer's step is a part of its
+    own, with an even number. A call without a recorded number has the number of the call before it.
     """
     found: dict[fx.Node, int] = {}
     part = 0
@@ -78,9 +78,9 @@ def _is_brought(node: fx.Node) -> bool:
 
 
 def copy_in(start: fx.Node) -> list[fx.Node] | None:
-    """The nodes between the graph's inputs and a start, if these nodes only cast, pad and pack; otherwise None.
+    """Return the nodes between graph inputs and a collective's start if they only cast, pad or pack data; else None.
 
-    Reloaded copies of offloaded inputs count as inputs.
+    Inputs reloaded from the host count as graph inputs.
     """
     found: dict[fx.Node, None] = {}
     pending = list(start.all_input_nodes)

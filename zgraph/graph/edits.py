@@ -1,4 +1,4 @@
-"""Graph edits that several passes share: moving, removing and reordering nodes."""
+"""Graph edits that several passes use: copying graphs, and moving, removing and reordering nodes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ aten = torch.ops.aten
 
 
 def copy_of(gm: fx.GraphModule) -> fx.GraphModule:
-    """Copy a graph, with its node names and meta, so that the copy can be changed; the values in the meta are shared.
+    """Copy a graph with its node names and metadata; fake values are shared with the original.
 
-    The copy's Python code is generated on demand, not after every change.
+    The copy generates its Python code only when needed.
     """
     graph = fx.Graph()
     output = graph.output(graph.graph_copy(gm.graph, {}))
@@ -27,7 +27,7 @@ def copy_of(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def drop_unchanging_views(node: fx.Node) -> None:
-    """Replace views of a node that change nothing by the node itself, including views of such views."""
+    """Replace no-op views of a node by the node itself, and no-op views of these views, too."""
     for user in list(node.users):
         if user.target is aten.view.default and meta.same_layout(meta.value(node), meta.value(user)):
             drop_unchanging_views(user)
@@ -36,7 +36,7 @@ def drop_unchanging_views(node: fx.Node) -> None:
 
 
 def restore_order(graph: fx.Graph) -> None:
-    """Repair the order of a graph: each node that precedes one of its inputs moves to just after its last input."""
+    """Sort a graph topologically: each node placed before one of its inputs moves to just after its last input."""
     order = order_of(graph)
     missing = {node: len(node.all_input_nodes) for node in order}
     ready = [(position, node) for node, position in order.items() if not missing[node]]
@@ -52,7 +52,7 @@ def restore_order(graph: fx.Graph) -> None:
 
 
 def relink(placed: Iterable[fx.Node]) -> None:
-    """Put all nodes of a graph into the given order."""
+    """Reorder a graph's nodes to the given order."""
     previous: fx.Node | None = None
     for node in placed:
         if previous is not None and previous.next is not node:
@@ -61,13 +61,13 @@ def relink(placed: Iterable[fx.Node]) -> None:
 
 
 def move_before(node: fx.Node, anchor: fx.Node) -> None:
-    """Move `node` to just before `anchor`."""
+    """Move `node` to the place just before `anchor`."""
     if node.next is not anchor:
         anchor.prepend(node)
 
 
 def erase_dead(graph: fx.Graph, candidates: Iterable[fx.Node]) -> None:
-    """Erase those `candidates` that are calls without users, from the last to the first. Graph inputs stay."""
+    """Erase the calls among `candidates` that have no users, from the last to the first."""
     for node in sorted(candidates, reverse=True):  # nodes compare by their position in the graph
         if not node.users and node.op == "call_function":
             graph.erase_node(node)

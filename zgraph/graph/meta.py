@@ -1,4 +1,4 @@
-"""Typed access to `node.meta`; no other file uses its keys."""
+"""Typed access to `node.meta`; other files do not use its keys."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ Kept = Literal["parameters", "state"]  # buffers count as parameters; state belo
 
 
 def value(node: fx.Node) -> Any:
-    """The fake value of a node; None if it has none."""
+    """Return a node's fake value; None if it has none."""
     return node.meta.get(_VALUE)
 
 
 def tensor_value(node: fx.Node) -> Tensor:
-    """The fake value of a node that is known to yield a tensor."""
+    """Return a node's fake value, which must be a tensor."""
     found = value(node)
     assert isinstance(found, Tensor), f"{node.name} has no tensor in its meta"
     return found
@@ -63,12 +63,12 @@ def set_value(node: fx.Node, new: object) -> None:
 
 
 def parameters(node: fx.Node) -> tuple[str, ...]:
-    """Qualified names of the parameters that a node works for; () if it works for none."""
+    """Return the qualified names of the parameters that a node gathers, reduces or copies; () if there are none."""
     return cast("tuple[str, ...]", node.meta.get(_PARAMETERS, ()))
 
 
 def handles(node: fx.Node) -> tuple[str, ...]:
-    """For each of a node's `parameters`, the placeholder name of its handle."""
+    """Return, for each of a node's `parameters`, the name of the graph input that identifies it (its handle)."""
     return cast("tuple[str, ...]", node.meta.get(_HANDLES, ()))
 
 
@@ -78,88 +78,88 @@ def set_parameters(node: fx.Node, names: Sequence[str], handle_names: Sequence[s
 
 
 def chunks(node: fx.Node) -> tuple[Chunk, ...]:
-    """The chunks that each rank contributes to a collective, as recorded by `set_chunks`; () if nothing is recorded."""
+    """Return the chunks that this rank contributes to a collective; () if none are recorded."""
     return cast("tuple[Chunk, ...]", node.meta.get(_CHUNKS, ()))
 
 
 def set_chunks(start: fx.Node, found: Sequence[Chunk]) -> None:
-    """Record the chunks that a collective sends, from which its bytes on any number of ranks can be derived."""
+    """Record the chunks that each rank contributes to a collective, to compute its bytes for any number of ranks."""
     start.meta[_CHUNKS] = tuple(found)
 
 
 def transit(node: fx.Node) -> Transit | None:
-    """The recorded tier and direction of a copy. None if nothing is recorded: devices and operator then imply both."""
+    """Return the recorded memory space and direction of a copy; None if they follow from devices and operator."""
     return cast("Transit | None", node.meta.get(_TRANSIT))
 
 
 def set_transit(node: fx.Node, tier: Tier, *, to_device: bool) -> None:
-    """Record that a node copies between the device and a tier.
+    """Record that a node copies between the device and another memory space.
 
-    The devices of fake tensors do not show this in a plan for a GPU, where all fake tensors are on the CPU.
+    Needed where devices of fake tensors do not tell: in a plan for a GPU, all fake tensors are on the CPU.
     """
     node.meta[_TRANSIT] = Transit(tier, to_device)
 
 
 def lane(node: fx.Node) -> Lane | None:
-    """The recorded lane of a copy. None if nothing is recorded: devices and operator then imply the lane."""
+    """Return the lane (hardware resource) recorded for a copy; None if it follows from devices and operator."""
     found = transit(node)
     return None if found is None else found.lane
 
 
 def space(node: fx.Node) -> Tier | None:
-    """The recorded tier of a node's value. None if nothing is recorded: devices and `transit` then imply the tier."""
+    """Return the recorded memory space of a node's value; None if it follows from devices and `transit`."""
     return cast("Tier | None", node.meta.get(_SPACE))
 
 
 def set_space(node: fx.Node, found: Tier) -> None:
-    """Record the tier of a value; the record is kept when the value becomes an input of another graph."""
+    """Record the memory space of a node's value; the record stays when the value becomes another graph's input."""
     node.meta[_SPACE] = found
 
 
 def rests_in(node: fx.Node) -> Tier:
-    """The tier in which the node's allocation is kept after the step."""
+    """Return the memory space in which a node's new storage is kept after the step."""
     return cast("Tier", node.meta.get(_RESTS, DEVICE))
 
 
 def set_rest(node: fx.Node, tier: Tier) -> None:
-    """Record the tier in which the node's allocation, such as new optimizer state, is kept after the step."""
+    """Record the memory space in which a node's new storage, such as optimizer state, is kept after the step."""
     node.meta[_RESTS] = tier
 
 
 def kept_as(node: fx.Node) -> Kept | None:
-    """The recorded kind of a value that is kept between steps; None for a value of a single step."""
+    """Return whether a value is "parameters" or "state", kept between steps; None for values of a single step."""
     return cast("Kept | None", node.meta.get(_KEPT))
 
 
 def set_kept(node: fx.Node, kind: Kept) -> None:
-    """Record that the node's value is kept between steps: an input, or state that a step makes for all later ones."""
+    """Record that a value is kept between steps: a graph input, or optimizer state that the first step creates."""
     node.meta[_KEPT] = kind
 
 
 def longest_bytes(node: fx.Node) -> int | None:
-    """Recorded bytes of the node's value on the rank with the most rows. None: this rank's bytes."""
+    """Return the recorded size of a value on the rank with the most rows; None if it is this rank's size."""
     return cast("int | None", node.meta.get(_LONGEST))
 
 
 def set_longest_bytes(node: fx.Node, size: int) -> None:
-    """Record the bytes of the node's value on the rank with the most rows, so that all ranks plan alike."""
+    """Record the size of a value on the rank with the most rows, so that all ranks make the same plan."""
     node.meta[_LONGEST] = size
 
 
 def beside(node: fx.Node) -> int | None:
-    """The number that links a concurrent update and its wait; None for other nodes."""
+    """Return the number that an asynchronous update shares with its wait; None for other nodes."""
     return cast("int | None", node.meta.get(_BESIDE))
 
 
 def set_beside(node: fx.Node, number: int) -> None:
-    """Let an update run concurrently with compute, until the wait with the same number."""
+    """Make an update asynchronous: it runs concurrently with compute until the wait with the same number."""
     node.meta[_BESIDE] = number
 
 
 def module_path(node: fx.Node) -> str:
-    """Path of the module whose forward called the node; "" if unknown.
+    """Return the path of the module whose forward contains the node; "" if unknown.
 
-    For a node of backward, the module that called the node's counterpart in forward.
+    For a node of backward, it is the module of the corresponding node of forward.
     """
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     path = next((str(entry[0]) for entry in reversed(list(stack.values()))), "")
@@ -169,14 +169,14 @@ def module_path(node: fx.Node) -> str:
 
 
 def source_line(node: fx.Node) -> str:
-    """The innermost line of user code that the node comes from, such as "train.py:12 in forward"."""
+    """Return the innermost line of user code that a node comes from: "train.py:12 in forward", or "" if unknown."""
     frames = _FRAME.findall(str(node.meta.get("stack_trace") or ""))
     own = [frame for frame in frames if not frame[0].startswith(_LIBRARIES)] or frames
     return "{}:{} in {}".format(*own[-1]) if own else ""
 
 
 def set_origin(node: fx.Node, module: str, file: str, line: int, function: str) -> None:
-    """Record a node's module and line of code, which `module_path` and `source_line` then return."""
+    """Record the module and the line of code that a node comes from, as read by `module_path` and `source_line`."""
     node.meta["nn_module_stack"] = {"": (module, None)}
     node.meta["stack_trace"] = f'File "{file}", line {line}, in {function}'
 
@@ -186,42 +186,45 @@ _LIBRARIES = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parent.parent
 
 
 def label(node: fx.Node) -> str:
-    """The name of the node's first parameter, fit for a node's name: "h.0.mlp.weight" -> "h_0_mlp_weight"."""
+    """Return the name of a node's first parameter as an identifier: "h.0.mlp.weight" -> "h_0_mlp_weight".
+
+    For a node without parameters, return the node's name.
+    """
     names = parameters(node)
     return re.sub(r"\W", "_", names[0]) if names else node.name
 
 
 def tag_recompute(node: fx.Node) -> None:
-    """Make the partitioner recompute the node in backward instead of saving it."""
+    """Make the partitioner recompute a gather in backward instead of saving its result."""
     node.meta[_RECOMPUTE] = CheckpointPolicy.MUST_RECOMPUTE
     node.meta[_REGION] = _GATHER_REGION
 
 
 def lifetime(node: fx.Node) -> object:
-    """Whether the partitioner must save or recompute a node, as a `CheckpointPolicy`; None if it may choose."""
+    """Return whether the partitioner must save or recompute a node, as a `CheckpointPolicy`; None if it may choose."""
     return node.meta.get(_RECOMPUTE)
 
 
 def inherit_lifetime(node: fx.Node, source: fx.Node) -> None:
-    """Give `node` the lifetime of `source`: whether the partitioner must save or recompute it."""
+    """Make the partitioner save or recompute `node` as it does `source`."""
     for key in (_RECOMPUTE, _REGION, _PLANNED):
         if key in source.meta:
             node.meta[key] = source.meta[key]
 
 
 def is_tagged_by_others(node: fx.Node) -> bool:
-    """Whether code outside of zgraph, such as the user's activation checkpointing, decided if the node is saved."""
+    """Return whether activation checkpointing outside of zgraph has decided if a node is saved or recomputed."""
     return _RECOMPUTE in node.meta and _PLANNED not in node.meta and not is_tagged_recompute(node)
 
 
 def tag_recomputed_activation(node: fx.Node) -> None:
-    """Make the partitioner recompute an activation in backward; unlike `tag_recompute`, without a checkpoint region."""
+    """Make the partitioner recompute an activation in backward instead of saving it."""
     node.meta[_RECOMPUTE] = CheckpointPolicy.MUST_RECOMPUTE
     node.meta[_PLANNED] = True
 
 
 def tag_must_save(node: fx.Node) -> None:
-    """Make the partitioner save the node for backward."""
+    """Make the partitioner save a node's value for backward."""
     node.meta[_RECOMPUTE] = CheckpointPolicy.MUST_SAVE
     node.meta[_PLANNED] = True
 
@@ -231,7 +234,7 @@ def is_tagged_recompute(node: fx.Node) -> bool:
 
 
 def tag_saved(node: fx.Node) -> None:
-    """Allow forward to save this gathered parameter for backward; nodes that replace this one inherit the tag."""
+    """Allow forward to save a gathered parameter for backward; nodes that replace the gather inherit this tag."""
     node.meta[_SAVED] = True
 
 
@@ -240,7 +243,7 @@ def is_tagged_saved(node: fx.Node) -> bool:
 
 
 def tag_at_use(node: fx.Node) -> None:
-    """Pin a start or wait to the place where its result is used: passes must not move the node. This saves memory."""
+    """Pin a collective's start or wait next to the use of its result, to save memory: passes must not move it."""
     node.meta[_AT_USE] = True
 
 
@@ -249,7 +252,7 @@ def is_tagged_at_use(node: fx.Node) -> bool:
 
 
 def tag_awaited(node: fx.Node) -> None:
-    """Record that compute waits for this reduction. No later reduction may join and delay its bucket."""
+    """Record that compute waits for a reduction, so that no later reduction joins its bucket and delays it."""
     node.meta[_AWAITED] = True
 
 
@@ -258,7 +261,7 @@ def is_tagged_awaited(node: fx.Node) -> bool:
 
 
 def tag_offload(node: fx.Node) -> None:
-    """Record that the value should be kept on the host from forward to backward."""
+    """Record that a saved value should be kept on the host from forward to backward."""
     node.meta[_OFFLOAD] = True
 
 
@@ -267,22 +270,25 @@ def is_tagged_offload(node: fx.Node) -> bool:
 
 
 def set_part(node: fx.Node, number: int) -> None:
-    """Record the part of a whole step that a node belongs to: 0 is the first forward, 1 its backward, and so on."""
+    """Record which part of a whole step a node belongs to: 0 is the first forward, 1 its backward, and so on."""
     node.meta[_PART] = number
 
 
 def part(node: fx.Node) -> int | None:
-    """The number recorded by `set_part`; None outside of whole steps."""
+    """Return the part recorded by `set_part`; None outside of whole steps."""
     return cast("int | None", node.meta.get(_PART))
 
 
 def tag_at_rest(node: fx.Node) -> None:
-    """Record that the node's allocation outlives the step, like new optimizer state. No budget counts such memory."""
+    """Record that a node's new storage outlives the step, like new optimizer state.
+
+    Such memory does not count in budgets.
+    """
     node.meta[_AT_REST] = True
 
 
 def clear_at_rest(node: fx.Node) -> None:
-    """Undo `tag_at_rest` and `set_kept`, because the graph moves the node's allocation elsewhere and frees it."""
+    """Undo `tag_at_rest` and `set_kept`, for a storage that the graph copies elsewhere and frees."""
     node.meta.pop(_AT_REST, None)
     node.meta.pop(_KEPT, None)
 
@@ -292,10 +298,10 @@ def is_tagged_at_rest(node: fx.Node) -> bool:
 
 
 def evaluate(node: fx.Node) -> object:
-    """Run the node on the fake values of its arguments.
+    """Run a node on the fake values of its arguments, and return the result.
 
     Raises:
-        KeyError: an argument has no value.
+        KeyError: an argument has no fake value.
     """
 
     def load(argument: fx.Node) -> Any:
@@ -322,7 +328,14 @@ def create(
     like: fx.Node | None = None,
     name: str | None = None,
 ) -> fx.Node:
-    """Create a call at the graph's insertion point, compute its fake value, and copy the parameters of node `like`."""
+    """Create a call at the graph's insertion point and compute its fake value.
+
+    Args:
+        graph: graph of the new node.
+        target, args, kwargs: operator of the call, and its arguments.
+        like: node whose parameters and origin the new node gets.
+        name: name of the new node.
+    """
     node = graph.create_node("call_function", target, tuple(args), dict(kwargs or {}), name=name)
     if like is not None:
         for key in (_PARAMETERS, _HANDLES, _SAVED, _AWAITED, _PART, "nn_module_stack", "stack_trace"):
@@ -334,10 +347,10 @@ def create(
 
 
 def take_evaluation(node: fx.Node) -> bool:
-    """Whether `create` computed the node's value from its present call and inputs. If so, no replay is needed.
+    """Return whether a node's fake value is the one that `create` computed from the same call and inputs.
 
-    Call it once for each node, because it drops the record. A record refers to other nodes, and would keep their graph
-    alive through copies of the node.
+    The verification then need not compute the value again. The record of `create` is dropped, so this works once per
+    node.
     """
     (target, args, kwargs), values = node.meta.pop(_EVALUATED, ((None, (), {}), []))
     if target is None:
@@ -348,15 +361,14 @@ def take_evaluation(node: fx.Node) -> bool:
 
 
 def _call_and_values(node: fx.Node) -> tuple[tuple[Any, Any, Any], list[Any]]:
-    """Return a node's target and arguments, then the values of the node and of its inputs."""
+    """Return a node's target and arguments, then the fake values of the node and of its inputs."""
     return (node.target, node.args, node.kwargs), [value(known) for known in (node, *node.all_input_nodes)]
 
 
 def create_cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype, *, like: fx.Node | None = None) -> fx.Node:
     """Create a node that casts `node` to `dtype`; return `node` itself if it has that dtype.
 
-    The cast is `prims.convert_element_type`. Eager torch's `aten._to_copy` would not be lowered by Inductor, which
-    expects operators as decompositions yield them.
+    The cast is `prims.convert_element_type`, because Inductor cannot lower eager torch's `aten._to_copy`.
     """
     if tensor_value(node).dtype == dtype:
         return node
@@ -364,7 +376,7 @@ def create_cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype, *, like: fx.
 
 
 def same_layout(expected: object, found: object) -> bool:
-    """Whether two fake values agree in structure, shape, stride, dtype and device."""
+    """Return whether two fake values have the same structure, shapes, strides, dtypes and devices."""
     if isinstance(expected, Tensor) and isinstance(found, Tensor):
         return (
             expected.dtype == found.dtype

@@ -1,4 +1,4 @@
-"""Predicates on a node's operator, and functions that find the start, waits and results that belong together."""
+"""Predicates on nodes, and functions that relate a collective's start, its waits and its results."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def is_low_rank_right(node: fx.Node) -> bool:
 
 
 def low_rank_handles(node: fx.Node) -> list[fx.Node]:
-    """Handles of the parameters of a low-rank operator, which reads and changes their state; [] for other operators."""
+    """Return the handles (graph inputs that identify parameters) of a low-rank operator; [] for other operators."""
     return cast("list[fx.Node]", node.args[1 if is_low_rank_left(node) else 2]) if is_low_rank(node) else []
 
 
 def is_low_rank(node: fx.Node) -> bool:
-    """Whether the node is an operator of a low-rank reduction: it computes factors, or reads them."""
+    """Whether the node is one of the three operators of low-rank gradient compression."""
     return is_low_rank_left(node) or is_low_rank_right(node) or node.target is torch.ops.zgraph.low_rank_means.default
 
 
@@ -74,7 +74,7 @@ def is_dequantize_shards(node: fx.Node) -> bool:
 
 
 def is_start(node: fx.Node) -> bool:
-    """Whether the node starts something whose result needs a wait: a collective, or a copy between memory spaces."""
+    """Whether the node starts a collective, or a copy between memory spaces; its result needs a wait."""
     return is_collective(node) or is_copy_start(node)
 
 
@@ -94,7 +94,7 @@ def is_reload(node: fx.Node) -> bool:
 
 
 def is_store(node: fx.Node) -> bool:
-    """Whether the node starts a copy from the device that overwrites an offloaded tensor."""
+    """Whether the node starts a copy from the device that overwrites a tensor in another memory space."""
     return node.target is torch.ops.zgraph.store_start.default
 
 
@@ -121,7 +121,7 @@ def is_copy_start(node: fx.Node) -> bool:
 
 
 def is_update_wait(node: fx.Node) -> bool:
-    """Whether the node waits for an update that runs concurrently with compute."""
+    """Whether the node waits for an asynchronous optimizer update."""
     return node.target is torch.ops.zgraph.wait_update.default
 
 
@@ -131,7 +131,7 @@ def is_copy_wait(node: fx.Node) -> bool:
 
 
 def is_getitem(node: fx.Node) -> bool:
-    """Whether the node selects one of several results of a call."""
+    """Whether the node selects one of several results of another node."""
     return node.target is operator.getitem
 
 
@@ -141,7 +141,7 @@ def is_wait(node: fx.Node) -> bool:
 
 
 def is_group_wait(node: fx.Node) -> bool:
-    """Whether the node waits for a grouped gather. Later nodes select the gather's results one by one."""
+    """Whether the node waits for a grouped gather; its results are then selected one by one."""
     return node.target is torch.ops.zgraph.wait_group.default
 
 
@@ -150,12 +150,12 @@ def is_all_gather(node: fx.Node) -> bool:
 
 
 def is_kept_gather(node: fx.Node) -> bool:
-    """Whether the node gathers once per window and keeps the result."""
+    """Whether the node gathers once per accumulation window and keeps the result for the window's other forwards."""
     return node.target is torch.ops.zgraph.all_gather_kept.default
 
 
 def is_grouped_gather(node: fx.Node) -> bool:
-    """Whether the node gathers several tensors, each into a separate storage, with a single wait for all."""
+    """Whether the node gathers several tensors into separate storages, with a single wait for all of them."""
     return node.target is grouped_gather_op()
 
 
@@ -164,17 +164,17 @@ def is_gather(node: fx.Node) -> bool:
 
 
 def gathers_addends(node: fx.Node) -> bool:
-    """Whether the node gathers one addend from each rank. Every rank then computes the sum by itself."""
+    """Whether the node gathers one addend from each rank, so that every rank can compute the sum by itself."""
     return is_all_gather(node) and any(chunk.group_names == ("",) for chunk in meta.chunks(node))
 
 
 def is_quantized_gather(node: fx.Node) -> bool:
-    """Whether the node gathers quantized parameters, that is, their codes."""
+    """Whether the node gathers the codes of quantized parameters."""
     return is_gather(node) and any(is_quantize_shards(sent) for sent in sent_by(node))
 
 
 def is_cast_shards(node: fx.Node) -> bool:
-    """Whether the node casts, and pads, all members of a grouped gather."""
+    """Whether the node casts and pads all shards of a grouped gather."""
     return node.target is torch.ops.zgraph.cast_shards.default
 
 
@@ -191,17 +191,17 @@ def is_all_reduce(node: fx.Node) -> bool:
 
 
 def is_reduction(node: fx.Node) -> bool:
-    """Whether the node starts a collective that sums over ranks, or that exchanges the addends of such a sum."""
+    """Whether the node starts an all_to_all, a reduce_scatter or an all_reduce, as used to sum over ranks."""
     return is_all_to_all(node) or is_reduce_scatter(node) or is_all_reduce(node)
 
 
 def is_exchange(node: fx.Node) -> bool:
-    """Whether the node starts the reduction of a parameter's gradient; False for collectives of the model's own."""
+    """Whether the node starts the reduction of a parameter's gradient; False for the model's own collectives."""
     return (is_reduction(node) or gathers_addends(node)) and bool(meta.parameters(node))
 
 
 def is_communication(node: fx.Node) -> bool:
-    """Whether the node is a start, a wait, or a copy into or out of a collective's buffers, and so computes nothing."""
+    """Whether the node belongs to communication: a start, a wait, or a copy into or out of a collective's buffers."""
     # A saved parameter is an input of backward, whose meta still names the parameter.
     if node.op != "call_function":
         return False
@@ -209,14 +209,14 @@ def is_communication(node: fx.Node) -> bool:
 
 
 def group_of(start: fx.Node) -> str:
-    """The group name of a collective: always the last argument of its start."""
+    """Return the name of a collective's process group: the last argument of its start."""
     return str(start.args[-1])
 
 
 def unsharded_bytes(start: fx.Node) -> int:
-    """Bytes of the unsharded tensor of a collective: the result of a gather, the input of a reduction.
+    """Return the bytes of the larger side of a collective: the result of a gather, or the input of a reduction.
 
-    For a copy between memory spaces, the bytes of its source.
+    For a copy between memory spaces, return the bytes that are copied.
     """
     whole = meta.value(start) if is_gather(start) else meta.tensor_value(start.all_input_nodes[0])
     members: Iterable[Tensor] = whole if isinstance(whole, list | tuple) else [whole]
@@ -224,35 +224,35 @@ def unsharded_bytes(start: fx.Node) -> int:
 
 
 def sent_by(start: fx.Node) -> list[fx.Node]:
-    """The tensors that a collective sends: one, or each member of a grouped gather."""
+    """Return the tensors that a collective sends: one, or one for each tensor of a grouped gather."""
     if is_grouped_gather(start):
         return list(cast("list[fx.Node]", start.args[0]))
     return start.all_input_nodes[:1] if is_kept_gather(start) else start.all_input_nodes
 
 
 def started_by(start: fx.Node) -> list[fx.Node]:
-    """The nodes that waits have as their argument: the start, or each result of a collective coalesced by the model."""
+    """Return the nodes that waits have as argument: the start, or the selected results of a coalesced collective."""
     taken = [user for user in start.users if is_getitem(user)]
     return taken or [start]
 
 
 def waits_of(start: fx.Node) -> list[fx.Node]:
-    """The waits for a start's results, in program order."""
+    """Return the waits for a start's results, in program order."""
     return sorted(user for started in started_by(start) for user in started.users if is_wait(user))
 
 
 def wait_of(start: fx.Node) -> fx.Node | None:
-    """The wait for a start's result, or for the first of several results; None if nothing waits."""
+    """Return the first wait for a start's results; None if there is no wait."""
     return next(iter(waits_of(start)), None)
 
 
 def results_of(wait: fx.Node) -> list[fx.Node]:
-    """The nodes that hold a collective's results after a wait: the wait itself, or for a group one node per result."""
+    """Return the nodes with a collective's results: the wait itself, or for a group wait, one node per result."""
     return [user for user in wait.users if is_getitem(user)] if is_group_wait(wait) else [wait]
 
 
 def start_of(wait: fx.Node) -> fx.Node:
-    """The start that a wait waits for."""
+    """Return the start of the collective or copy that a wait waits for."""
     started = cast(fx.Node, wait.args[0])
     return cast(fx.Node, started.args[0]) if is_getitem(started) else started
 
@@ -266,11 +266,11 @@ def output_of(graph: fx.Graph) -> fx.Node:
 
 
 def returned_by(graph: fx.Graph) -> list[Any]:
-    """The outputs of the graph in order, including values that are not nodes."""
+    """Return the outputs of a graph in order; some may be None or numbers instead of nodes."""
     returned = output_of(graph).args[0]
     return list(cast("list[Any]", returned)) if isinstance(returned, list | tuple) else [returned]
 
 
 def call_functions(graph: fx.Graph, predicate: Callable[[fx.Node], bool]) -> Iterator[fx.Node]:
-    """Yield the calls that satisfy `predicate`, in program order. A loop over them may rewrite the graph."""
+    """Yield the calls that satisfy `predicate`, in program order; the graph may be changed during the loop."""
     yield from [node for node in graph.nodes if node.op == "call_function" and predicate(node)]

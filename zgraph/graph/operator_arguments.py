@@ -1,4 +1,4 @@
-"""Arguments of zgraph's operators by name."""
+"""Arguments of zgraph's operators, by name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zgraph.runtime.shard_layout import ShardLayout
 
 @dataclass(frozen=True)
 class UnshardArgs:
-    """Arguments of a `zgraph::unshard` node by name."""
+    """Arguments of a `zgraph::unshard` node, by name."""
 
     shard: fx.Node
     handle: fx.Node
@@ -35,13 +35,13 @@ class UnshardArgs:
 
     @property
     def policy(self) -> tuple[object, ...]:
-        """All arguments except tensors. Two reads of a parameter can share one gather if their policies are equal."""
+        """Values of all arguments except tensors; two reads of a parameter with equal policies can share one gather."""
         return tuple(value for name, value in vars(self).items() if name not in ("shard", "handle"))
 
 
 @dataclass(frozen=True)
 class ReduceArgs:
-    """Arguments of a `zgraph::reduce_grad` node by name."""
+    """Arguments of a `zgraph::reduce_grad` node, by name."""
 
     grad: fx.Node
     handle: fx.Node
@@ -58,7 +58,7 @@ class ReduceArgs:
         return cls(grad, handle, *_unpacked(tuple(meta.tensor_value(grad).shape), *policy))
 
     def flat(self) -> tuple[object, ...]:
-        """The arguments in the order of a `zgraph::reduce_grad` node: the inverse of `of`."""
+        """Return the arguments in the order of the operator `zgraph::reduce_grad`; the inverse of `of`."""
         layout = self.layout
         policy = (self.dtype, self.wire_dtype, self.mean_dtype, layout.zero_stage, self.reduction, self.window)
         return self.grad, self.handle, *policy, layout.replica_group, layout.gather_group
@@ -75,14 +75,14 @@ def _unpacked(
     replica_group: str,
     gather_group: str,
 ) -> tuple[Any, ...]:
-    """Convert the arguments common to both markers (unshard, reduce_grad) to dataclass fields, the layout first."""
+    """Convert the arguments that unshard and reduce_grad have in common to dataclass fields, the layout first."""
     layout = ShardLayout(shape, zero_stage, replica_group, gather_group)
     return layout, dtype, wire_dtype, mean_dtype, reduction, window
 
 
 @dataclass(frozen=True)
 class QuantizeArgs:
-    """Arguments of a `zgraph::quantize_grads` node by name."""
+    """Arguments of a `zgraph::quantize_grads` node, by name."""
 
     grads: list[fx.Node]
     handles: list[fx.Node]
@@ -104,7 +104,7 @@ class QuantizeArgs:
 
 @dataclass(frozen=True)
 class DequantizeArgs:
-    """Arguments of a `zgraph::dequantize_sum` node by name."""
+    """Arguments of a `zgraph::dequantize_sum` node, by name."""
 
     received: fx.Node
     draw: fx.Node
@@ -124,7 +124,7 @@ class DequantizeArgs:
 
 @dataclass(frozen=True)
 class LowRankArgs:
-    """Arguments common to the three operators of a low-rank reduction, by name."""
+    """Arguments that the three operators of a low-rank reduction have in common, by name."""
 
     handles: list[fx.Node]
     rows: list[int]
@@ -143,17 +143,17 @@ class LowRankArgs:
 
     @property
     def numel(self) -> int:
-        """Total number of elements of all matrices."""
+        """Number of elements of all matrices together."""
         return sum(rows * columns for rows, columns in zip(self.rows, self.columns, strict=True))
 
 
 def layout_of(marker: fx.Node) -> ShardLayout:
-    """The shard layout of the parameter that a marker (unshard or reduce_grad) works for."""
+    """Return the shard layout of the parameter that an unshard or reduce_grad node gathers or reduces."""
     return UnshardArgs.of(marker).layout if is_unshard(marker) else ReduceArgs.of(marker).layout
 
 
 def methods_of(start: fx.Node) -> tuple[str, ...]:
-    """The methods, as text, that compressed what a collective sends; () if it sends plain numbers."""
+    """Return the compression methods of a collective's data, as text; () if the data is not compressed."""
     found: dict[str, None] = {}
     pending = sent_by(start)
     while pending:

@@ -1,4 +1,4 @@
-"""Sizes of a graph's values, with numbers in place of symbolic sizes."""
+"""Sizes of a graph's values as numbers, also for symbolic sizes."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ DATA_DEPENDENT_SIZE = 8192
 
 
 def size_hint(size: object) -> int:
-    """A size as a number: for a symbolic size its hint, or `DATA_DEPENDENT_SIZE` if it has none."""
+    """Return a size as a number: for a symbolic size, its value during tracing; else `DATA_DEPENDENT_SIZE`."""
     hint = hint_of(size)
     return DATA_DEPENDENT_SIZE if hint is None else hint
 
 
 def tensors_of(node: fx.Node) -> list[Tensor]:
-    """The fake tensors in a node's value."""
+    """Return the fake tensors in a node's value."""
     return _tensors_in(meta.value(node))
 
 
 def tensor_bytes(tensor: Tensor) -> int:
-    """Bytes of a tensor's elements, using hints for symbolic sizes."""
+    """Return the bytes of a tensor's elements, with `size_hint` for symbolic sizes."""
     return math.prod(size_hint(size) for size in tensor.shape) * tensor.dtype.itemsize
 
 

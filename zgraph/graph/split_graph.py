@@ -1,4 +1,4 @@
-"""Split a graph into two that run one after the other: the nodes that the early outputs need, and the rest."""
+"""Splits a graph into two that run one after the other, by the outputs that each must compute."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from zgraph.torch_compat.operators import written_arguments
 
 @dataclass(frozen=True)
 class Halves:
-    """The two graphs of a split, which together compute what the whole graph does.
+    """The two graphs that result from a split.
 
     Attributes:
-        first: graph that returns the early outputs, then the values that the second graph reads.
+        first: graph that returns the early outputs, then the values that the second graph needs.
         second: graph that returns the late outputs.
-        first_inputs, second_inputs: indices, among the whole graph's inputs, of those that each half accepts.
-        early, late: indices, among the whole graph's outputs, of those that each half computes. Outputs in neither are
-            None.
+        first_inputs, second_inputs: indices of the whole graph's inputs that each half takes.
+        early, late: indices of the whole graph's outputs that each half returns. Outputs with neither index are None.
         outputs: number of outputs of the whole graph.
     """
 
@@ -38,17 +37,17 @@ class Halves:
 
 
 def split_graph(gm: fx.GraphModule, late: Iterable[int]) -> Halves | None:
-    """Split a graph so that a second half computes the late outputs, from inputs and from values of the first half.
+    """Split a graph into a first half with everything that early outputs need, and a second half with the rest.
 
-    Nodes keep their order in each half. A collective is waited for in the half that starts it.
+    Nodes keep their order. Each half waits for the collectives that it starts.
 
     Args:
         gm: a final graph, which is not changed.
-        late: indices of the late outputs.
+        late: indices of the outputs that the second half returns.
 
     Returns:
-        Both halves. The second half accepts inputs of the whole graph, then the values that the first half returns
-        after the early outputs. None if a node writes to a value that the other half reads.
+        Both halves. The second half takes inputs of the whole graph, then the additional values that the first half
+        returns. None if a node writes to a value that the other half reads.
     """
     returned = nodes.returned_by(gm.graph)
     late_places = [place for place in sorted(set(late)) if isinstance(returned[place], fx.Node)]
@@ -78,13 +77,11 @@ def split_graph(gm: fx.GraphModule, late: Iterable[int]) -> Halves | None:
 
 
 def early_first(graph: fx.Graph, late: Iterable[int]) -> int:
-    """Move the first half of `split_graph` to the front of a graph; return the number of nodes moved.
-
-    The first half has the graph's inputs and the nodes that the early outputs need.
+    """Move everything that the early outputs need to the front of a graph; return the number of nodes there.
 
     Args:
         graph: the graph, changed in place.
-        late: indices of the late outputs.
+        late: indices of all other outputs.
     """
     returned, late_places = nodes.returned_by(graph), set(late)
     needed = _needed(
@@ -97,16 +94,16 @@ def early_first(graph: fx.Graph, late: Iterable[int]) -> int:
 
 
 def weight_gradients(joint: fx.Graph, forward_outputs: int) -> tuple[tuple[int, ...], tuple[int | None, ...]] | None:
-    """Find the outputs of a joint graph's backward that are reduced gradients.
+    """Find the outputs of a joint graph that are reduced parameter gradients.
 
     Args:
-        joint: the joint graph with its markers.
+        joint: joint graph of forward and backward, with its `zgraph::reduce_grad` nodes.
         forward_outputs: number of outputs of the forward, which come first.
 
     Returns:
-        Two tuples: the indices of the reduced gradients among all gradients; and for each gradient the index of its
-        input among the graph's tensor inputs, or None if that input is a number. Returns None if no gradient is
-        reduced, or if several inputs of the graph come from one tensor, such as a DTensor.
+        Two tuples: the indices of the reduced gradients among all gradients; and for each gradient, the index of its
+            input among the graph's tensor inputs, or None if that input is a number. Instead of the tuples, None if no
+            gradient is reduced, or if several inputs are parts of one tensor, such as a DTensor.
     """
     inputs = [node for node in joint.find_nodes(op="placeholder") if not is_tangent(node)]
     grads = nodes.returned_by(joint)[forward_outputs:]
@@ -126,7 +123,7 @@ def weight_gradients(joint: fx.Graph, forward_outputs: int) -> tuple[tuple[int, 
 
 
 def _needed(outputs: Iterable[fx.Node]) -> dict[fx.Node, None]:
-    """The outputs and all nodes they depend on. A start brings its waits along, and a call all its selected results."""
+    """Return the outputs and all nodes that they depend on, with all waits and all selected results of these nodes."""
     found: dict[fx.Node, None] = {}
     waiting = list(outputs)
     while waiting:
@@ -143,7 +140,7 @@ def _needed(outputs: Iterable[fx.Node]) -> dict[fx.Node, None]:
 
 
 def _written_across(graph: fx.Graph, needed: dict[fx.Node, None]) -> bool:
-    """Whether a node of one half writes to a value that a node of the other half reads."""
+    """Return whether a node writes to a value that a node of the other half reads."""
     return any(
         (user in needed) != (node in needed)
         for node in graph.nodes
@@ -161,7 +158,16 @@ def _graph_of(
     returned: Sequence[Any],
     handed: Sequence[fx.Node],
 ) -> fx.GraphModule:
-    """Make a graph of `inputs` and `members`, names unchanged, that returns the outputs at `places`, then `handed`."""
+    """Create one half of a split graph; nodes keep their names.
+
+    Args:
+        gm: graph that is split.
+        inputs: nodes that become inputs of the half.
+        members: nodes of the half.
+        places: indices of the whole graph's outputs that the half returns.
+        returned: outputs of the whole graph.
+        handed: further nodes whose values the half returns.
+    """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in inputs:

@@ -1,4 +1,4 @@
-"""Graphs as text: deterministic; adds no guards and raises no exceptions, even for malformed graphs."""
+"""Graphs as text: the same in every run, without new guards, and without exceptions even for malformed graphs."""
 
 from __future__ import annotations
 
@@ -18,15 +18,12 @@ _PLAIN = bool | int | float | complex | str | torch.dtype | torch.device | torch
 
 
 def graph_text(graph: fx.Graph) -> str:
-    """Return the graph as text, one line per node.
-
-    A line has the form `name: f32[4, 8] = target(args)`, followed by the parameters that the node works for.
-    """
+    """Return a graph as text with one line per node: `name: f32[4, 8] = target(args)`, then the node's parameters."""
     return "\n".join(_node_text(node) for node in list(graph.nodes))
 
 
 def neighbourhood(node: fx.Node, distance: int = 10) -> str:
-    """The node's line of text, marked by an arrow, with up to `distance` lines of the graph before and after it."""
+    """Return a node's line of text, marked by an arrow, between up to `distance` lines before and after it."""
     around = list(node.graph.nodes)
     if node not in around:
         return f"    {_node_text(node)}  (erased)"
@@ -43,11 +40,11 @@ def _node_text(node: fx.Node) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """The parts of one node's line of text; `str` joins them.
+    """Parts of the line of text that describes a node; `str` joins them.
 
     Attributes:
         name: name of the node.
-        value: description of the node's value; "" for the output node, which yields nothing.
+        value: description of the node's value; "" for the output node.
         call: the call that computes the value.
         parameters: names of the parameters that the node works for; "" if there are none.
     """
@@ -64,7 +61,7 @@ class Line:
 
 
 def line_of(node: fx.Node) -> Line:
-    """The parts of a node's line of text; `unprintable` replaces a part that cannot be shown. Never raises."""
+    """Return the parts of a node's line of text; parts that raise an exception are replaced by `unprintable`."""
     name = shown(lambda: str(node.name), node)
     if getattr(node, "op", None) == "output":
         return Line(name, "", shown(lambda: f"return {_argument_text(node.args[0])}", node), "")
@@ -81,7 +78,7 @@ def _call_text(node: fx.Node) -> str:
 
 
 def parameters_text(node: fx.Node) -> str:
-    """Names of the parameters that a node works for, joined by ", "."""
+    """Return the names of the parameters that a node works for, joined by ", "."""
     try:
         names = meta.parameters(node)
     except Exception:  # a node without meta
@@ -90,15 +87,20 @@ def parameters_text(node: fx.Node) -> str:
 
 
 def value_text(value: object) -> str:
-    """Return a fake value as text, such as `f32[4, 8]`.
+    """Return a description of a fake value, such as `f32[4, 8]`.
 
-    Strides follow if the tensor is not contiguous, and the device follows if it is not the CPU.
+    Strides are added if the tensor is not contiguous, and the device if it is not the CPU.
     """
     return _value_text(value, ())
 
 
 def _value_text(value: object, around: tuple[int, ...]) -> str:
-    """Do the work of `value_text`. `around` has the ids of enclosing lists, so that a list may contain itself."""
+    """Return a description of a fake value, also for lists that contain themselves.
+
+    Args:
+        value: fake value.
+        around: ids of the lists around the value.
+    """
     if isinstance(value, torch.Tensor):
         return shown(lambda: _tensor_text(value), value)
     if isinstance(value, tuple | list) and id(value) not in around:
@@ -119,13 +121,13 @@ def _tensor_text(value: torch.Tensor) -> str:
 
 
 def stride_text(value: torch.Tensor) -> str:
-    """A tensor's strides as text, such as `(1, 8)`; "" if the tensor is contiguous."""
+    """Return a tensor's strides as text, such as `(1, 8)`; "" if the tensor is contiguous."""
     strides = [str(stride) for stride in value.stride()]
     return "" if strides == _contiguous_strides([str(size) for size in value.shape]) else f"({', '.join(strides)})"
 
 
 def dtype_text(dtype: torch.dtype) -> str:
-    """The short name of a dtype: torch.bfloat16 -> bf16."""
+    """Return the short name of a dtype: torch.bfloat16 -> bf16."""
     name = str(dtype).removeprefix("torch.")
     kind = name.rstrip("0123456789_")
     short = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
@@ -144,7 +146,7 @@ def _contiguous_strides(sizes: list[str]) -> list[str] | None:
 
 
 def target_text(target: object) -> str:
-    """The name of a call's target: `aten.mm` for an operator."""
+    """Return the name of a call's target, such as `aten.mm` for an operator."""
     if isinstance(target, OpOverload):  # shown as torch prints it, without the default overload
         return str(target).removesuffix(".default")
     # Not str() of an object: it may contain an address, which would differ from run to run.
@@ -174,17 +176,17 @@ def _container_text(argument: Any, around: tuple[int, ...]) -> str:
 
 
 def unprintable(thing: object) -> str:
-    """The text for a thing that cannot be shown."""
+    """Return the placeholder for an object whose text raises an exception or may differ between runs."""
     return f"<unprintable {type(thing).__name__}>"
 
 
 def shown(show: Callable[[], str], thing: object) -> str:
-    """Return the text from `show`, or `unprintable(thing)` if `show` raises."""
+    """Return the text that `show` returns; if `show` raises, `unprintable(thing)`."""
     return safely(show, unprintable(thing))
 
 
 def safely(show: Callable[[], str], fallback: str) -> str:
-    """The text that `show` returns, or the fallback if `show` raises: showing a graph must never fail."""
+    """Return the text that `show` returns; if `show` raises, `fallback`."""
     try:
         return show()
     except Exception:

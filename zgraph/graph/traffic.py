@@ -1,4 +1,4 @@
-"""Bytes that collectives send; all formulas are in this file."""
+"""Formulas for the bytes that collectives send and receive."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from zgraph.runtime.window_state import OPEN
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """One collective of a graph.
+    """One collective of a graph, with its bytes.
 
     Attributes:
-        kind: name of the op, such as "all_gather_into_tensor". For a marker, an op that its eager kernel calls.
-        group_name, group_size: name and size of the process group.
+        kind: name of the operator, such as "all_gather_into_tensor".
+        group_name, group_size: name of the process group, and number of its ranks.
         dtype: dtype of the sent tensors.
         payload_bytes: size of this rank's input.
-        sent_bytes: bytes that this rank sends: exact for all_to_all, and the least possible for other kinds. An
-            "all_gather_kept" sends only the first time in a window.
-        parameters: names of the parameters that the collective works for.
-        methods: compression methods of the payload, see `zgraph.compression.method_text.to_text`.
+        sent_bytes: bytes that this rank sends: exact for all_to_all, a lower bound for other kinds. An
+            "all_gather_kept" sends them only once in an accumulation window.
+        parameters: names of the parameters that the collective gathers or reduces.
+        methods: compression methods as text, see `zgraph.compression.method_text.to_text`.
     """
 
     kind: str
@@ -41,18 +41,18 @@ class Transfer:
 
     @property
     def received_bytes(self) -> int:
-        """Bytes that this rank receives. They equal the sent bytes, because all chunks have the same length."""
+        """Bytes that this rank receives: as many as it sends, because all ranks send chunks of equal length."""
         return self.sent_bytes
 
 
 def transfers(graph: fx.Graph) -> Iterator[Transfer]:
-    """Every collective of a graph, in program order."""
+    """Yield every collective of a graph, in program order."""
     for node in nodes.call_functions(graph, lambda node: nodes.is_collective(node) or nodes.is_marker(node)):
         yield from transfers_of(node)
 
 
 def transfers_of(node: fx.Node) -> Iterator[Transfer]:
-    """The collectives that a node runs: one for a start, those of its eager kernel for a marker."""
+    """Yield the collectives that a node runs; an unshard or reduce_grad node may run several."""
     if nodes.is_unshard(node):
         yield from _unshard_transfers(node)
     elif nodes.is_reduce_grad(node):

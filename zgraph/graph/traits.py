@@ -1,7 +1,7 @@
-"""Traits of operators: a table of facts missing from schemas, and one function per question.
+"""Traits of operators: a table of properties that schemas lack, and functions that read it.
 
-Functions accept nodes, because some operators behave differently with different arguments. Facts that torch's schemas
-and tags state are read from torch (`zgraph.torch_compat.operators`), not repeated in the table.
+The functions take nodes, because traits of some operators depend on arguments. Properties that torch's schemas and tags
+contain are read there (`zgraph.torch_compat.operators`).
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ aten, prims, dialect = torch.ops.aten, torch.ops.prims, torch.ops.zgraph
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traits:
-    """A row of the table: the traits of one operator.
+    """Traits of one operator: a row of the table.
 
     Attributes:
-        reshapes: the result is a view, a cast or a copy of the first argument. All other arguments that are nodes are
-            symbolic sizes. The table does not list operators that return a view of their only tensor; they reshape too.
-        decodes: turns the codes of a gathered parameter, its first argument, into values.
-        packs: packs a rank's rows into a result of equal size on all ranks, although their numbers of rows differ.
+        reshapes: the result is a view, a cast or a copy of the first argument. Operators that return a view of their
+            only tensor have this trait without being listed.
+        decodes: converts the codes of a quantized gathered parameter, its first argument, to values.
+        packs: packs a rank's rows into a result whose size is the same on all ranks.
         is_view: the result shares memory with the first argument, although the schema does not say so.
         vanishes: lowering replaces the call by its first argument, so the result shares memory with that argument.
-        may_copy: the schema says that the result is a view, but the operator copies if it has to.
+        may_copy: the result is a view according to the schema, but a copy where no view is possible.
         makes_no_values: the result is uninitialised memory.
-        overwrites: only writes its first argument or uses its shape, without reading it.
-        reads_rows: returns rows of the first argument, and reads no other rows.
-        crosses_devices: copies between device and host if argument and result lie on different ones.
-        in_a_library: a kernel of a library computes the result, also in compiled code.
-        accumulates: adds to the accumulated gradients of a window, or reads them.
-        stays: works for a parameter, but schedulers must not move it.
+        overwrites: writes its first argument without reading its values.
+        reads_rows: returns some rows of the first argument, and reads only these rows.
+        crosses_devices: may copy between device and host.
+        in_a_library: runs a kernel of a library, also in compiled code.
+        accumulates: adds to the accumulated gradients of an accumulation window, or reads them.
+        stays: works for a parameter, but must not be moved by schedulers.
     """
 
     reshapes: bool = False
@@ -70,7 +70,7 @@ class Traits:
 
 
 def _rows(operators: Iterable[OpOverload | OpOverloadPacket], traits: Traits) -> dict[OpOverload, Traits]:
-    """Make rows of the table that give `operators` the same `traits`. A packet stands for all of its overloads."""
+    """Return table rows that give several operators the same traits; an operator packet means all its overloads."""
     return dict.fromkeys((overload for operator in operators for overload in overloads_of(operator)), traits)
 
 
@@ -144,7 +144,7 @@ NONE_LISTED = Traits()
 
 
 def of(node: fx.Node) -> Traits:
-    """The traits of the operator that a node calls."""
+    """Return the traits of the operator that a node calls."""
     return TABLE.get(cast(OpOverload, node.target), NONE_LISTED)
 
 
@@ -152,7 +152,7 @@ def of(node: fx.Node) -> Traits:
 
 
 def is_reshaping(node: fx.Node) -> bool:
-    """Whether the node views, casts, copies or decodes its only tensor input, or selects one of several results."""
+    """Whether the node only views, casts, copies or decodes a tensor, or selects one of several results."""
     row = of(node)
     if row.reshapes or row.decodes or nodes.is_getitem(node):
         return True
@@ -160,10 +160,10 @@ def is_reshaping(node: fx.Node) -> bool:
 
 
 def cast_dtype(node: fx.Node) -> torch.dtype | None:
-    """The target dtype of a node that only casts, else None.
+    """Return the target dtype of a node that only casts, else None.
 
-    Eager torch records casts as `aten._to_copy`, Inductor's decompositions and zgraph's passes record them as
-    `prims.convert_element_type`.
+    Casts are `aten._to_copy` in graphs from eager torch, and `prims.convert_element_type` after Inductor's
+    decompositions and zgraph's passes.
     """
     if node.target is prims.convert_element_type.default:
         return cast("torch.dtype", node.args[1])
@@ -177,19 +177,19 @@ def cast_dtype(node: fx.Node) -> torch.dtype | None:
 
 
 def is_decoding(node: fx.Node) -> bool:
-    """Whether the node turns the codes of a gathered parameter, its first argument, into values."""
+    """Whether the node converts the codes of a quantized gathered parameter to values."""
     return of(node).decodes
 
 
 def is_packing(node: fx.Node) -> bool:
-    """Whether the node packs a rank's rows into a result that has the same size on all ranks."""
+    """Whether the node copies this rank's rows into a buffer that has the same size on all ranks."""
     if nodes.is_getitem(node):
         return nodes.is_cast_shards(node.all_input_nodes[0])
     return of(node).packs
 
 
 def is_fusible(node: fx.Node) -> bool:
-    """Whether a compiler can generate the node's kernel: a pointwise operator, a reduction or a copy."""
+    """Whether a compiler can generate a fused kernel for the node: a pointwise operator, a reduction or a copy."""
     if not isinstance(node.target, OpOverload) or is_view(node):
         return False
     row = of(node)
@@ -197,7 +197,7 @@ def is_fusible(node: fx.Node) -> bool:
 
 
 def is_over_lists(node: fx.Node) -> bool:
-    """Whether the call processes a list of tensors one by one, as a call for each tensor would."""
+    """Whether the node calls a foreach operator or a fused optimizer update, which process lists of tensors."""
     return isinstance(node.target, OpOverload) and is_elementwise_over_lists(node.target)
 
 
@@ -205,22 +205,22 @@ def is_over_lists(node: fx.Node) -> bool:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether the node's result is a view of an argument. Some of these operators copy where no view is possible."""
+    """Whether the node's result is a view of an argument; some of these operators copy where no view is possible."""
     row = of(node)
     return returns_alias(node.target) or row.is_view or row.vanishes
 
 
 def shared_arguments(node: fx.Node) -> tuple[int | None, ...]:
-    """For each result, the position of the argument with which it always shares memory.
+    """Return for each result the position of the argument with which it always shares memory.
 
-    None, or a missing entry, stands for a result that shares none.
+    The position is None, or missing, for a result that shares memory with no argument.
     """
     row = of(node)
     return () if row.may_copy else (0,) if row.is_view or row.vanishes else alias_positions(node.target)
 
 
 def outlives_graph(node: fx.Node) -> bool:
-    """Whether a parameter's state keeps the node's result for the rest of a window."""
+    """Whether the node's result is kept after the call, for the other forwards of an accumulation window."""
     return nodes.is_kept_gather(node) and OPEN in node.args
 
 
@@ -228,7 +228,7 @@ def outlives_graph(node: fx.Node) -> bool:
 
 
 def is_free(node: fx.Node) -> bool:
-    """Whether the node takes no time on any lane, because it runs no kernel, such as a view or `aten.empty`."""
+    """Whether the node takes no time, because it runs no kernel, as for a view or `aten.empty`."""
     if node.op in ("placeholder", "get_attr", "output"):
         return True
     if nodes.is_wait(node) or nodes.is_update_wait(node) or nodes.is_getitem(node):
@@ -240,17 +240,17 @@ def is_free(node: fx.Node) -> bool:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether the operator may draw random numbers, so that the order and number of its calls must not change."""
+    """Whether the node may draw random numbers; then it must be called as often and in the same order as before."""
     return isinstance(node.target, OpOverload) and is_tagged_random(node.target)
 
 
 def has_zero_dropout(node: fx.Node) -> bool:
-    """Whether a random operator has a `dropout_p` of zero: attention then draws nothing."""
+    """Whether the node is a random operator, such as attention, that draws nothing because its `dropout_p` is zero."""
     return is_random(node) and argument_of(node, "dropout_p") == 0
 
 
 def is_repeatable(node: fx.Node) -> bool:
-    """Whether a second call yields the same bits and has no side effects.
+    """Whether a second call of the node gives the same bits and has no side effects.
 
     False for random operators, operators that write, the model's own collectives, and unknown operators.
     """
@@ -262,11 +262,11 @@ def is_repeatable(node: fx.Node) -> bool:
 
 
 def is_movable(node: fx.Node) -> bool:
-    """Whether a scheduler may move the node: it communicates a parameter, or copies into or out of such communication.
+    """Whether a scheduler may move the node.
 
-    Copies between memory spaces are movable, too, and so are waits for concurrent updates. Nodes that only accumulate
-    gradients are not movable: they have no collective to hide, and they free their gradient. Gathers that are pinned
-    to the use of their result are not movable either.
+    Movable are: starts and waits of a parameter's collectives, and copies into and out of their buffers; copies between
+    memory spaces; and waits for asynchronous updates. Not movable are gathers pinned to the use of their result, and
+    nodes that only accumulate gradients, because they free memory and hide no collective.
     """
     if nodes.is_copy_start(node) or nodes.is_copy_wait(node) or nodes.is_update_wait(node):
         return True

@@ -1,1 +1,1 @@
-"""Steps, clipping and loss scaling on local shards."""
+"""Optimizer steps, gradient clipping and loss scaling for sharded parameters."""

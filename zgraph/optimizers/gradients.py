@@ -1,7 +1,7 @@
-"""Drop-in replacements for `torch.amp.GradScaler` and `torch.nn.utils.clip_grad_norm_`.
+"""Drop-in replacements for `torch.amp.GradScaler` and `torch.nn.utils.clip_grad_norm_`, for sharded gradients.
 
-torch's own versions work on sharded gradients, except for two results that they compute from one rank's shards alone:
-whether a gradient has overflowed, and the largest gradient entry.
+torch's own versions compute two results from only one rank's shards: whether a gradient has overflowed, and the
+infinity norm of the gradients.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ Found = list[tuple[torch.optim.Optimizer, list[Tensor]]]  # flags of dropped ste
 
 
 class GradScaler(AgreeingGradScaler):
-    """A `torch.amp.GradScaler` that tells models when its scale changes, and for which parameters a step was dropped.
+    """A `torch.amp.GradScaler` for sharded models: all ranks skip a step if any rank finds an inf or a NaN.
 
-    Pass each model to `zgraph.set_loss_scale` with this scaler. Compression then rescales the errors that it keeps for
-    the model's gradients. Arguments and methods are those of `torch.amp.GradScaler`. A step is skipped on all ranks if
-    any rank finds an inf or a NaN, so every rank must make the same calls.
+    Arguments and methods are those of `torch.amp.GradScaler`; every rank must make the same calls. If gradients are
+    compressed, also call `zgraph.set_loss_scale(model, scaler)`. The scaler then informs the model of each new scale
+    and of skipped steps, so that error feedback stays correct.
 
     Attributes:
-        defer: called in each `update()` with the flags of dropped steps, whose values need not be known yet. Pass the
-            flags to `tell_models` later. None: `update()` itself tells the models.
-        found: flags of dropped steps since the last `update()`, by optimizer.
+        defer: callback that each `update()` calls with the overflow flags of the steps, perhaps before the device has
+            computed them; pass them to `tell_models` later. None: `update()` itself informs the models.
+        found: overflow flags of the steps since the last `update()`, by optimizer.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -50,7 +50,7 @@ class GradScaler(AgreeingGradScaler):
         self.defer: Callable[[Found], None] | None = None
 
     def follow(self, model: nn.Module) -> None:
-        """Tell a model about scales and dropped steps from now on, as long as the model exists."""
+        """Inform a model of new scales and skipped steps from now on."""
         self._models.add(model)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
@@ -64,11 +64,15 @@ class GradScaler(AgreeingGradScaler):
         self._tell(dropped)
 
     def tell_models(self, found: Found) -> None:
-        """Tell the models about an earlier `update()`; `found` has the flags that `defer` received then."""
+        """Inform the models of the steps that an earlier `update()` has skipped.
+
+        Args:
+            found: overflow flags that `defer` received in that `update()`.
+        """
         self._tell(self._dropped(found))
 
     def _dropped(self, found: Found) -> set[int]:
-        """Ids of the parameters whose steps were dropped."""
+        """Return the ids of the parameters whose steps were skipped."""
         if not self._models:  # reading the flags waits for the device, so only if a model needs them
             return set()
         return {
@@ -96,7 +100,7 @@ class GradScaler(AgreeingGradScaler):
             "_models": None,
             "found": [],
             "defer": None,
-        }  # models are not the scaler's to copy
+        }  # a copy of the scaler must not copy models
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state | {"_models": weakref.WeakSet[nn.Module]()})
@@ -122,23 +126,25 @@ def clip_grad_norm_(
     *,
     pipeline: DeviceMesh | dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Clip like `torch.nn.utils.clip_grad_norm_`, but compute norms on local shards, with a single DTensor operation.
+    """Clip gradients like `torch.nn.utils.clip_grad_norm_`, but faster, and also correctly for the infinity norm.
 
-    Like torch's function, this clips each stage of a pipeline by that stage's norm, unless `pipeline` is given.
+    Norms are computed on local shards instead of by one DTensor operation for each parameter. Without `pipeline`, each
+    pipeline stage is clipped by its own norm, as by torch's function.
 
     Args:
         parameters: parameters of a sharded model; the same on every rank, or with `pipeline` on every rank of a stage.
         max_norm, norm_type, error_if_nonfinite, foreach: as for `torch.nn.utils.clip_grad_norm_`.
-        pipeline: ranks that hold the stages of the model, such as `mesh["pp"]`. All stages then clip by the norm of the
-            whole model. If stages have replicas, use `zgraph.Replicas.clip_grad_norm_`, which counts each replica once.
+        pipeline: mesh axis or process group with one rank of each stage, such as `mesh["pp"]`; all stages are then
+            clipped by the norm of the whole model. If modules are replicated on several stages, use
+            `zgraph.Replicas.clip_grad_norm_` instead, which counts each replica once.
 
     Returns:
-        The norm before clipping, replicated. NaN on every rank if a gradient of any rank has a NaN. With `pipeline` the
-        norm is a plain tensor, and the same on all stages.
+        The norm before clipping, replicated; NaN on every rank if a gradient of any rank has a NaN. With `pipeline` it
+        is a plain tensor, equal on all stages.
 
     Raises:
         RuntimeError: on every rank, if the norm is not finite and `error_if_nonfinite` is set.
-        CollectiveError: the exchange failed.
+        CollectiveError: a collective failed.
     """
     everything = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if pipeline is not None:
@@ -159,11 +165,11 @@ def clip_grad_norm_(
         return norm
     grads = [_local(grad) for grad in found]
     first = everything[0]
-    dtype = first.dtype  # of the result: known to every rank, with or without rows
+    dtype = first.dtype  # dtype of the result, the same on ranks with and without rows
     for parameter in everything[1:]:
         dtype = torch.promote_types(dtype, parameter.dtype)
     filled = [grad for grad in grads if grad.numel()]
-    # The mesh's device, which exchanges norms; gradients of parameters offloaded from a GPU are on the host.
+    # Norms are exchanged on the mesh's device; gradients of parameters offloaded from a GPU are on the host.
     device = first.device_mesh.device_type if isinstance(first, DTensor) else first.device
     total = torch.nn.utils.get_total_norm(filled, norm_type, foreach=foreach).to(device, dtype)
     for group in _groups_of(everything):
@@ -198,21 +204,21 @@ def clip_by_stages(
     """Clip the gradients of all stages of a pipeline by the norm of the whole model.
 
     Args:
-        parameters: parameters of all chunks of this rank.
-        counted: parameters that this rank contributes to the norm.
-        pipeline: one rank of each stage.
+        parameters: parameters of all of this rank's chunks.
+        counted: parameters whose gradients this rank adds to the norm.
+        pipeline: mesh axis or process group with one rank of each stage.
         max_norm, norm_type, error_if_nonfinite, foreach: as for `clip_grad_norm_`.
 
     Returns:
-        The norm before clipping, the same on all ranks, [].
+        The norm before clipping, [], equal on all ranks.
 
     Raises:
         RuntimeError: on every rank, if the norm is not finite and `error_if_nonfinite` is set.
-        CollectiveError: an exchange failed.
+        CollectiveError: a collective failed.
     """
     group = pipeline.get_group() if isinstance(pipeline, DeviceMesh) else pipeline
     own = _local(clip_grad_norm_(counted, math.inf, norm_type, foreach=foreach))  # clips nothing
-    # Stages may differ in dtypes, and one that counts nothing has a norm on the CPU.
+    # Stages may differ in dtypes, and a stage without counted parameters has a norm on the CPU.
     device = _local(parameters[0]).device if parameters else own.device
     norms = torch.empty(dist.get_world_size(group), dtype=torch.float64, device=device)
     try:
@@ -244,7 +250,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _groups_of(tensors: Iterable[Tensor]) -> list[dist.ProcessGroup]:
-    """The process groups of all axes of the tensors' meshes, each once, in the order of first use."""
+    """Return the process groups of all axes of the tensors' meshes, each once, in the order of first use."""
     groups: dict[str, dist.ProcessGroup] = {}
     for tensor in tensors:
         if isinstance(tensor, DTensor):

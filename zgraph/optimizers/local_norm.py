@@ -1,4 +1,4 @@
-"""Norm and scaling of many gradients on local shards, with one DTensor operation for all gradients together."""
+"""Norms and scaling of gradients on local shards, with one DTensor operation for all gradients together."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ from zgraph.torch_compat.operators import foreach_norms, foreach_scale
 
 @dataclass(frozen=True)
 class ShardedGradients:
-    """This rank's shards of gradients that have a common mesh and dtype, and are not partial sums.
+    """This rank's local shards of gradients with the same mesh and dtype.
 
     Attributes:
-        is_replicated: for each mesh axis, whether each gradient is replicated along that axis.
+        shards: local shards of the gradients.
+        mesh: mesh of all gradients.
+        is_replicated: for each mesh axis, one bool per gradient: whether the gradient is replicated along the axis.
     """
 
     shards: list[Tensor]
@@ -33,7 +35,7 @@ class ShardedGradients:
 
     @classmethod
     def of(cls, grads: Sequence[Tensor]) -> ShardedGradients | None:
-        """Take the local shards of gradients. None if the gradients differ in mesh or dtype, or if one is partial."""
+        """Return the local shards of gradients; None if meshes or dtypes differ, or if a placement is partial."""
         if not grads or not set(map(type, grads)) <= DTENSORS:
             return None
         sharded: Sequence[Any] = grads
@@ -52,19 +54,17 @@ class ShardedGradients:
         return cls(locals_of(sharded), mesh, is_replicated)
 
     def norm(self, norm_type: float, foreach: bool | None) -> DTensor:
-        """Compute the same bits as `torch.nn.utils.get_total_norm`, with the same communication.
-
-        torch stacks norms that are DTensors; this method stacks norms of local shards.
+        """Compute the norm of all gradients, with the same bits and collectives as `torch.nn.utils.get_total_norm`.
 
         Args:
             norm_type: order of the norm, positive and finite.
             foreach: as for `torch.nn.utils.clip_grad_norm_`.
 
         Returns:
-            The norm, replicated on the gradients' mesh, [].
+            The norm, [], replicated on the gradients' mesh.
 
         Raises:
-            CollectiveError: the exchange failed.
+            CollectiveError: a collective failed.
         """
         if foreach is False:
             each = [torch.linalg.vector_norm(shard, norm_type) for shard in self.shards]
@@ -87,7 +87,7 @@ class ShardedGradients:
         return replicated_scalar(torch.linalg.vector_norm(reduced, norm_type), self.mesh)
 
     def _reduced(self, norms: Tensor, norm_type: float, axis: int) -> Tensor:
-        """Return the norm of each gradient, from the norms of its parts along a mesh axis."""
+        """Combine the norms of gradient parts along a mesh axis to the norms of whole gradients, by an all_reduce."""
         if self.mesh.size(axis) == 1:
             return norms
         group = self.mesh.get_group(axis)
@@ -98,7 +98,13 @@ class ShardedGradients:
         return powers ** (1.0 / norm_type)
 
     def scale(self, max_norm: float, norm: Tensor, foreach: bool | None) -> None:
-        """Scale the gradients as `torch.nn.utils.clip_grads_with_norm_` does, given a replicated `norm`."""
+        """Scale the gradients like `torch.nn.utils.clip_grads_with_norm_`.
+
+        Args:
+            max_norm: norm to which the gradients are clipped.
+            norm: norm of all gradients, equal on all ranks.
+            foreach: as for `torch.nn.utils.clip_grad_norm_`.
+        """
         coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         if foreach is False:
             for shard in self.shards:

@@ -1,7 +1,7 @@
-"""Optimizer steps on local shards, without DTensor's overhead in every operator.
+"""Optimizer steps on local shards, without the overhead of DTensor.
 
 An element-wise optimizer needs only a rank's own rows. DTensor would run the same kernels on the same local tensors,
-but one parameter at a time, and would infer the placements of every result.
+but for one parameter at a time, and would compute the placements of every result.
 """
 
 from __future__ import annotations
@@ -39,22 +39,23 @@ SCALARS = frozenset({"step", "mu_product", "eta", "mu"})  # state entries that a
 
 
 def step_on_shards(optimizer: Optimizer) -> Optimizer:
-    """Make `optimizer.step()` compute on this rank's shards, without DTensor's dispatch and with bitwise equal results.
+    """Make `optimizer.step()` run on this rank's local shards: faster than on DTensors, with bitwise equal results.
 
-    Nothing but hooks is added to the optimizer: its class, parameters, groups, state, state dicts, schedulers and
-    scalers stay as they were, new state consists of DTensors as before, and a step that raises changes nothing. Steps
-    with a closure, of a differentiable optimizer, inside torch.compile, or with gradients placed unlike their
-    parameters run as usual, through DTensor. Steps of a copied or unpickled optimizer run as usual,
-    until the optimizer is passed to this function.
+    Only hooks are added to the optimizer. Its class, parameters, groups, state dicts, schedulers and scalers work as
+    before, its state still consists of DTensors, and a step that raises an error changes nothing.
+
+    A step runs on DTensors as before if it has a closure, if the optimizer is differentiable, inside torch.compile, and
+    if gradients have other placements than their parameters. Copied or unpickled optimizers need another call of this
+    function.
 
     Args:
-        optimizer: one of torch.optim's element-wise optimizers; its parameters may be sharded by `zgraph.shard` or not.
+        optimizer: one of torch.optim's element-wise optimizers; its parameters may be sharded or not.
 
     Returns:
         The same optimizer.
 
     Raises:
-        ValueError: the optimizer is of another class or a subclass, so that its step is unknown.
+        ValueError: the optimizer is not of exactly one of these classes.
     """
     if type(optimizer) not in _ELEMENT_WISE:
         known = ", ".join(sorted(kind.__name__ for kind in _ELEMENT_WISE))
@@ -69,9 +70,9 @@ def step_on_shards(optimizer: Optimizer) -> Optimizer:
 
 
 class _StandIn:
-    """Makes each step of the user's optimizer run on another optimizer of the same class that holds the local shards.
+    """Makes each step of an optimizer run on a second optimizer of the same class, which has the local shards.
 
-    Hooks before a step of torch.optim may replace its arguments, the first of which is the optimizer (2.11 - 2.15).
+    A hook before the step replaces the step's first argument, the optimizer (torch 2.11 - 2.15).
     """
 
     def __init__(self) -> None:
@@ -79,7 +80,7 @@ class _StandIn:
         self.taken: list[list[Tensor]] = []  # shards in place of the parameters, by group
 
     def enter(self, optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.present, self.taken = None, []  # left over by a step that raised
+        self.present, self.taken = None, []  # may be left over from a step that raised an error
         ordinary = args[0] is not optimizer or len(args) > 1 or kwargs or torch.compiler.is_compiling()
         if ordinary or optimizer.defaults.get("differentiable"):
             return None
@@ -102,7 +103,13 @@ class _StandIn:
 def take_over(
     optimizer: optim.Optimizer, taken: Sequence[Sequence[Tensor]], made: Mapping[Tensor, dict[str, Any]]
 ) -> None:
-    """Copy `made`, the state of the shards after a step, into the optimizer's state, as DTensors."""
+    """Copy the state of local shards after a step into the optimizer's state, as DTensors.
+
+    Args:
+        optimizer: the user's optimizer.
+        taken: local shards by group, in the order of the parameters.
+        made: state of each local shard.
+    """
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     for parameter, shard in zip(parameters, chain.from_iterable(taken), strict=True):
         if shard not in made:
@@ -118,7 +125,10 @@ def take_over(
 def shards_of(
     optimizer: optim.Optimizer,
 ) -> tuple[list[list[Tensor]], dict[Tensor, dict[str, Any]]] | None:
-    """The local shards of each group, with their gradients, then their state; None if a step must use DTensors."""
+    """Return the local shards of each group, with their gradients, and the shards' state.
+
+    None if the step must run on DTensors, because placements of gradients or state differ from those of parameters.
+    """
     state: dict[Tensor, dict[str, Any]] = defaultdict(dict)
     groups: list[list[Tensor]] = []
     for group in optimizer.param_groups:

@@ -1,4 +1,4 @@
-"""`zgraph.set_loss_scale` and `zgraph.reset_error_feedback`, by which a training loop informs error feedback."""
+"""`zgraph.set_loss_scale` and `zgraph.reset_error_feedback`: control of error feedback by the training loop."""
 
 from __future__ import annotations
 
@@ -13,25 +13,23 @@ from zgraph.torch_compat.dynamo import without_compile
 
 
 def set_loss_scale(model: nn.Module, scale: float | torch.amp.GradScaler) -> None:
-    """Tell error feedback the factor of the losses, so that kept errors have the scale of the next gradients.
+    """Inform error feedback of the loss scale, so that the kept errors have the scale of the next gradients.
 
         scaler = zgraph.GradScaler("cuda")
-        zgraph.set_loss_scale(model, scaler)        # once; the scaler tells the model from then on
+        zgraph.set_loss_scale(model, scaler)        # once; the scaler informs the model from then on
 
-    When the scale changes, the kept errors are multiplied by new / old, which is exact for powers of two. A step that
-    is dropped because of an overflow does not change the errors: once this function has been called, each reduction
-    keeps a copy of the previous errors until the step has succeeded. The copy doubles the memory of the errors during
-    a step.
+    When the scale changes, the errors are multiplied by new / old, which is exact for powers of two. A step that is
+    skipped because of an overflow leaves the errors unchanged. For this, each reduction keeps a copy of the previous
+    errors until the step has succeeded; the copy doubles the memory of the errors during a step.
 
-    A `zgraph.GradScaler` tells the model in each `update()`, parameter by parameter, which steps its optimizers have
-    dropped. It also tells the model each scale that is loaded into the scaler. Call this function for any other scale:
-    before the first forward and, with torch's own GradScaler, after every `scaler.update()`. A scale smaller than the
-    last one then means that the last step was dropped. A step that is dropped without a change of scale looks
-    like a step that was taken, so its effect on the errors stays.
+    With a `zgraph.GradScaler`, one call is enough: each `update()` informs the model of the new scale and of the
+    parameters whose steps were skipped. Otherwise, call this function before the first forward and after each change of
+    the scale; with torch's own GradScaler, after every `scaler.update()`. A smaller scale then means that the last step
+    was skipped. A step skipped without a change of the scale cannot be detected, so its effect on the errors stays.
 
     Args:
         model: module returned by `zgraph.shard`, compiled or not. Every rank calls this with the same scale.
-        scale: factor of the next losses, or a scaler that has the factor. A disabled scaler has none.
+        scale: factor by which the next losses are multiplied, or a scaler. A disabled scaler means no scaling.
 
     Raises:
         ValueError: nothing is sharded, or the scale is not a positive, finite number.
@@ -53,13 +51,13 @@ def set_loss_scale(model: nn.Module, scale: float | torch.amp.GradScaler) -> Non
 
 
 def reset_error_feedback(model: nn.Module) -> None:
-    """Drop the errors that compression has kept, so that errors and their counts start again at zero.
+    """Discard the errors that compression has kept, and their counts. The loss scale stays as it is.
 
-    Needed before another compression method takes over the gradients. The loss scale stays as it was set.
+    Call this before another compression method is used for the gradients.
 
     Args:
-        model: module returned by `zgraph.shard`, compiled or not. Every rank must call this, or ranks would disagree on
-            the random numbers of a reduction.
+        model: module returned by `zgraph.shard`, compiled or not. Every rank must call this; otherwise ranks would draw
+            different random numbers in a reduction.
 
     Raises:
         ValueError: nothing is sharded.

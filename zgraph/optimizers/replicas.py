@@ -1,8 +1,10 @@
-"""Replicas of a module on several pipeline stages: one gradient, one norm, and the same bits in all of them.
+"""Replicas of a module on several pipeline stages: keeps their gradients, norms and values equal.
+
+With the module `timestep` in each of four chunks on two ranks, whose gradients are a, b, c and d, every replica steps
+with the gradient (a + b) + (c + d):
 
 rank 0   chunk 0 [ timestep | blocks ]   chunk 2 [ timestep | blocks ]    gradients a, b
 rank 1   chunk 1 [ timestep | blocks ]   chunk 3 [ timestep | blocks ]    gradients c, d
-                   all four steps of `timestep` use (a + b) + (c + d)
 """
 
 from __future__ import annotations
@@ -30,12 +32,12 @@ from zgraph.torch_compat.dtensor import local_of
 
 @dataclass(frozen=True, eq=False)
 class _Replicated:
-    """A parameter and its replicas.
+    """A parameter with replicas.
 
     Attributes:
         name: name given by the user, followed by the name of the parameter in its module.
-        copies: copies on this rank, chunk by chunk.
-        holders: ranks of the group that have copies.
+        copies: replicas on this rank, chunk by chunk.
+        holders: ranks of the pipeline's group that have replicas.
     """
 
     name: str
@@ -45,18 +47,23 @@ class _Replicated:
 
 @dataclass(frozen=True, eq=False)
 class _Bucket:
-    """Parameters with the same `holders`. One exchange among these ranks sums the gradients of all of them."""
+    """Parameters whose replicas are on the same ranks; their gradients are summed together.
+
+    Attributes:
+        group: process group of these ranks.
+        members: the parameters.
+    """
 
     group: ProcessGroup
     members: tuple[_Replicated, ...]
 
 
 class Replicas:
-    """Modules or parameters that exist on several stages of a pipeline, or in several chunks of one stage.
+    """Modules or parameters that several stages of a pipeline, or several chunks of one stage, have in common.
 
-    One example is the embedder of the timestep, on which every block of a diffusion transformer depends. Another is an
-    embedding that is tied to the output on the last stage. The backward of each replica yields a part of the gradient.
-    Every rank of the group must make this object and call the same methods:
+    Examples are the timestep embedder of a diffusion transformer, which every block needs, and an embedding tied to the
+    output layer on the last stage. The backward of each replica computes a part of the gradient. Every rank of the
+    group must create this object and call the same methods:
 
         replicas = zgraph.Replicas(mesh["pp"], {"timestep": [chunk.timestep for chunk in chunks]})
         schedule.step(x, target=y)
@@ -65,10 +72,10 @@ class Replicas:
         optimizer.step()
 
     Args:
-        group: ranks of one pipeline: a mesh of one axis, or its process group.
-        replicas: for each name, the modules or parameters of this rank's chunks in chunk order; [] on a rank that has
-            none. Names are the same on all ranks. Sharded replicas must be sharded over equally many ranks everywhere.
-        copy_first: overwrite all replicas with the first replica of the first rank that has any. False: unequal
+        group: ranks of one pipeline: a mesh with one axis, or its process group.
+        replicas: for each name, the modules or parameters of this rank's chunks in chunk order; [] if this rank has
+            none. Names are the same on all ranks. All replicas must be sharded over equally many ranks.
+        copy_first: whether to copy the first replica of the first rank that has one into all others. False: unequal
             replicas are an error.
 
     Raises:
@@ -76,8 +83,9 @@ class Replicas:
         ZgraphError: on all ranks, if replicas differ in names, parameters or layouts, or without `copy_first` in
             values; or if parameters have no values yet.
 
-    Source: gradients of conditioning embedders as in Megatron-LM, `_allreduce_conditional_embedding_grads`
-    (megatron/core/distributed/finalize_model_grads.py), of tied embeddings `_allreduce_word_embedding_grads`.
+    Source: Megatron-LM, megatron/core/distributed/finalize_model_grads.py:
+    `_allreduce_conditional_embedding_grads` for conditioning embedders, `_allreduce_word_embedding_grads` for tied
+    embeddings.
     """
 
     def __init__(
@@ -116,14 +124,14 @@ class Replicas:
 
     @torch.no_grad()
     def all_reduce_grads(self) -> None:
-        """Give each replica the sum of all replicas' gradients. Call once per step, after this rank's last backward.
+        """Set the gradient of each replica to the sum over all replicas.
 
-        Gradients are summed in fp32 (fp64 if a parameter is fp64), first over the chunks of a rank and then in rank
-        order, so that all replicas get the same bits. A replica without a gradient counts as zeros; if none has a
-        gradient, `.grad` stays None.
+        Call this once per step, after this rank's last backward. Sums are computed in fp32 (fp64 if a parameter is
+        fp64), first over the chunks of a rank and then in rank order, so that all replicas get bitwise equal gradients.
+        A missing gradient counts as zeros; if all are missing, `.grad` stays None.
 
         Raises:
-            CollectiveError: the exchange failed.
+            CollectiveError: a collective failed.
         """
         for bucket in self._buckets:
             self._all_reduce(bucket)
@@ -132,27 +140,27 @@ class Replicas:
     def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients of all stages by the norm of the whole model, in which each replica counts once.
 
-        If each stage clipped by its own norm, replicas would drift apart.
+        Otherwise, stages would clip by different norms, and replicas would become unequal.
 
         Args:
-            parameters: parameters of all chunks of this rank, including replicas.
+            parameters: parameters of all of this rank's chunks, including replicas.
             max_norm, norm_type: as for `torch.nn.utils.clip_grad_norm_`.
 
         Returns:
-            The norm before clipping, the same on all ranks of the pipeline, [].
+            The norm before clipping, [], equal on all ranks of the pipeline.
 
         Raises:
-            CollectiveError: an exchange failed.
+            CollectiveError: a collective failed.
         """
         everything = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         counted = [parameter for parameter in everything if id(parameter) not in self._again]
         return clip_by_stages(everything, counted, self._group, max_norm, norm_type)
 
     def check_equal(self) -> None:
-        """Check that all replicas have the same bits.
+        """Check that all replicas have bitwise equal values.
 
         Raises:
-            ZgraphError: on all ranks; names a replicated parameter that differs, and its ranks.
+            ZgraphError: on all ranks, with the name of a parameter that differs, and the ranks on which it differs.
         """
         own = [
             one.name for one, first in self._first_copies() if not all(_same_bits(copy, first) for copy in one.copies)
@@ -204,7 +212,7 @@ class Replicas:
                 _local(copy).copy_(first)
 
     def _first_copies(self) -> Iterator[tuple[_Replicated, Tensor]]:
-        """Yield each parameter with the values of its first copy on the first rank that holds the parameter."""
+        """Yield each replicated parameter with the values of its first replica, received by broadcast."""
         for bucket in self._buckets:
             for one in bucket.members:
                 first = _local(one.copies[0]).clone(memory_format=torch.contiguous_format)
@@ -212,7 +220,10 @@ class Replicas:
                 yield one, first
 
     def _group_of(self, holders: tuple[int, ...]) -> ProcessGroup:
-        """The process group of the ranks `holders`. Only these ranks create it; all other ranks get the whole group."""
+        """Return the process group of the ranks `holders`, created if needed.
+
+        Only these ranks create it. All other ranks get the pipeline's whole group, and do not use it.
+        """
         if len(holders) == dist.get_world_size(self._group):
             return self._group
         members = dist.get_process_group_ranks(self._group)
@@ -250,7 +261,7 @@ def _parameters_of(part: nn.Module | nn.Parameter) -> dict[str, nn.Parameter]:
 
 
 def _described(parts: Mapping[str, Sequence[Mapping[str, nn.Parameter]]]) -> dict[str, list[dict[str, str]]]:
-    """The facts about each parameter that must be the same in all replicas."""
+    """Describe the layout of each parameter of each replica as text, for comparison between ranks."""
     return {
         name: [{inner: _layout(parameter) for inner, parameter in copy.items()} for copy in copies]
         for name, copies in parts.items()
@@ -268,10 +279,13 @@ def _layout(parameter: nn.Parameter) -> str:
 
 
 def _check(described: Sequence[Mapping[str, Sequence[Mapping[str, str]]]]) -> None:
-    """Refuse replicas that differ. All ranks decide alike, because each sees the descriptions of all ranks.
+    """Check that all ranks describe equal replicas; all ranks come to the same result.
+
+    Args:
+        described: descriptions of all ranks' replicas.
 
     Raises:
-        ZgraphError: names the replica that differs, is missing, or has no values.
+        ZgraphError: a replica differs, is missing, or has no values; the message names it.
     """
     for rank, parts in enumerate(described):
         if list(parts) != list(described[0]):
@@ -303,7 +317,12 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _set_gradient(parameter: nn.Parameter, summed: Tensor) -> None:
-    """Write a flat sum into a parameter's gradient, in the gradient's dtype. The sum has shape [local numel]."""
+    """Write a summed gradient into a parameter's `.grad`, in its dtype; created if it is None.
+
+    Args:
+        parameter: the parameter.
+        summed: [local numel], sum of this rank's shard of the gradients.
+    """
     if parameter.grad is not None:
         _local(parameter.grad).copy_(summed.view(_local(parameter.grad).shape))
         return

@@ -1,7 +1,7 @@
 """Steps of Adam and AdamW with bf16 moments, for `zgraph.Offload(moments_dtype=torch.bfloat16)`.
 
-The classes of torch.optim create moments in the parameter's dtype, and round to nearest. The steps in this file use the
-same groups, and the same entries of the state: "step", "exp_avg" and "exp_avg_sq".
+Unlike in torch.optim, moments are bf16 although parameters are fp32, and they are rounded stochastically. Groups and
+state entries ("step", "exp_avg", "exp_avg_sq") are those of torch.optim.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Call = Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]
 
 @dataclass(frozen=True)
 class Drawn:
-    """Key of the random numbers that round one parameter's moments; the number of the update completes the key.
+    """Seed of the random numbers that round one parameter's moments; combined with the number of the step.
 
     Attributes:
         salt: CRC-32 of the parameter's name.
@@ -45,10 +45,10 @@ class Drawn:
 
 
 def check_rounded(optimizer: optim.Optimizer) -> None:
-    """Refuse optimizers whose moments cannot be rounded.
+    """Check that an optimizer can have rounded bf16 moments.
 
     Raises:
-        ValueError: moments cannot be rounded; gives the reason.
+        ValueError: the optimizer cannot; the message gives the reason.
     """
     kind, groups = type(optimizer), optimizer.param_groups
     what, instead = "", ""
@@ -75,14 +75,14 @@ def check_rounded(optimizer: optim.Optimizer) -> None:
 def rounded_step(
     optimizer: Any, groups: Sequence[Mapping[str, Any]], state: State, drawn: Mapping[Tensor, Drawn], call: Call
 ) -> None:
-    """Take a step on local shards with the gradients in their `.grad`.
+    """Take an optimizer step on local shards, whose gradients are in their `.grad`.
 
     Args:
-        optimizer: the optimizer, with `grad_scale` and `found_inf` if a GradScaler has set them.
-        groups: the optimizer's groups, with shards in place of parameters.
-        state: state of the shards. New entries are as the optimizer would make them, except that moments are bf16.
-        drawn: keys of the random numbers, by shard.
-        call: function that calls a given operator with given arguments and options.
+        optimizer: the optimizer, with the attributes `grad_scale` and `found_inf` if a GradScaler has set them.
+        groups: the optimizer's groups, with local shards in place of parameters.
+        state: state of each shard. Missing entries are created, with bf16 moments.
+        drawn: seeds of the random numbers, by shard.
+        call: function that calls an operator with given arguments and options.
     """
     grad_scale, found_inf = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
     for group in groups:
@@ -120,7 +120,7 @@ def rounded_step(
 
 
 def _begin(state: State, shard: Tensor) -> None:
-    """Make the state entries of a shard that has none."""
+    """Create the state entries of a shard that has none."""
     entries = state[shard]
     if "step" not in entries:
         entries["step"] = torch.zeros((), dtype=torch.float32, device=shard.device)
@@ -130,19 +130,19 @@ def _begin(state: State, shard: Tensor) -> None:
 
 @dataclass(frozen=True, eq=False)
 class _PlainSteps:
-    """Takes the steps of an optimizer in place of its own `step`.
+    """Optimizer hook that takes the step with rounded moments, in place of `step()` itself.
 
     Attributes:
-        drawn: returns the keys of the random numbers of the current parameters, by parameter id.
+        drawn: returns the seeds of the random numbers, by parameter id.
     """
 
     drawn: Callable[[], Mapping[int, Drawn]]
 
     def __call__(self, optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Take the step, as a hook before the optimizer's `step()`, which then has nothing left to do.
+        """Take the step; return arguments with which `step()` then does nothing.
 
         Raises:
-            ZgraphError: the step has a closure, or gradients or state are placed unlike their parameters.
+            ZgraphError: the step has a closure, or gradients or state have other placements than their parameters.
             ValueError: the optimizer's moments can no longer be rounded.
         """
         return cast(Any, torch.compiler.disable)(self._take)(optimizer, args, kwargs)
@@ -173,10 +173,11 @@ class _PlainSteps:
 
 
 def round_plain_steps(optimizer: optim.Optimizer, drawn: Callable[[], Mapping[int, Drawn]]) -> None:
-    """Make `optimizer.step()` round moments also outside of captured steps.
+    """Make `optimizer.step()` round moments in steps outside of `zgraph.training_step`.
 
     Args:
-        drawn: returns the keys of the random numbers of each parameter's moments, by parameter id.
+        optimizer: the optimizer, to which a hook is added.
+        drawn: returns the seeds of the random numbers, by parameter id.
     """
     if not any(isinstance(hook, _PlainSteps) for hook in step_hooks(optimizer)):
         optimizer.register_step_pre_hook(_PlainSteps(drawn))

@@ -1,15 +1,15 @@
-"""Lists the parameters of NCCL collectives by the numbers that torch's flight recorder gives these collectives.
+"""Writes files that translate the collective numbers in the dumps of NCCL's flight recorder into parameter names.
 
-On NCCL there is no `CollectiveError` by default: a wait is only queued, and if a collective fails or times out, torch's
-watchdog thread writes the flight recorder's dump and ends the process. The dump has numbers instead of names. Each
-compiled graph therefore writes a list of its collectives to the directory of the dump. At each call it also writes the
-number of the last collective before its own:
+On NCCL a failed collective raises no `CollectiveError` by default: a wait is only queued, and after a failure or a
+timeout torch's watchdog thread dumps the flight recorder and ends the process. The dump identifies collectives only by
+number. So each compiled graph writes the list of its collectives to the directory of the dump. At the start of a call
+the graph also writes how many collectives the group has started so far:
 
     process 4711, graph 0/0 forward, on group 0 its last call began after collective 0000001234
       +1 all_gather_into_tensor: embed.weight
       +2 all_gather_into_tensor_coalesced: layers.0.attn.q.weight, layers.0.attn.k.weight
 
-If the dump says that `collective_seq_id` 1236 of group 0 never ended, it is entry +2: q.weight and k.weight.
+If the dump says that `collective_seq_id` 1236 of group 0 never ended, it was entry +2: q.weight and k.weight.
 """
 
 from __future__ import annotations
@@ -34,17 +34,19 @@ _DIGITS = 10  # rewritten in place at each call
 
 @dataclass(frozen=True)
 class Numbered:
-    """The collectives of one graph on one NCCL group, in order; each text names a collective's kind and parameters."""
+    """Descriptions of one graph's collectives on one NCCL process group, in program order.
+
+    Attributes:
+        group_name: name of the process group.
+        collectives: kind and parameters of each collective, as text.
+    """
 
     group_name: str
     collectives: tuple[str, ...]
 
 
 def numbered(graph: fx.Graph) -> list[Numbered]:
-    """Return a graph's collectives for each NCCL group, since each group counts its own collectives.
-
-    A gather that a window keeps runs, and counts, only once in the window.
-    """
+    """List a graph's collectives separately for each NCCL process group, because each group has its own count."""
     found: dict[str, list[str]] = {}
     for start in nodes.call_functions(graph, nodes.is_collective):
         device = next((meta.tensor_value(sent).device for sent in nodes.sent_by(start)), torch.device("cpu"))
@@ -57,19 +59,19 @@ def numbered(graph: fx.Graph) -> list[Numbered]:
 def with_numbers(
     run: Callable[[list[Any]], Any], graph: fx.Graph, title: str, rank: int, directory: Path | None = None
 ) -> Callable[[list[Any]], Any]:
-    """Wrap the callable of a graph so that each call records the number of the last collective before it.
+    """Wrap a graph's callable so that each call first records how many collectives each NCCL group has started.
 
-    If the file cannot be written, nothing is recorded.
+    The counts are written to a file. If it cannot be written, the callable is returned unchanged.
 
     Args:
         run: callable of the graph.
-        graph: the graph, with the collectives that it runs.
+        graph: graph whose collectives are listed in the file.
         title: title of the graph, such as "0/0 forward".
         rank: rank of this process.
-        directory: directory for the file; None: that of the flight recorder's dump.
+        directory: directory for the file; None: the directory of the flight recorder's dump.
 
     Returns:
-        `run` itself if no group uses NCCL.
+        The wrapped callable; `run` itself if the graph has no collective on NCCL.
     """
     groups = numbered(graph)
     if not groups:
@@ -89,7 +91,10 @@ def with_numbers(
 
 
 def _write(groups: Sequence[Numbered], title: str, path: Path) -> tuple[int, list[int]] | None:
-    """Append `groups` to a file; return the file's open descriptor, and the offset of each group's number."""
+    """Append lists of collectives to a file; return its open descriptor, and the file offset of each group's number.
+
+    Returns None if the file cannot be written.
+    """
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_CREAT | os.O_RDWR)

@@ -1,4 +1,4 @@
-"""Dumps: for each graph and pass, the code after the pass, the peak memory, and a diff to the code before the pass."""
+"""Dumps: the code of each graph after each pass, with its peak memory and a diff from the code before the pass."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 class Dumper:
     """Writes the graphs of one compiled frame to `directory/rank<r>/frame_<id>/`.
 
-    A directory that cannot be written causes one line in the log, and does not end the training run.
+    If the directory cannot be written, a warning is logged, and training continues.
     """
 
     directory: Path
@@ -45,7 +45,11 @@ class Dumper:
         self._write(direction, re.sub(r"\W", "_", graph_pass.name), f"after {title}", graph, notes)
 
     def kernels(self, sources: Mapping[str, str]) -> None:
-        """Dump the source of the kernels emitted for the frame, by file name."""
+        """Dump the source code of the kernels generated for the frame.
+
+        Args:
+            sources: source code by file name.
+        """
         self._save({name: source.splitlines() for name, source in sources.items()})
 
     def _write(self, direction: Direction, label: str, title: str, graph: fx.Graph, notes: tuple[str, ...]) -> None:
@@ -63,7 +67,7 @@ class Dumper:
         self._save(files)
 
     def _peak(self, direction: Direction, graph: fx.Graph) -> str:
-        """Return a graph's predicted peak as text. The only counted inputs are saved values, which backward frees."""
+        """Return a graph's predicted peak memory as text. Inputs count only in backward, which frees saved values."""
 
         def show() -> str:
             owned = mortal_inputs(graph.nodes) if direction == "backward" else ()

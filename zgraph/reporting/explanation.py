@@ -1,4 +1,4 @@
-"""Lifetimes, buckets, time and memory of every compiled graph: the result of `zgraph.explain`, to print and to read."""
+"""The result of `zgraph.explain`: lifetimes, buckets, time and memory of every compiled graph."""
 
 from __future__ import annotations
 
@@ -51,13 +51,12 @@ _COLLECTIVE_COLUMNS = (
 
 @dataclass(frozen=True)
 class Explanation:
-    """The compiled graphs of a model; `print` it.
+    """Report on the compiled graphs of a model; `print` shows it as text.
 
     Attributes:
         graphs: reports of the graphs, in the order of compilation.
-        measured: measurements by frame and direction, of graphs that have run under `zgraph.measure`.
-        feedback_bytes: bytes of error feedback that this rank keeps from step to step. A graph's peak does not include
-            these bytes, but only the graph's inputs and allocations.
+        measured: measurements of `zgraph.measure`, by frame and direction.
+        feedback_bytes: bytes of error feedback that this rank keeps between steps; not part of a graph's peak.
     """
 
     graphs: tuple[GraphReport, ...]
@@ -76,7 +75,7 @@ class Explanation:
         return "\n".join(lines)
 
     def tables(self) -> list[Table]:
-        """Return the printed facts as tables for a notebook, with the names of all parameters."""
+        """Return the report as tables for a notebook. Unlike the text, the tables have the names of all parameters."""
         lifetimes: list[tuple[str, ...]] = []
         for frame in dict.fromkeys(graph.frame for graph in self.graphs):
             found = next(graph.lifetimes for graph in self.graphs if graph.frame == frame)

@@ -1,4 +1,4 @@
-"""How a compiled frame gathers and keeps each of its parameters, according to its final graphs."""
+"""How often each parameter of a compiled frame is gathered, and how long the gathered parameter is kept."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zgraph.graph.traffic import transfers_of
 
 
 class Lifetime(StrEnum):
-    """How often a frame gathers a parameter, and how long it keeps the gathered parameter."""
+    """How often a frame gathers a parameter, and how long the gathered parameter is kept."""
 
     REPLICATED = "never gathered"
     WINDOW = "gathered once per window"
@@ -28,13 +28,12 @@ class Lifetime(StrEnum):
 def lifetimes_of(
     graphs: Mapping[Direction, fx.Graph], parameters: Iterable[str], user_outputs: int | None = None
 ) -> dict[str, Lifetime]:
-    """Return the lifetime of every parameter of a frame, in the given order.
+    """Return the lifetime of each of a frame's parameters, by name.
 
     Args:
-        graphs: forward and backward, or the single graph of inference or of a whole step. A marker that was not lowered
-            counts as its gather.
-        parameters: all parameters that the frame reads.
-        user_outputs: number of the forward graph's outputs for the user; all others are saved for backward.
+        graphs: final graphs of the frame: forward and backward, or a single graph of inference or of a whole step.
+        parameters: names of all parameters that the frame reads.
+        user_outputs: number of the forward's outputs that the user gets; the others are saved for backward.
     """
     gathered = {direction: dict(_gathered_in(graph)) for direction, graph in graphs.items()}
     forward = graphs.get("forward")
@@ -63,12 +62,15 @@ def _lifetime(name: str, gathered: Mapping[str, Mapping[str, bool]], saved: Mapp
 
 
 def _gathered_in(graph: fx.Graph) -> Iterator[tuple[str, bool]]:
-    """Yield the name of each parameter that the graph gathers, and whether the window keeps the gathered parameter."""
+    """Yield (name, is_kept) of each parameter that the graph gathers.
+
+    `is_kept` tells whether the gathered parameter is kept for the other forwards of the accumulation window.
+    """
     for node in graph.nodes:
         if nodes.is_unshard(node):
             for transfer in transfers_of(node):
                 yield from ((name, transfer.kind == "all_gather_kept") for name in transfer.parameters)
-        # A gather of a computed value is that of a replicated gradient's mean.
+        # Gathers of computed values assemble the mean of a replicated gradient.
         elif nodes.is_gather(node) and dataflow.copy_in(node) is not None:
             yield from ((name, nodes.is_kept_gather(node)) for name in meta.parameters(node))
 

@@ -1,4 +1,4 @@
-"""`zgraph.graph_of`: a compiled graph as a networkx graph, to be searched, drawn, or written as GraphML or JSON."""
+"""`zgraph.graph_of`: converts a compiled graph to a networkx graph, for searching, drawing and export."""
 
 from __future__ import annotations
 
@@ -21,26 +21,29 @@ if TYPE_CHECKING:
 
 
 def graph_of(gm: fx.GraphModule, ctx: PassContext | None = None) -> networkx.DiGraph[str]:
-    """Convert an fx graph, such as that of a pass, to an independent `networkx.DiGraph`.
+    """Convert an FX graph, such as the graph that a pass rewrites, to a `networkx.DiGraph` that shares no data with it.
 
-    Nodes are named and ordered as in the program. Attributes are strings, integers, floats and bools, which every file
-    format supports; unknown ones are left out:
+    Nodes keep their names and order. Attributes are strings, ints, floats and bools, which every file format supports.
+    Unknown attributes are left out:
 
         op, target, value   as shown in dumps: "call_function", "aten.mm", "f32[4, 8]"
-        shape, dtype, bytes of the result (bytes of all its tensors together); symbolic sizes by their hints
+        shape, dtype        of the result
+        bytes               total size of the result's tensors; symbolic sizes count by their hints
         position            index in the program
         parameters          names of the parameters that the node works for
-        module, source      path of the user's module and line of code that the node comes from
-        lane, us            lane that the node occupies, and for how long, if ctx has costs
-        begin_us, end_us, exposed_us, critical   simulated begin and end, how long compute waits for the node, and
-                            whether the predicted time of the graph depends on the node's time
+        module, source      path of the user's module, and line of code, that the node comes from
+        lane, us            lane on which the node runs, and its duration; only if ctx has costs
+        begin_us, end_us    simulated begin and end; only if ctx has costs
+        exposed_us          simulated time for which compute waits for the node
+        critical            whether the node is on the critical path of the simulation
 
-    An edge has a `kind`: "data"; "wait", from a collective's start to its wait; or "order", between nodes without a
-    data dependency whose order matters: reads and overwrites of a value, and consecutive collectives of a group.
+    Each edge has an attribute `kind`: "data"; "wait", from a collective's start to its wait; or "order", between nodes
+    whose order matters without a data dependency: a read and an overwrite of a value, or consecutive collectives of a
+    group.
 
     Args:
         gm: graph whose nodes have fake values.
-        ctx: context of a pass, for costs; None: no costs.
+        ctx: context of a pass, which provides costs; None: no costs.
     """
     costs = timeline = None
     if ctx is not None and ctx.cost_of is not None:
@@ -52,7 +55,7 @@ def graph_of(gm: fx.GraphModule, ctx: PassContext | None = None) -> networkx.DiG
 def network_of(
     graph: fx.Graph, costs: Mapping[fx.Node, NodeCost] | None, timeline: Timeline | None
 ) -> networkx.DiGraph[str]:
-    """Convert a graph as `graph_of` does, from costs and a timeline that are known already."""
+    """Convert a graph as `graph_of` does, with given costs and a given timeline."""
     import networkx  # costs 0.2 s, and is rarely needed
 
     network: Any = networkx.DiGraph()
@@ -94,7 +97,10 @@ def _cost(cost: NodeCost) -> dict[str, Any]:
 
 
 def _edges(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node, str]]:
-    """Yield edges as (source, target, kind). Data edges come first: the caller keeps the first edge of two nodes."""
+    """Yield edges as (source, target, kind).
+
+    If two nodes have several edges, the caller keeps the first; so data edges come first.
+    """
     last_of_group: dict[str, fx.Node] = {}
     order = nodes.order_of(graph)
     for node in graph.nodes:
@@ -123,7 +129,7 @@ def _aliases(value: fx.Node) -> Iterator[fx.Node]:
 
 
 def plain_text(text: str) -> str:
-    """Escape unprintable characters, which users' names may contain and XML cannot hold."""
+    """Escape unprintable characters, which XML cannot represent."""
 
     def show() -> str:
         if text.isprintable():  # fast path for nearly every text

@@ -1,4 +1,4 @@
-"""The report of one compiled graph: its communication, memory and time; the graph itself is not kept."""
+"""The report of one compiled graph: its communication, memory and time, as plain data without the graph itself."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ LARGEST = 3  # storages named at the peak
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """One start of a graph, or a marker that was not lowered.
+    """A node that communicates: the start of a collective, or an unshard or reduce_grad marker that runs collectives.
 
     Attributes:
         name: name of the node.
-        transfers: transfers of the collective; usually one, but several for a marker or a coalesced collective of the
-            model's own.
+        transfers: collectives that the node runs; usually one, but several for a marker or for a coalesced collective
+            of the model's own.
         us: predicted time from the start to the result; None without costs.
         exposed_us: predicted time for which compute waits for the collective; None without costs.
         reason: why the collective is exposed; "" if it is not.
@@ -68,15 +68,16 @@ class Collective:
 
 @dataclass(frozen=True, kw_only=True)
 class Peak:
-    """The predicted peak of a graph, without memory that is held outside of it.
+    """Predicted peak memory of a graph by itself; memory that is allocated outside of the graph does not count.
 
     Attributes:
-        bytes: bytes at the peak. Only inputs that the graph frees count: in backward, saved values and the tangents
-            (gradients of the forward's outputs).
-        node: node that runs at the peak.
-        largest: names and bytes of the largest storages alive at the peak.
-        unknown: nodes whose size depends on data, counted as 0.
-        elsewhere: most bytes in each other memory space, by name, including bytes that the space stores between calls.
+        bytes: bytes at the peak. Inputs count only if the graph frees them: in backward, saved values and the gradients
+            of the forward's outputs.
+        node: name of the node that runs at the peak.
+        largest: name and bytes of each of the largest storages alive at the peak.
+        unknown: names of nodes whose size depends on data; they count as 0 bytes.
+        elsewhere: name and peak bytes of each memory space other than the device, including bytes stored there between
+            calls.
     """
 
     bytes: int
@@ -101,13 +102,13 @@ class Peak:
 
 @dataclass(frozen=True, kw_only=True)
 class LaneCopies:
-    """All copies of a graph between memory spaces that run on one lane, or the graph's updates on the host.
+    """Totals of a graph's copies between memory spaces on one lane, or of its optimizer updates on the host.
 
     Attributes:
         lane: name of the lane, such as "device_to_host" or "host_updates".
-        count: number of copies, or updates.
-        bytes: bytes that the copies carry, or that the updates write.
-        us: predicted time of the lane; None without costs.
+        count: number of copies or updates.
+        bytes: bytes that are copied, or that the updates write.
+        us: predicted total time on the lane; None without costs.
         exposed_us: predicted time for which compute waits for the lane; None without costs.
     """
 
@@ -120,21 +121,21 @@ class LaneCopies:
 
 @dataclass(frozen=True, kw_only=True)
 class GraphReport:
-    """One compiled graph.
+    """Report on one compiled graph.
 
     Attributes:
         frame: Dynamo's number of the frame and of its recompile, such as "0/1".
         direction: "forward", "backward", "inference" or "step".
         nodes: number of nodes of the final graph.
-        transfers: transfers of the graph's collectives, in program order.
-        reason: guard that failed, if the frame was compiled before; "" if Dynamo does not say.
-        lifetimes: lifetime of every parameter that the frame reads; the same in its forward and backward.
-        collectives: collectives by node, with predictions.
+        transfers: collectives of the graph, in program order.
+        reason: guard whose failure caused a recompile; "" if there was none, or Dynamo does not name it.
+        lifetimes: lifetime of every parameter that the frame reads; the same for its forward and backward.
+        collectives: collectives with predictions, one entry per node.
         copies: copies between memory spaces, by lane.
-        decisions: what passes have chosen by costs, such as where updates run.
-        us: predicted time of one call; None if the pipeline has no target.
-        peak: predicted peak; None if it could not be predicted.
-        ledger: bytes of a rank in each memory space, for a whole step; () for other graphs, which have no optimizer.
+        decisions: choices that passes made by costs, such as where optimizer updates run.
+        us: predicted time of one call in microseconds; None: the pipeline has no target.
+        peak: predicted peak memory; None: not predictable.
+        ledger: bytes of a rank in each memory space; () unless the graph is a whole step.
         owned: positions of the inputs that the graph frees.
         network: the graph, converted by `zgraph.graph_of`; None unless the report keeps graphs.
     """
@@ -170,7 +171,7 @@ class GraphReport:
 
     @property
     def exposed_us(self) -> float | None:
-        """Predicted time for which compute waits; None if `us` is None."""
+        """Predicted time for which compute waits for collectives and copies; None if `us` is None."""
         if self.us is None:
             return None
         return sum(each.exposed_us or 0.0 for each in (*self.collectives, *self.copies))
@@ -178,7 +179,7 @@ class GraphReport:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predictions for a graph; a prediction is None if it failed, or if it needs costs and these are unknown.
+    """Predictions for one graph. None stands for a failed prediction, or for missing costs.
 
     Attributes:
         owned: inputs that the graph frees.
@@ -194,10 +195,9 @@ class Prediction:
 
 
 def predict(graphs: Mapping[Direction, fx.Graph], ctx: PassContext, frame: str) -> dict[Direction, Prediction]:
-    """Predict memory and time of a frame's final graphs.
+    """Predict memory and, if costs are known, times of a frame's final graphs.
 
-    Memory curves, and the simulation if there are costs, are computed immediately. This takes 60 to 100 us per node, or
-    2 to 4 % of a compile without Inductor; to compute them on demand, the graphs would have to be kept.
+    Takes 60 to 100 us per node, that is, 2 to 4 % of a compile without Inductor.
     """
     return {direction: _predict(direction, graphs, ctx, frame) for direction in graphs}
 
@@ -229,7 +229,18 @@ def describe(
     reason: str,
     keep_graphs: bool = False,
 ) -> list[GraphReport]:
-    """Return the reports of a frame's final graphs. `limits`: limits of scheduling by costs; None: rules decide."""
+    """Return the reports of a frame's final graphs.
+
+    Args:
+        graphs: final graphs by direction.
+        ctx: context in which the passes ran.
+        predictions: predictions by direction.
+        limits: limits of the scheduler; None: the schedule follows rules without costs.
+        frame: Dynamo's number of the frame and of its recompile.
+        parameters: names of the parameters that the frame reads.
+        reason: guard whose failure caused the recompile.
+        keep_graphs: whether each report keeps its graph as a `network`.
+    """
     lifetimes = lifetimes_of(graphs, parameters, ctx.user_outputs)
     found: list[GraphReport] = []
     for direction, graph in graphs.items():
@@ -284,7 +295,7 @@ def _copies(graph: fx.Graph, timeline: Timeline | None) -> Iterator[LaneCopies]:
 
 
 def _carried_bytes(start: fx.Node) -> int:
-    """Return the bytes that `start` moves: bytes that a copy carries, or that an update on the host writes."""
+    """Return the bytes that a copy moves, or that an optimizer update on the host writes."""
     if meta.beside(start) is None:
         return nodes.unsharded_bytes(start)
     return sum(tensor_bytes(meta.tensor_value(node)) for node in dict.fromkeys(written_arguments(start)))

@@ -16,10 +16,10 @@ from zgraph.torch_compat.dynamo import without_compile
 
 
 def summary(model: nn.Module) -> Report:
-    """Summarize what was compiled for a model so far: `print(zgraph.summary(model))` after the first step.
+    """Summarize what has been compiled for a model: `print(zgraph.summary(model))` after the first step.
 
-    Shows graphs, buckets, collectives and the bytes they send, recompiles, compile time by phase, and the size of the
-    error-feedback state.
+    The summary lists graphs, buckets, collectives with the bytes that they send, recompiles, compile time by phase, and
+    the size of the error-feedback state.
 
     Args:
         model: module returned by `zgraph.shard` or `torch.compile`.
@@ -59,10 +59,9 @@ def measure(model: nn.Module) -> Generator[None]:
             for batch in batches: train_step(batch)
         print(zgraph.explain(model))
 
-    Run at least two whole steps. On a CPU, torch.profiler slows the first step down to record allocations, so this step
-    counts only for memory; `explain` shows medians of the others. On CUDA, memory is the allocator's peak, and the
-    allocator's peak statistics are reset. Graphs run as usual, and other ranks need not measure. Without `measure`
-    there is no overhead.
+    Run at least two whole steps; `explain` shows medians. On a CPU, torch.profiler records the allocations of the first
+    step, which makes this step slow, so its times do not count. On CUDA, memory is the allocator's peak, and the
+    allocator's peak statistics are reset. Results of the model stay the same, and other ranks need not measure.
 
     Args:
         model: sharded and compiled model that has run at least once.
@@ -101,7 +100,15 @@ def _feedback_bytes(model: nn.Module) -> int:
 
 
 def report_of(model: nn.Module, caller: str) -> Report:
-    """Return the report of a model; errors name `caller`, the function that the user has called."""
+    """Return the report of a model.
+
+    Args:
+        model: module returned by `zgraph.shard` or `torch.compile`.
+        caller: name of the function that the user has called, for error messages.
+
+    Raises:
+        ZgraphError: the model was not sharded, or nothing has been compiled.
+    """
     states = [state for part in without_compile(model).modules() if (state := state_of(part)) is not None]
     if not states:
         raise ZgraphError(

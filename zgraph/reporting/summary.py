@@ -1,4 +1,4 @@
-"""The report on a compile: graphs, passes and collectives."""
+"""The report on everything compiled for a model: graphs, passes and collectives."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from zgraph.runtime.profiler import GraphProfiler, Measured, StepProfiler
 
 @dataclass(eq=False)
 class Report:
-    """Report on a compile, filled while compiling; print it after the first step. `zgraph.summary` returns one.
+    """Report on everything compiled for a model so far, as returned by `zgraph.summary`; `print` shows it as text.
 
     Attributes:
         graphs: every compiled graph, in order.
-        passes: every pass that ran.
-        notes: notes of the passes, such as why a pass did nothing; not printed with the report, but shown in dumps.
-        seconds: time spent compiling, by phase: "tracing" is torch's, "passes" includes verification, "predicting" is
-            for `zgraph.explain`, "agreement" is mostly waiting for other ranks, "lowering" is mostly Inductor's.
-        islands: number of islands, the runs of compute between collectives that Inductor compiles.
+        passes: every run of a pass.
+        notes: messages of the passes, such as why a pass did nothing; shown in dumps only.
+        seconds: compile time by phase: "tracing" is torch's, "passes" includes verification, "predicting" serves
+            `zgraph.explain`, "agreement" is mostly waiting for other ranks, "lowering" is mostly Inductor's.
+        islands: number of islands: runs of compute between collectives, which Inductor compiles one by one.
         distinct_islands: number of islands with different code; equal islands share their code.
         measured: latest measurements of `zgraph.measure`, by frame and direction.
-        profiler: profiler that currently measures the graphs; None: they are not measured.
-        uncompiled: modules that gathered outside of the model's graphs, with reasons, as of the last call of
-            `zgraph.summary`; "" if there are none.
+        profiler: profiler that is measuring the graphs; None: no measurement.
+        uncompiled: names of modules that gathered parameters outside of compiled graphs, with reasons, when
+            `zgraph.summary` was last called; "" if there are none.
         feedback_bytes: size of this rank's error-feedback state when `zgraph.summary` was last called.
-        keep_graphs: whether each of `graphs` keeps a `network`, to inspect after the compile.
-        keep_passes: whether `frames` record what each pass did; costs time at each pass, like a dump.
-        dump_failed: whether a dump could not be written; the user has been warned, and no other dump is tried.
+        keep_graphs: whether each of `graphs` keeps a `network`, for inspection after the compile.
+        keep_passes: whether `frames` record what each pass changed; this slows the compile down, like a dump.
+        dump_failed: whether writing a dump has failed; then the user has been warned, and no more dumps are written.
         frames: data for `zgraph.report`, one entry for each compiled frame.
     """
 
@@ -57,7 +57,7 @@ class Report:
     _running: str | None = None
 
     def add(self, other: Report) -> None:
-        """Add the compiled graphs, passes, notes, frames and times of another report."""
+        """Add the graphs, passes, notes, frames and compile times of another report to this one."""
         self.graphs += other.graphs
         self.passes += other.passes
         self.notes += other.notes
@@ -67,7 +67,7 @@ class Report:
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
-        """Time the code inside the `with`, and subtract it from the enclosing phase."""
+        """Time the code inside the `with` as a phase of compiling; the enclosing phase does not count this time."""
         outer, self._running = self._running, name
         started = time.perf_counter()
         try:
@@ -88,15 +88,15 @@ class Report:
 
     @property
     def recompiles(self) -> int:
-        """Number of recompiles, whatever their reason: another shape, `no_sync`, evaluation."""
+        """Number of recompiles, for any reason, such as another shape, `no_sync` or evaluation."""
         frames = {graph.frame for graph in self.graphs}
         return len(frames) - len({frame.split("/")[0] for frame in frames})
 
     @property
     def step_bytes(self) -> int:
-        """Bytes that this rank sends in one training step, if the newest forward and backward of each frame run once.
+        """Bytes that this rank sends in one training step, if the latest forward and backward of each frame run once.
 
-        Equal blocks that are compiled one by one share a graph, which counts once.
+        A graph that several equal blocks share counts only once.
         """
         newest = {
             (graph.frame.split("/")[0], graph.direction): graph.sent_bytes
@@ -136,7 +136,7 @@ class Report:
         return "\n".join(lines)
 
     def tables(self) -> list[Table]:
-        """Return the printed facts as tables for a notebook."""
+        """Return the report as tables for a notebook."""
         sent = size(self.step_bytes) if self.step_bytes else "nothing"
         frames = {graph.frame.split("/")[0] for graph in self.graphs}
         facts = {
@@ -174,7 +174,10 @@ class Report:
         return as_html(self.tables())
 
     def _pass_facts(self) -> list[tuple[str, list[str], float]]:
-        """Return for each pass its name, the directions of the graphs that the pass has changed, and its seconds."""
+        """Return (name, changed directions, seconds) of each pass.
+
+        The directions are those of the graphs that the pass has changed, such as "backward".
+        """
         found: list[tuple[str, list[str], float]] = []
         for name in dict.fromkeys(run.name for run in self.passes):
             runs = [run for run in self.passes if run.name == name]
@@ -192,7 +195,10 @@ def _transfer_lines(transfers: tuple[Transfer, ...]) -> list[str]:
 
 
 def _transfer_cells(transfers: tuple[Transfer, ...]) -> list[tuple[str, str, str, str, str]]:
-    """Return rows of a table: kind, dtype, count, parameters and bytes of transfers, grouped by kind and dtype."""
+    """Return a table row for each kind and dtype of collectives.
+
+    The cells are kind, dtype, number of collectives, number of parameters, and sent bytes.
+    """
     found: list[tuple[str, str, str, str, str]] = []
     for kind, dtype in dict.fromkeys((transfer.kind, transfer.dtype) for transfer in transfers):
         same = [transfer for transfer in transfers if (transfer.kind, transfer.dtype) == (kind, dtype)]

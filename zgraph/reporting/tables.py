@@ -1,4 +1,4 @@
-"""Tables of facts: a terminal prints them, and a notebook shows them as HTML."""
+"""Tables of texts, which a terminal prints and a notebook shows as HTML."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Table:
 
     Attributes:
         title: text above the table.
-        columns: names of the columns; empty if the first cell of each row is the row's label.
+        columns: names of the columns; empty for a table whose rows start with their labels.
         rows: cells of each row, one per column.
     """
 
@@ -23,7 +23,7 @@ class Table:
 
 
 def as_html(tables: Iterable[Table]) -> str:
-    """Return plain HTML of tables; all cells are escaped, because names come from models."""
+    """Return tables as HTML; all cells are escaped."""
     return "\n".join(_html_of(table) for table in tables if table.rows)
 
 
@@ -38,7 +38,7 @@ def _row(cells: Iterable[str], tag: str) -> str:
 
 
 def size(count: float) -> str:
-    """Write bytes in the largest unit with a value of at least 1: "1.50 MiB"."""
+    """Format bytes in the largest unit with a value of at least 1: "1.50 MiB"."""
     for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if abs(count) >= 1 << power:
             return f"{count / (1 << power):.2f} {unit}"
@@ -46,12 +46,12 @@ def size(count: float) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """Write a number and its noun: "1 graph", "2 graphs"."""
+    """Format a number with its noun: "1 graph", "2 graphs"."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def duration(us: float) -> str:
-    """Write microseconds in the largest unit with a value of at least 1: "1.50 ms"."""
+    """Format microseconds in the largest unit with a value of at least 1: "1.50 ms"."""
     for unit, factor in (("s", 1e6), ("ms", 1e3)):
         if abs(us) >= factor:
             return f"{us / factor:.2f} {unit}"
@@ -59,5 +59,5 @@ def duration(us: float) -> str:
 
 
 def rate(bytes_per_us: float) -> str:
-    """Write a rate in bytes per microsecond as "1.25 GB/s", in powers of ten."""
+    """Format bytes per microsecond as a rate in powers of ten: "1.25 GB/s"."""
     return f"{bytes_per_us / 1e3:.3g} GB/s" if bytes_per_us < 1e6 else f"{bytes_per_us / 1e6:.3g} TB/s"

@@ -1,1 +1,1 @@
-"""Runtime of compiled graphs, and state that outlives a call: groups, collectives, parameter state, random numbers."""
+"""What compiled graphs need at run time: process groups, collectives, parameter state and random numbers."""

@@ -1,4 +1,4 @@
-"""How tensors are split over ranks: rows and elements of each chunk, padding and bytes."""
+"""How tensors are split over ranks: chunk sizes, padding and bytes."""
 
 from __future__ import annotations
 
@@ -15,27 +15,28 @@ MIB = 2**20
 
 
 def chunk_rows(rows: int, world: int) -> int:
-    """Rows of each rank's padded chunk if `rows` are split over `world` ranks, as `torch.chunk` and `Shard(0)` do."""
+    """Return the number of rows per rank, rounded up, for `rows` rows split over `world` ranks as by `torch.chunk`."""
     return -(-rows // world)
 
 
 def local_rows(rows: int, world: int, rank: int) -> int:
-    """Rows that `rank` holds without padding: a full chunk, fewer on the last rank with rows, 0 on ranks after it."""
+    """Return the rows of one rank's chunk without padding; the last ranks may have fewer rows than others, or none."""
     chunk = chunk_rows(rows, world)
     return max(0, min(chunk, rows - rank * chunk))
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """The padded part of a tensor that each rank holds after one process group, or several in turn, have split it.
+    """Size of the padded part of a tensor that each rank gets if one or more process groups split the tensor in turn.
 
     Attributes:
-        rows, row_numel: shape of the unsplit tensor. The first group splits its rows; each further group splits the
-            elements of the remaining part. A replicated gradient has rows of one element.
-        group_names: names of the groups that split the tensor, outermost first.
-        unit: number of elements that are encoded together, and number of values of the wire dtype that encode them,
-            such as (128, 66) if bytes are sent. The part is padded to full units.
-        filled_to: the sent payload is padded to a multiple of this many values.
+        rows, row_numel: number of rows of the whole tensor, and number of elements per row. The first group splits the
+            rows; each further group splits the elements of the remaining part. A replicated gradient has rows of one
+            element.
+        group_names: names of the groups that split the tensor, in order.
+        unit: (elements, values): the compression method encodes this many elements as this many values of the sent
+            dtype, such as 128 elements as 66 bytes. The part is padded to full units.
+        filled_to: the number of sent values is padded to a multiple of this number.
     """
 
     rows: int
@@ -46,11 +47,11 @@ class Chunk:
 
     @property
     def is_even(self) -> bool:
-        """Whether all ranks hold the same number of rows, so that nothing is padded."""
+        """Whether all ranks of the first group hold the same number of rows, so that no rows are padded."""
         return self.rows % group_size(self.group_names[0]) == 0
 
     def numel(self) -> int:
-        """Number of values of the wire dtype that one rank sends."""
+        """Return the number of values that one rank sends, padding included."""
         first, *others = self.group_names
         numel = chunk_rows(self.rows, group_size(first)) * self.row_numel
         for group_name in others:
@@ -59,7 +60,7 @@ class Chunk:
 
 
 def pad_rows(tensor: Tensor, rows: int) -> Tensor:
-    """Return `tensor` as a contiguous tensor of `rows` rows, with rows of zeros appended."""
+    """Append rows of zeros to a tensor until it has `rows` rows; the result is contiguous."""
     missing = rows - tensor.shape[0]
     if missing == 0:
         return tensor.contiguous()
@@ -67,5 +68,5 @@ def pad_rows(tensor: Tensor, rows: int) -> Tensor:
 
 
 def payload_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
-    """Bytes of a tensor of this shape and dtype."""
+    """Return the size in bytes of a tensor with this shape and dtype."""
     return math.prod(shape) * dtype.itemsize

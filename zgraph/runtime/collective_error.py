@@ -1,4 +1,4 @@
-"""The error that a failed collective raises."""
+"""The error raised for a failed collective."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zgraph.errors import CollectiveError
 
 
 def collective_error(kind: str, parameters: Sequence[str], group_name: str, cause: BaseException) -> CollectiveError:
-    """Make an error that names the failed collective, its process group and the parameters whose data it exchanges."""
+    """Create the error for a failed collective; its text names the process group and the parameters."""
     names = ", ".join(parameters[:4]) + (f" and {len(parameters) - 4} more" if len(parameters) > 4 else "")
     rank = dist.get_rank() if dist.is_initialized() else 0
     return CollectiveError(

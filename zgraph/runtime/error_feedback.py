@@ -1,4 +1,4 @@
-"""Error feedback: what compression loses of a parameter's gradients is kept, and added at the next reduction."""
+"""Error feedback: keeps the compression error of each gradient and adds it to the next gradient."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ from zgraph.runtime.host_copies import Arrival, HostCopies
 
 @dataclass(eq=False)
 class Feedback:
-    """Error feedback of one parameter, for one of its reductions.
+    """Error-feedback state of one reduction of one parameter's gradient.
+
+    The gradient and its error are cut into chunks of equal length.
 
     Attributes:
-        method: compression method as text; state of another method cannot be used.
-        numel, chunks: elements per chunk, and number of chunks, into which gradient and error are cut.
-        kept: the compression method's tensors by name; if they are kept on the host, a copy to them may be under way.
-        reductions: compressed reductions so far; seeds the random numbers.
-        steps: closing backward passes so far, one for each optimizer step.
-        open: whether an accumulation window is open: the last reduction was not the closing one.
-        before: copies of the tensors from before the current step; None unless losses are scaled, so that the step may
-            still be dropped.
-        fetched: event after which the tensors for the next reduction are on the device.
-        stored: event after which the tensors of the last reduction are on the host.
+        method: compression method as text.
+        numel, chunks: number of elements per chunk, and number of chunks.
+        kept: the compression method's state tensors by name, such as "error". On the host they may be the target of an
+            unfinished copy; read them through `tensors`.
+        reductions: number of compressed reductions so far, which seeds the random numbers of rounding.
+        steps: number of closing reductions so far: one for each optimizer step.
+        open: whether an accumulation window is open, so that the current step has further reductions.
+        before: copies of the state tensors from before the current step, for a rollback; None if losses are not scaled.
+        fetched: event at the end of the copy to the device, for the next reduction.
+        stored: event at the end of the copy to the host, after the last reduction.
     """
 
     method: str
@@ -42,14 +44,19 @@ class Feedback:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Wait until copies to the kept tensors have ended, and return the tensors. The host may then read them."""
+        """State tensors, safe to read on the host: waits until copies to them have ended."""
         if self.stored is not None:
             self.stored.synchronize()
             self.stored = None
         return self.kept
 
     def begin(self, *, reset_interval: int, keep_before: bool) -> None:
-        """Prepare for a reduction: copy the error if `keep_before`, then zero it every `reset_interval` steps."""
+        """Prepare the error for the first reduction of a step; for later reductions of the step, do nothing.
+
+        Args:
+            reset_interval: number of steps after which the error is set to zero; 0: never.
+            keep_before: whether to save a copy of the error, so that `rollback` can restore it.
+        """
         if self.open:
             return
         # A copy, because kernels work in place and the old error cannot be recomputed from the new one. Taken before
@@ -60,42 +67,42 @@ class Feedback:
                 tensor.zero_()
 
     def end(self, *, closing: bool) -> None:
-        """Count a reduction that has updated the error."""
+        """Count a finished reduction; `closing` tells whether it was the last of its step."""
         self.reductions += 1
         self.steps += closing
         self.open = not closing
 
     def scale(self, factor: float) -> None:
-        """Multiply the error by the factor by which the loss scale, and so future gradients, have changed."""
+        """Multiply the error by `factor`, the ratio of the new loss scale to the old."""
         scaled = self.tensors.get("error_scale", self.tensors.get("error"))
         if scaled is not None:
             scaled.mul_(factor)
 
     def fits(self, spec: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> bool:
-        """Whether the kept tensors have the names, shapes and dtypes that a compression method needs."""
+        """Return whether the state tensors have the given names, shapes and dtypes."""
         return spec.keys() == self.kept.keys() and all(
             (tuple(self.kept[name].shape), self.kept[name].dtype) == wanted for name, wanted in spec.items()
         )
 
     def move_to(self, device: torch.device) -> None:
-        """Move the kept tensors to a device; after loading a checkpoint they are on the host."""
+        """Move the state tensors to a device; after a checkpoint is loaded they are on the host."""
         for name, tensor in self.kept.items():
             if tensor.device != device:
                 self.kept[name] = tensor.to(device)
 
     def fetch(self, copies: HostCopies) -> list[Tensor]:
-        """Start copying the tensors from the host to the device, and return the device's copies."""
+        """Start copying the state tensors from the host to the device; return the device tensors."""
         for name, tensor in self.kept.items():
             self.kept[name] = copies.kept(tensor)
         fetched, self.fetched = copies.fetch([*self.kept.values()], self.stored)
         return fetched
 
     def store(self, copies: HostCopies, computed: Mapping[str, Tensor]) -> None:
-        """Start copying the tensors computed by a reduction back to the host."""
+        """Start copying the state tensors that a reduction has computed from the device to the host."""
         self.stored = copies.store([computed[name] for name in self.kept], [*self.kept.values()])
 
     def rollback(self) -> None:
-        """Undo the changes of the current step to the error, because the step is dropped."""
+        """Restore the error from before the current step, because the step is dropped."""
         if self.before is not None:
             for name, tensor in self.before.items():
                 self.tensors[name].copy_(tensor)
@@ -110,12 +117,12 @@ class Feedback:
 
 @dataclass(eq=False)
 class Feedbacks:
-    """Error feedback of all reductions of one parameter.
+    """Error-feedback state of all reductions of one parameter's gradient.
 
     Attributes:
-        by_slot: feedback of each reduction, by the name of the reduction, its slot.
-        loss_scale: scale of future gradients; None if losses are not scaled.
-        warmed_steps: optimizer steps so far that were not compressed because of the warm-up.
+        by_slot: state of each reduction, by the name of the reduction (the slot).
+        loss_scale: scale of the next gradients; None if losses are not scaled.
+        warmed_steps: number of optimizer steps so far that were not compressed because of the warm-up.
     """
 
     by_slot: dict[str, Feedback] = field(default_factory=dict[str, Feedback])
@@ -132,10 +139,18 @@ class Feedbacks:
         device: torch.device,
         parameter: str,
     ) -> Feedback:
-        """Return the feedback of `slot`, the name of a reduction. The first call makes the feedback, of zeros.
+        """Return the state of the reduction named `slot`; the first call creates it with zeros.
+
+        Args:
+            slot: name of the reduction.
+            method: compression method as text.
+            numel, chunks: number of elements per chunk, and number of chunks.
+            spec: shape and dtype of each state tensor, by name.
+            device: device of the state tensors.
+            parameter: name of the parameter, for error messages.
 
         Raises:
-            ZgraphError: the slot holds state of another compression method, or of a gradient that was cut differently.
+            ZgraphError: the existing state belongs to another compression method, or to other chunks.
         """
         found = self.by_slot.get(slot)
         if found is None:
@@ -162,11 +177,11 @@ class Feedbacks:
         return sum(feedback.kept_bytes for feedback in self.by_slot.values())
 
     def set_loss_scale(self, scale: float | None, *, dropped: bool | None = None) -> None:
-        """Adapt the error to a new loss scale; if the last step was dropped, undo what the step changed in the error.
+        """Adapt all errors to a new loss scale; if the last step was dropped, first restore the errors from before it.
 
         Args:
-            scale: scale of future gradients; None if losses are no longer scaled.
-            dropped: whether the last step was dropped; None: it was dropped if the scale has become smaller.
+            scale: scale of the next gradients; None if losses are no longer scaled.
+            dropped: whether the last step was dropped; None: yes if the scale has become smaller.
         """
         last, self.loss_scale = self.loss_scale, scale
         if dropped is None:

@@ -1,4 +1,4 @@
-"""Process groups by name: sizes and backends, and sibling groups for reductions, gathers and hosts."""
+"""Process groups by name: their sizes and backends, and groups derived from them."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from zgraph.torch_compat.groups import (
     resolve_group,
 )
 
-OF_REDUCTIONS = ".reductions"  # suffix of the name of a group's twin for reductions
-OF_GATHERS = ".gathers"  # suffix of the name of a group's twin for gathers
+OF_REDUCTIONS = ".reductions"  # name suffix of a second group with the same ranks, for reductions
+OF_GATHERS = ".gathers"  # name suffix of a second group with the same ranks, for gathers
 
 
 def group_size(group_name: str) -> int:
-    """Number of ranks of a group; 1 for the group "", which contains only this rank."""
+    """Return the number of ranks in a group; 1 for the name "", which stands for this rank by itself."""
     return dist.get_world_size(resolve_group(group_name)) if group_name else 1
 
 
 def group_rank(group_name: str) -> int:
-    """This rank's number in a group; 0 for the group ""."""
+    """Return this rank's number in a group; 0 for the name "", which stands for this rank by itself."""
     return dist.get_rank(resolve_group(group_name)) if group_name else 0
 
 
 def rank_and_world() -> tuple[int, int]:
-    """Rank of this process and number of processes; (0, 1) without a process group."""
+    """Return the rank of this process and the number of processes; (0, 1) without a process group."""
     return (dist.get_rank(), dist.get_world_size()) if is_distributed_ready() else (0, 1)
 
 
 def reduction_group(group_name: str) -> str:
-    """Name of the group for reductions of gradients, which has the same ranks as a given group for gathers.
+    """Return the name of the group on which gradients are reduced, given the group on which parameters are gathered.
 
-    Collectives of one group run one after the other, so in a shared group a gather waits for earlier reductions.
-    `zgraph.shard` makes a second group for the same ranks, the twin, whose name is the group's name with a suffix.
+    Both groups have the same ranks. They are separate because the collectives of one group run one after the other: on
+    a shared group, gathers would wait for reductions. See `separate_reductions`.
     """
     if group_name.endswith(OF_GATHERS):
         return group_name.removesuffix(OF_GATHERS)
@@ -47,20 +47,18 @@ def reduction_group(group_name: str) -> str:
 
 
 def separate_reductions(group: ProcessGroup, device: torch.device | None = None) -> str:
-    """Make sure that gathers and reductions have one group each; called by all members.
+    """Create a second group with the same ranks, so that gathers and reductions run on separate groups.
 
-    Makes a second group for the same ranks, the twin. On CPU backends, such as gloo, the twin is for reductions. On GPU
-    backends it is for gathers, with a high-priority stream on NCCL, because compute waits for gathers. Both groups are
-    then connected before they are used: a communicator that is set up at its first use, while the other group's gathers
-    are outstanding, can deadlock ranks (torch 2.11 - 2.13: it is split off the default group's communicator, if that
-    group is bound to a device).
+    All members call this. On CPU backends the new group is for reductions. On GPU backends the new group is for
+    gathers, with a high-priority stream on NCCL, because compute waits for gathers. There both groups are also
+    connected immediately: connecting one group while collectives of the other run can deadlock (torch 2.11 - 2.13).
 
     Args:
-        group: the group that the ranks already have.
-        device: device of this rank that the group uses; None: the CPU.
+        group: the existing group.
+        device: device of this rank on which the group communicates; None: the CPU.
 
     Returns:
-        Name of the group to gather on: the twin on GPU backends; otherwise, and for one rank, the given group.
+        Name of the group for gathers.
     """
     if dist.get_world_size(group) == 1:
         return group.group_name
@@ -77,17 +75,19 @@ def separate_reductions(group: ProcessGroup, device: torch.device | None = None)
 
 
 def connect(group: ProcessGroup, device: torch.device) -> None:
-    """Connect a group's ranks now, by summing one number and waiting for the result."""
+    """Connect a group's ranks now instead of at the group's first collective."""
     dist.all_reduce(torch.zeros(1, device=device), group=group)
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 def make_host_groups(group_name: str, ranks_per_host: int) -> tuple[str, str]:
-    """Split a group by host, and by position within the host; called by all members.
+    """Create two groups for this rank: the ranks of its host, and the ranks with its position on every host.
+
+    All members of the given group call this.
 
     Returns:
-        Names of two groups: all ranks on this rank's host, and the ranks at this rank's position on every host.
+        Names of the two groups.
     """
     group = resolve_group(group_name)
     host, place = divmod(dist.get_rank(group), ranks_per_host)
@@ -107,11 +107,14 @@ def make_host_groups(group_name: str, ranks_per_host: int) -> tuple[str, str]:
 
 
 def group_backend(group_name: str, device: torch.device) -> str:
-    """Backend of a group for tensors on a device: "gloo", "nccl", ...; "" for the group "", which sends nothing."""
+    """Return a group's backend for tensors on a device, such as "gloo"; "" for the group name ""."""
     return backend_of(resolve_group(group_name), device) if group_name else ""
 
 
 def group_stride(group_name: str) -> int:
-    """Difference of the global ranks of a group's first two members; equal for all groups along one axis of a mesh."""
+    """Return the difference between the global ranks of a group's first two members; 1 for a group of one rank.
+
+    Groups along the same axis of a mesh have equal strides.
+    """
     members = dist.get_process_group_ranks(resolve_group(group_name)) if group_name else [0]
     return abs(members[1] - members[0]) if len(members) > 1 else 1

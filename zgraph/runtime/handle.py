@@ -1,7 +1,7 @@
-"""Handles: small tensors that tell a compiled graph which parameter it is working for.
+"""Handles: small tensors that tell a compiled graph which parameter it works for.
 
-Equal blocks share one compiled graph, so the graph itself may not name a parameter. Instead each call passes handles as
-tensor arguments. A handle holds its parameter's qualified name, which the error of a failed collective reports.
+Equal blocks of a model share one compiled graph, so the graph cannot contain parameter names. Instead, each call passes
+handles as tensor arguments. A handle contains its parameter's qualified name, for error messages of collectives.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ HANDLE_BYTES = 96
 
 
 def make_handle(name: str) -> Tensor:
-    """Make a uint8 CPU tensor that holds `name`. If `name` is too long, its start is cut off. Shape: [96]."""
+    """Encode a name as a uint8 CPU tensor of shape [96]; a name that is too long loses its start."""
     encoded = name.encode()
     if len(encoded) > HANDLE_BYTES:
         encoded = b"..." + encoded[3 - HANDLE_BYTES :]
@@ -22,7 +22,7 @@ def make_handle(name: str) -> Tensor:
 
 
 def name_of(handle: object) -> str:
-    """The name that a handle holds; "?" for unreadable tensors, such as fake ones."""
+    """Return the name that a handle contains; "?" for tensors without readable values, such as fake tensors."""
     if type(handle) is not Tensor or handle.dtype != torch.uint8 or handle.shape != (HANDLE_BYTES,):
         return "?"
     if handle.is_meta or handle.layout != torch.strided:

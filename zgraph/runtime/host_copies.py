@@ -1,10 +1,13 @@
 """Copies of error-feedback state between host and device, overlapped with compute.
 
-    load_errors       fetch: pinned memory -> device, on a stream of its own                 [==fetch==]
-    quantize_grads    wait, kernels; store: device -> pinned, another stream       compute ..............[quantize]....
-                                                                                                                [=store=]
+A fetch copies from pinned memory to the device, a store copies back; each runs on a CUDA stream of its own.
 
-Code that reads a kept tensor on the host first waits for the store to end, see `Feedback.tensors`.
+    operator         copies                                      time ->
+    load_errors      starts the fetch                            [==fetch==]
+    quantize_grads   waits for it; starts the store afterwards   compute ....[quantize] compute
+                                                                                       [==store==]
+
+Code on the host that reads a stored tensor first waits for the store: see `Feedback.tensors`.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from zgraph.tiers.devices import is_gpu, module_of
 
 
 class Arrival(Protocol):
-    """The end of a copy, such as a `torch.cuda.Event`."""
+    """Event at the end of a copy, such as a `torch.cuda.Event`."""
 
     def synchronize(self) -> object:
         """Block the host until the copy has ended."""
@@ -28,14 +31,21 @@ class Arrival(Protocol):
 
 
 class HostCopies(Protocol):
-    """Copies to and from one device. Only `Arrival.synchronize` blocks the host."""
+    """Copies between the host and one device; only `Arrival.synchronize` blocks the host."""
 
     def kept(self, tensor: Tensor) -> Tensor:
-        """Return `tensor` in the host memory that is fastest to copy, pinned on CUDA; unchanged if already there."""
+        """Return a host tensor in the memory that is fastest to copy: pinned if the device is a GPU.
+
+        A tensor that is in such memory already is returned unchanged.
+        """
         ...
 
     def fetch(self, kept: Sequence[Tensor], stored: Arrival | None) -> tuple[list[Tensor], Arrival | None]:
-        """Start copying the tensors `kept` to the device, after the store that ends with the event `stored`.
+        """Start copying host tensors to the device, after an earlier store has ended.
+
+        Args:
+            kept: host tensors.
+            stored: event at the end of the store; None: no store is running.
 
         Returns:
             The new device tensors, and the event at the end of the copies.
@@ -43,16 +53,20 @@ class HostCopies(Protocol):
         ...
 
     def wait(self, fetched: Arrival | None) -> None:
-        """Make all later compute wait for the fetch that ends with this event."""
+        """Make later compute on the device wait for the end of a fetch."""
         ...
 
     def store(self, computed: Sequence[Tensor], kept: Sequence[Tensor]) -> Arrival | None:
-        """Start copying `computed`, device tensors, into `kept`; return the event at the end of the copies."""
+        """Start copying device tensors (`computed`) into host tensors (`kept`).
+
+        Returns:
+            The event at the end of the copies.
+        """
         ...
 
 
 class OnTheHost:
-    """Copies for a device that is a CPU: each copy has ended when the call that starts it returns."""
+    """`HostCopies` for the CPU as device: copies are synchronous."""
 
     def kept(self, tensor: Tensor) -> Tensor:
         return tensor
@@ -68,7 +82,7 @@ class OnTheHost:
 
 
 class OnStreams:
-    """Copies on CUDA: pinned memory, and a stream for each direction."""
+    """`HostCopies` for CUDA: pinned memory, and one stream per direction."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -104,5 +118,5 @@ class OnStreams:
 
 @functools.cache
 def copies_of(device: torch.device) -> HostCopies:
-    """The `HostCopies` of a device, made on first use."""
+    """Return the `HostCopies` for a device, created on first use."""
     return OnStreams(device) if is_gpu(device) else OnTheHost()

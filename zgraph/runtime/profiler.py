@@ -1,4 +1,4 @@
-"""Time, time blocked in each wait, and peak memory of compiled graphs while `zgraph.measure` is active."""
+"""Measures compiled graphs while `zgraph.measure` is active: time, time blocked in waits, and peak memory."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ Wait = Callable[..., Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Measurements of one graph; medians over its calls.
+    """Measurements of one graph, as medians over its calls.
 
     Attributes:
         calls: number of measured calls.
-        us: microseconds of one call, communication included.
-        blocked_us: microseconds spent in the wait for each collective, by the name of the node that starts it.
-        waited_at_us: microseconds from the beginning of the call to the wait for each collective, by the same name.
-        peak_bytes: peak memory, counted as in `Peak`; None if it could not be observed.
+        us: duration of a call in microseconds, waits included.
+        blocked_us: microseconds blocked in the wait for each collective, by the name of the node that starts it.
+        waited_at_us: microseconds from the beginning of the call to the wait for each collective, by the same names.
+        peak_bytes: peak memory, counted as in `zgraph.reporting.of_graph.Peak`; None: not measured.
     """
 
     calls: int
@@ -40,18 +40,18 @@ class Measured:
 
 
 class Probe(Protocol):
-    """Callbacks of an instrumented program."""
+    """Callbacks that an instrumented graph program calls."""
 
     def watched(self, wait: Wait, name: str) -> Wait:
-        """Return a wait function that also measures its wait for the collective of this name."""
+        """Return a wait function that also measures itself, under the name of the collective's start node."""
         ...
 
     def hold(self, *values: Any) -> None:
-        """Keep a collective's result and operands alive; called after the start of the collective."""
+        """Keep a collective's operands and results alive; called after each start of a collective."""
         ...
 
     def let_go(self) -> None:
-        """Release tensors that nothing else holds; called after every node."""
+        """Release the kept tensors that nothing else references; called after every node."""
         ...
 
 
@@ -60,13 +60,13 @@ Build = Callable[[Probe, bool], Program]
 
 
 class Clock(Protocol):
-    """List of the begin and end of each wait."""
+    """Records the begin and end of each wait."""
 
     waits: list[tuple[Any, Any]]
 
 
 class Runner(Protocol):
-    """Object that runs a graph and measures it.
+    """Runs and measures a graph.
 
     Attributes:
         clocks: clocks that record the waits of the next call.
@@ -75,15 +75,15 @@ class Runner(Protocol):
     clocks: Sequence[Clock]
 
     def run(self, build: Build, args: list[Any]) -> Any:
-        """Call the instrumented program of the graph."""
+        """Call the graph's instrumented program, built by `build` for the first call."""
         ...
 
 
 class StepProfiler:
-    """Profiler of every graph of a model.
+    """Profiler of all compiled graphs of a model.
 
-    On the CPU torch.profiler records the memory of the first step, up to the first forward pass after a backward pass.
-    This slows the first step down, so the times of its calls count only if there are no other calls.
+    On the CPU, torch.profiler records memory during the first step, which makes this step slow. Its times are used only
+    for graphs that are not called again later.
     """
 
     def __init__(self, *, watch_allocations: bool) -> None:
@@ -92,7 +92,12 @@ class StepProfiler:
         self._backward_ran = False
 
     def of(self, frame: str, direction: str, owned: Sequence[int]) -> GraphProfiler:
-        """Return the profiler of the graph that is about to be called."""
+        """Return the profiler of the graph that is called next.
+
+        Args:
+            frame, direction: frame and direction of the graph.
+            owned: positions of the inputs that the graph frees.
+        """
         if direction != "backward" and self._backward_ran and self.allocations is not None:
             self.allocations.stop()
         self._backward_ran = self._backward_ran or direction in ("backward", "step")
@@ -103,7 +108,7 @@ class StepProfiler:
             self.allocations.stop()
 
     def found(self) -> dict[tuple[str, str], Measured]:
-        """Measurements by frame and direction."""
+        """Return the measurements, by frame and direction."""
         if any(call.device is not None for graph in self.graphs.values() for call in graph.calls):
             torch.accelerator.synchronize()
         peaks = {} if self.allocations is None else self.allocations.peaks()
@@ -112,7 +117,17 @@ class StepProfiler:
 
 @dataclass
 class Call:
-    """One call of a graph; `begin`, `end` and waits are results of `now`: host microseconds, or device events."""
+    """One measured call of a graph.
+
+    Attributes:
+        label: label of the call in torch.profiler's record.
+        device: device of the call's inputs; None: the CPU.
+        profiled: whether torch.profiler recorded memory during the call.
+        given_bytes: size of the inputs that the graph frees.
+        begin, end: results of `now`: host microseconds or device events.
+        waits: name, begin and end of each wait.
+        peak_bytes: rise of the GPU allocator's peak during the call; None on the CPU.
+    """
 
     label: str
     device: torch.device | None
@@ -125,7 +140,7 @@ class Call:
 
 
 class GraphProfiler:
-    """Profiler of one graph: runs its instrumented program and records each call."""
+    """Profiler of one graph: runs the graph's instrumented program and records each call."""
 
     def __init__(self, step: StepProfiler, label: str, owned: Sequence[int]) -> None:
         self.step = step
@@ -136,7 +151,7 @@ class GraphProfiler:
         self._programs: dict[bool, Program] = {}
 
     def run(self, build: Build, args: list[Any]) -> Any:
-        """Call the graph and measure the call."""
+        """Run and measure one call of the graph."""
         allocations = self.step.allocations
         profiled = allocations is not None and allocations.is_watching
         if profiled not in self._programs:
@@ -202,16 +217,15 @@ def _blocked_us(call: Call) -> dict[str, float]:
 
 
 def _waited_at_us(call: Call) -> dict[str, float]:
-    """Microseconds from the beginning of a call to the first wait for each collective, by the collective's name."""
+    """Return the microseconds from the beginning of a call to the first wait for each collective, by name."""
     return {name: elapsed_us(call.begin, begin) for name, begin, _ in reversed(call.waits)}
 
 
 class Allocations:
-    """Allocations and frees of this thread on the CPU, as recorded by torch.profiler.
+    """Record of this thread's CPU allocations and frees, by torch.profiler.
 
-    torch.profiler records the memory that gloo's threads stage during a collective, but not when these threads free the
-    collective's buffers. A gloo thread that is the last holder of a buffer may free it as late as its next collective.
-    So this object holds the buffers, too, and this thread frees each one as soon as nothing else holds it.
+    torch.profiler does not record frees by gloo's threads, which may be the last owners of a collective's buffers. So
+    this object keeps the buffers alive, and frees each one on this thread as soon as nothing else references it.
     """
 
     def __init__(self) -> None:
@@ -222,7 +236,7 @@ class Allocations:
         self.is_watching = True
 
     def stop(self) -> None:
-        """Stop the profile, if this is the thread that started it."""
+        """Stop recording; only the thread that started the record can stop it."""
         if self.is_watching and threading.get_ident() == self._thread:
             self._held.clear()
             self._profile.stop()
@@ -238,7 +252,7 @@ class Allocations:
         self._held = [storage for storage in self._held if holders(storage) > 1]
 
     def peaks(self) -> dict[str, int]:
-        """Peak memory of each call by the call's label, in bytes above the level at the beginning of the call."""
+        """Return the peak memory of each call, by label, in bytes above the level at the beginning of the call."""
         spans, events = allocation_events(self._profile, "zgraph::")
         return {label: _rise(events, begin, end) for label, (begin, end) in spans.items()}
 
@@ -253,7 +267,7 @@ def _rise(events: Sequence[tuple[int, int]], begin: int, end: int) -> int:
 
 
 def now(device: torch.device | None) -> Any:
-    """The current time: microseconds of the host for None, else a new event on the device's current stream."""
+    """Return the current time: for None, microseconds on the host; for a device, a new event on its current stream."""
     if device is None:
         return 1e6 * time.perf_counter()
     event = torch.Event(device, enable_timing=True)
@@ -262,7 +276,7 @@ def now(device: torch.device | None) -> Any:
 
 
 def elapsed_us(begin: Any, end: Any) -> float:
-    """Microseconds between two results of `now`; if they are events, both must have completed."""
+    """Return the microseconds between two results of `now`; events must have completed."""
     return end - begin if isinstance(begin, float) else 1e3 * begin.elapsed_time(end)
 
 

@@ -1,4 +1,4 @@
-"""Layout of a parameter on the mesh: the rows each rank keeps, and the process groups for gathers and reductions."""
+"""Layout of a parameter on the mesh: the rows of each rank, and the process groups for gathers and reductions."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from zgraph.runtime.window_state import ALONE
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """Layout of one parameter and of its gradient.
+    """Layout of one parameter and its gradient over ranks.
 
-    A sharded parameter is split on dim 0 as `torch.chunk` and `Shard(0)` split: the last ranks may hold fewer rows, or
-    none. Sent data is padded, so that every rank sends equally long chunks. Graphs hold a layout as four plain
-    arguments of the marker operators, see `zgraph.graph.operator_arguments`.
+    A sharded parameter is split along dim 0 as by `Shard(0)`: the last ranks may have fewer rows than others, or none.
+    Data is padded before it is sent, so that all ranks send equally many rows.
 
     Attributes:
         shape: shape of the unsharded parameter.
-        zero_stage: 0 replicated, 1 to 3 sharded; stages 1 to 3 differ in what an accumulation window keeps.
-        replica_group: name of the process group whose ranks hold equal shards (hybrid sharding); "" if there is none.
-        gather_group: name of the process group over which the parameter is sharded. At stage 0 the group's ranks all
-            hold the whole parameter, and share the work of averaging its gradient.
+        zero_stage: 0 for a replicated parameter, 1 to 3 for a sharded one; the stages differ in what each rank keeps
+            from one forward under `no_sync` to the next.
+        replica_group: name of the process group whose ranks have equal shards (hybrid sharding); "" if there is none.
+        gather_group: name of the process group over which the parameter is sharded. At stage 0, each rank of this group
+            has the whole parameter, and averages one part of the gradient.
     """
 
     shape: tuple[int, ...]
@@ -37,12 +37,12 @@ class ShardLayout:
 
     @property
     def reduce_group(self) -> str:
-        """Name of the group on which gradients are reduced; it has the same ranks as `gather_group`."""
+        """Name of the process group on which gradients are reduced; it has the same ranks as `gather_group`."""
         return reduction_group(self.gather_group)
 
     @property
     def world(self) -> int:
-        """Number of ranks over which the parameter is gathered and its gradient reduced, not counting replicas."""
+        """Number of ranks in `gather_group`."""
         return group_size(self.gather_group)
 
     @property
@@ -56,11 +56,15 @@ class ShardLayout:
 
     @property
     def replica(self) -> int:
-        """Index of the replica that this rank holds."""
+        """This rank's number in `replica_group`."""
         return group_rank(self.replica_group)
 
     def divisor(self, reduction: str) -> int:
-        """Divisor of a summed gradient: all ranks for "mean", 1 for "sum", else the number that `reduction` spells."""
+        """Return the number by which a summed gradient is divided.
+
+        Args:
+            reduction: "mean" (divide by the number of all ranks), "sum" (1), or a number as text.
+        """
         if reduction == "mean":
             return self.world * self.num_replicas
         return 1 if reduction == "sum" else int(reduction)
@@ -69,11 +73,11 @@ class ShardLayout:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether each rank keeps only its rows between steps, not the whole parameter."""
+        """Whether each rank keeps only its shard of the parameter between steps."""
         return self.zero_stage > 0
 
     def placements(self, ndim: int) -> tuple[Placement, ...]:
-        """DTensor placements on a mesh of `ndim` axes: a sharded parameter is split over the last axis."""
+        """Return the parameter's DTensor placements on a mesh with `ndim` axes; only the last axis shards."""
         return (*[Replicate()] * (ndim - 1), Shard(0) if self.is_sharded else Replicate())
 
     @property
@@ -82,72 +86,86 @@ class ShardLayout:
 
     @property
     def chunk_rows(self) -> int:
-        """Rows of every rank's padded chunk."""
+        """Number of rows in each rank's chunk, padding included."""
         return chunk_rows(self.shape[0], self.world) if self.is_sharded else self.shape[0]
 
     @property
     def padded_rows(self) -> int:
-        """Rows of all padded chunks together, as a gather returns them."""
+        """Number of rows that a gather returns: the chunks of all ranks, padding included."""
         return self.chunk_rows * (self.world if self.is_sharded else 1)
 
     @property
     def local_rows(self) -> int:
-        """Rows that this rank keeps, without padding."""
+        """Number of rows of this rank's shard, without padding."""
         return self.rows_of(self.rank) if self.is_sharded else self.shape[0]
 
     def rows_of(self, rank: int) -> int:
-        """Rows that a rank keeps of a sharded parameter."""
+        """Return the number of rows of a rank's shard, without padding."""
         return local_rows(self.shape[0], self.world, rank)
 
     @property
     def first_row(self) -> int:
-        """Index of this rank's first row in the unsharded parameter; the total number of rows if this rank has none."""
+        """Index of this rank's first row in the unsharded parameter; the number of all rows if this rank has none."""
         return min(self.rank * self.chunk_rows, self.shape[0]) if self.is_sharded else 0
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape of what this rank keeps of the parameter, and of its gradient."""
+        """Shape of this rank's part of the parameter, and of its gradient."""
         return (self.local_rows, *self.shape[1:]) if self.is_sharded else self.shape
 
     # --- sent data ---
 
     @property
     def is_gathered(self) -> bool:
-        """Whether reading the parameter requires a collective."""
+        """Whether the parameter must be gathered by a collective before it is read."""
         return self.is_sharded and self.world > 1
 
     @property
     def is_reduced(self) -> bool:
-        """Whether reducing the parameter's gradient requires a collective."""
+        """Whether the gradient must be reduced by a collective."""
         return self.world * self.num_replicas > 1
 
     @property
     def gathers_mean(self) -> bool:
-        """Whether each rank computes a part of the mean gradient, after which all ranks gather these parts."""
+        """Whether the reduction of the gradient ends with an all_gather.
+
+        Each rank then averages one part of the gradient, and gathers the other parts.
+        """
         return self.num_replicas > 1 or (not self.is_sharded and self.world > 1)
 
     @property
     def param_chunk(self) -> Chunk:
-        """The chunk of a sharded parameter that each rank sends."""
+        """Chunk of the parameter that each rank sends in a gather."""
         return Chunk(self.shape[0], math.prod(self.shape[1:]), (self.gather_group,))
 
     @property
     def grad_chunk(self) -> Chunk:
-        """The chunk of the gradient that each rank sums: its rows, or an equal part of a replicated gradient."""
+        """Chunk of the gradient that each rank sums over `reduce_group`.
+
+        For a sharded parameter it has the rank's rows, for a replicated one an equal share of the elements.
+        """
         rows, row_numel = (self.shape[0], math.prod(self.shape[1:])) if self.is_sharded else (self.numel, 1)
         return Chunk(rows, row_numel, (self.reduce_group,))
 
     @property
     def replica_chunk(self) -> Chunk:
-        """The part of `grad_chunk` that each rank then sums over the replicas."""
+        """Part of `grad_chunk` that each rank sums over `replica_group`."""
         return replace(self.grad_chunk, group_names=(self.reduce_group, self.replica_group))
 
     # --- windows, see `zgraph.no_sync` ---
 
     def keeps_gathered(self, window: str) -> bool:
-        """Whether the gathered parameter is kept after a call, for the other forward passes of the window."""
+        """Return whether the gathered parameter is kept for the other forwards of the accumulation window.
+
+        Args:
+            window: position of the forward in its window: ALONE, OPEN or CLOSING.
+        """
         return self.zero_stage in (1, 2) and window != ALONE
 
     def gradients_wait(self, window: str) -> bool:
-        """Whether each rank sums its gradients locally until the closing backward pass."""
+        """Return whether gradients are summed locally and reduced only by the last backward of the accumulation window.
+
+        Args:
+            window: position of the forward in its window: ALONE, OPEN or CLOSING.
+        """
         return self.zero_stage in (0, 1) and window != ALONE

@@ -1,4 +1,4 @@
-"""Random numbers shared by all ranks, drawn from rank 0's state, while each rank's own generators advance as usual."""
+"""Draws the same random numbers on all ranks, while each rank's own generators advance as usual."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ _OVERWRITING = frozenset(
 
 
 class SharedRng:
-    """Random numbers of rank 0 on every rank; this rank's saved state advances as if its own numbers were drawn."""
+    """Draws rank 0's random numbers on every rank.
+
+    Also advances a saved copy of this rank's own random state, as if the numbers had been drawn from that state.
+    """
 
     def __init__(self, mesh: DeviceMesh, seed: int | None) -> None:
         self.device_type = mesh.device_type
@@ -32,9 +35,9 @@ class SharedRng:
         self.own = None if same or seed is not None else own
 
     def run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call an operator with rank 0's random state.
+        """Run an operator with rank 0's random state.
 
-        A random operator first runs with this rank's saved state, which advances; that result is discarded.
+        A random operator also runs once with this rank's own state, to advance that state; this result is discarded.
         """
         if (
             self.own is not None
@@ -60,7 +63,10 @@ class SharedRng:
 
 
 def random_state(device_type: str) -> tuple[Tensor, ...]:
-    """State of the CPU's default generator and, unless `device_type` is "cpu", of the current accelerator's."""
+    """Return the states of the default random generators.
+
+    They are the CPU's generator and, unless `device_type` is "cpu", the current device's.
+    """
     if device_type == "cpu":
         return (torch.get_rng_state(),)
     return torch.get_rng_state(), torch.get_device_module(device_type).get_rng_state()
@@ -73,7 +79,7 @@ def set_random_state(device_type: str, states: tuple[Tensor, ...]) -> None:
 
 
 def _from_first_rank(state: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Broadcast the first rank's random state to all ranks of the mesh, axis by axis, and return it."""
+    """Broadcast a random state from the first rank of the mesh to all others, and return it."""
     sent = state.to(mesh.device_type)
     for axis in range(mesh.ndim):
         group = mesh.get_group(axis)

@@ -1,8 +1,8 @@
-"""State of a parameter while a window is open: its gathered copy, and its gradients that are not reduced yet.
+"""State of a parameter during gradient accumulation: its gathered copies, and gradients that are not reduced yet.
 
-A window consists of the forward and backward passes under `no_sync`, and of the closing ones: the next forward and
-backward pass outside of `no_sync`. The state is attached to the parameter's handle, because only the handle reaches the
-kernel of a marker operator both in eager mode and in every compiled graph.
+An accumulation window consists of the forwards under `no_sync` and the next forward outside of it, with their backward
+passes. The last of these backward passes is the closing one: it reduces the gradients. The state is an attribute of the
+parameter's handle, a tensor that reaches every operator working for the parameter, eager or compiled.
 """
 
 from __future__ import annotations
@@ -44,14 +44,13 @@ PLACEHOLDER: Final = 2.0**-14
 
 @dataclass(eq=False)
 class Accumulation:
-    """Window state shared by the parameters of one scope.
+    """Accumulation window shared by all parameters of one `zgraph.shard` scope.
 
     Attributes:
-        opened: whether the window of a forward under `no_sync` may still be open. Parameters close their windows one
-            by one; the last one sets this to False. A plain attribute, because guards of compiled frames read it.
-        pending: parameters with gathered copies, or with waiting gradients.
-        leaves: number of a backward pass, and the leaf nodes of autograd's graph found so far in this pass.
-        adds_returned: whether the caller adds gradients returned by `torch.autograd.grad` to `.grad`, as pipeline
+        opened: whether a window may be open; read by guards of compiled frames.
+        pending: parameters that have gathered copies or unreduced gradients.
+        leaves: number of a backward pass, and the AccumulateGrad nodes found so far in this pass, by id of their leaf.
+        adds_returned: whether the caller of `torch.autograd.grad` adds the returned gradients to `.grad`, as pipeline
             stages do.
     """
 
@@ -66,7 +65,7 @@ class Accumulation:
         return copied
 
     def note(self, state: ParameterState) -> None:
-        """Update `pending` after a change to a parameter's kept copies or waiting gradients."""
+        """Update `pending` after a change to a parameter's gathered copies or unreduced gradients."""
         if state.waiting or state.kept:
             self.pending[state] = None
             self.opened = True  # a parameter whose gradients were cleared may just have closed it
@@ -74,13 +73,13 @@ class Accumulation:
             self.opened = False
 
     def check_step(self, stepping: Container[int]) -> None:
-        """Check that an optimizer may step on parameters, and drop their gathered copies, which become stale.
+        """Check that the gradients of all stepped parameters are reduced, and drop the parameters' gathered copies.
 
         Args:
             stepping: ids of the parameters that the optimizer steps.
 
         Raises:
-            ZgraphError: gradients of one of these parameters have not been reduced.
+            ZgraphError: the gradient of such a parameter has not been reduced.
         """
         for state in [one for one in self.pending if one.is_among(stepping)]:
             if state.has_waiting_gradients:
@@ -95,7 +94,11 @@ class Accumulation:
         self.settle()
 
     def use_of(self, parameter: Tensor) -> str:
-        """How the running backward uses a parameter's gradient: "added" (also if unknown), "returned" or "unused"."""
+        """Return how the running backward uses a parameter's gradient.
+
+        Returns:
+            "added": to `.grad`, or unknown; "returned": by `torch.autograd.grad`; "unused": not requested.
+        """
         number = running_backward()
         if number == -1:
             return "added"
@@ -108,7 +111,7 @@ class Accumulation:
         return "added" if self.adds_returned and use == "returned" else use
 
     def settle(self) -> None:
-        """Close the window if no parameter has kept copies or waiting gradients, for example without any backward."""
+        """Close the window if no parameter has gathered copies or unreduced gradients."""
         self.opened = bool(self.pending)
 
 
@@ -116,25 +119,27 @@ class Accumulation:
 class ParameterState:
     """State of one parameter between calls of compiled graphs.
 
+    During an accumulation window, gradients wait: they are summed on this rank, and reduced by the window's last
+    backward. At stage 0 the sum is in `.grad`. At stage 1 it is in `accumulated`, and each element of `.grad` has a
+    placeholder value by which zeroing or scaling of `.grad` is detected.
+
     Attributes:
-        owner, attribute: module that holds the sharded parameter, and the name of its attribute.
-        name: name of the parameter, for messages.
-        accumulation: window state shared by all parameters of a scope.
+        owner, attribute: module that has the parameter, and the attribute's name.
+        name: name of the parameter, for error messages.
+        accumulation: accumulation window of the parameter's scope.
         kept: gathered copies by dtype, [world * chunk, ...], padding included.
         version: autograd version of the sharded parameter when the copies were gathered.
-        waiting: whether a backward of the open window has left gradients that wait to be reduced.
+        waiting: whether gradients wait to be reduced.
         accumulated: at stage 1, sum of this rank's unsharded gradients, [*shape].
-        placeholder: at stage 1, value of each element of `.grad` while gradients wait, unless the user edits `.grad`;
-            0-d.
-        earlier: the `.grad` from before the window, already reduced. While the window is open, `.grad` holds the
-            waiting gradients at stage 0, and the placeholder's value at stage 1.
-        begun: the tensor that has replaced `earlier` in `.grad`.
-        writes: version that `begun` has if only backward passes have written to `begun`.
+        placeholder: at stage 1, expected value of each element of `.grad`, 0-d.
+        earlier: reduced gradient that `.grad` had before the window.
+        begun: tensor that has replaced `earlier` in `.grad`.
+        writes: version of `begun` if only backward passes have written to it.
         backward: number of the last backward pass that has written to `begun`.
-        tensors: tensors of this rank by name, kept from step to step; checkpoints store and restore them.
+        tensors: further tensors of this rank by name, saved in checkpoints.
         feedbacks: error feedback of the parameter's compressed reductions.
-        defer: function that receives the part of a compiled backward that computes weight gradients; None: the
-            backward runs whole.
+        defer: callback that receives the part of a compiled backward that computes weight gradients; None: this part
+            runs with the rest.
     """
 
     owner: nn.Module
@@ -155,13 +160,13 @@ class ParameterState:
     defer: Defer | None = None
 
     def keep(self, unsharded: Tensor) -> None:
-        """Keep a gathered copy for the other forward passes of the window."""
+        """Keep a gathered copy for the other forwards of the window."""
         self.kept[unsharded.dtype] = unsharded
         self.version = _version(self.parameter)
         self.accumulation.note(self)
 
     def gathered(self, dtype: torch.dtype) -> Tensor | None:
-        """The copy that this window has gathered in `dtype`; None if the parameter has been written to meanwhile."""
+        """Return the window's gathered copy in `dtype`; None if there is none, or the parameter was written since."""
         if self.kept and self.version != _version(self.parameter):
             self.kept.clear()
         return self.kept.get(dtype)
@@ -172,15 +177,15 @@ class ParameterState:
         self.accumulation.note(self)
 
     def add(self, grad: Tensor, dtype: torch.dtype, zero_stage: int) -> Tensor:
-        """Keep a gradient until the closing backward pass of the window.
+        """Add a gradient to the sum that the window's last backward reduces.
 
         Args:
-            grad: [*shape], gradient of this rank only.
-            dtype: dtype of the sum of gradients, the parameter's dtype.
+            grad: [*shape], gradient of this rank.
+            dtype: dtype of the sum: the parameter's dtype.
             zero_stage: 0 or 1.
 
         Returns:
-            Tensor for autograd to add to `.grad`: the gradient at stage 0, zeros of the shard's shape at stage 1.
+            Tensor that autograd then adds to `.grad`: the gradient at stage 0, zeros of the shard's shape at stage 1.
         """
         if zero_stage == 0:
             self.wait_in_grad()
@@ -205,7 +210,7 @@ class ParameterState:
         return torch.zeros_like(_local(self.parameter), device=grad.device)
 
     def wait_in_grad(self) -> None:
-        """Prepare `.grad` for a waiting gradient at stage 0: put the `.grad` from before the window aside."""
+        """Prepare `.grad` for summing gradients at stage 0: move the gradient from before the window to `earlier`."""
         if self._is_unused():
             return
         grad = self.parameter.grad
@@ -221,10 +226,10 @@ class ParameterState:
         self._wait()
 
     def take(self, grad: Tensor, dtype: torch.dtype, zero_stage: int) -> Tensor:
-        """Close the window: return the sum of its waiting gradients and `grad`, the last gradient.
+        """Close the window: return the sum of the waiting gradients and the last one, `grad`.
 
-        A gradient that is not added to `.grad`, such as one for `torch.autograd.grad`, is returned alone; the window
-        stays open.
+        If autograd does not add the gradient to `.grad`, as for `torch.autograd.grad`, return only `grad` and leave the
+        window open.
         """
         if self.waiting and self.accumulation.use_of(self.parameter) != "added":
             return grad.to(dtype, copy=True, memory_format=torch.contiguous_format)
@@ -245,10 +250,10 @@ class ParameterState:
         return total
 
     def _check_hooks(self) -> None:
-        """Refuse hooks on a gradient that waits in `.grad`: they have run on it, and would run on it again.
+        """Refuse gradient hooks at stage 0, because they would run a second time on gradients summed in `.grad`.
 
         Raises:
-            ZgraphError: the parameter has such a hook.
+            ZgraphError: the parameter has a hook from `register_hook`.
         """
         (hooks,), _ = hooks_of([self.parameter])
         if hooks:
@@ -258,10 +263,10 @@ class ParameterState:
             )
 
     def _is_unused(self) -> bool:
-        """Whether a compiled backward computes the parameter's gradient although the caller has not requested it.
+        """Return whether the caller of the running backward has not requested the parameter's gradient.
 
         Raises:
-            ZgraphError: `torch.autograd.grad` requests the gradient, but under `no_sync` it is not reduced.
+            ZgraphError: `torch.autograd.grad` requests the gradient under `no_sync`, where it is not reduced.
         """
         use = self.accumulation.use_of(self.parameter)
         if use == "returned":
@@ -279,20 +284,24 @@ class ParameterState:
         self.accumulation.note(self)
 
     def _is_cleared(self) -> bool:
-        """Whether the user has set `.grad` to None, and so has discarded the waiting gradients."""
+        """Return whether the user has discarded the waiting gradients by setting `.grad` to None."""
         return self.waiting and self.parameter.grad is None
 
     def _put_aside(self, zeros: Tensor) -> None:
-        """Put the reduced gradient from before the window aside, and start `.grad` with zeros."""
+        """Move the gradient from before the window to `earlier`, and set `.grad` to zeros."""
         self.earlier, self.parameter.grad = self.parameter.grad, zeros
         self.begun, self.writes, self.backward = weakref.ref(zeros), zeros._version, -1
 
     def _is_edited(self, grad: Tensor) -> bool:
-        """Whether something other than a backward has replaced `.grad` or written to it in place (not via `.data`)."""
+        """Return whether the user has replaced `.grad` or written to it in place; writes via `.data` go unnoticed."""
         return self.begun is None or self.begun() is not grad or grad._version > self.writes
 
     def _follow_clearing(self) -> None:
-        """At stage 0, if the user has zeroed `.grad` in place, drop `earlier`, the gradient that was put aside, too."""
+        """At stage 0, discard `earlier` if the user has zeroed `.grad` in place.
+
+        Raises:
+            ZgraphError: the user has changed `.grad` in another way.
+        """
         grad = self.parameter.grad
         if self.earlier is None or grad is None or not self._is_edited(grad):
             return
@@ -301,7 +310,12 @@ class ParameterState:
         self.earlier = None
 
     def _follow_edits(self) -> None:
-        """At stage 1, apply the user's edit of `.grad` (zeroing or scaling) to the sum, which is kept elsewhere."""
+        """At stage 1, apply the user's zeroing or scaling of `.grad` to `accumulated` and `earlier`.
+
+        Raises:
+            ZgraphError: on the CPU, if the user has changed `.grad` in another way. On other devices the sums become
+                NaN.
+        """
         grad, held = self.parameter.grad, self.placeholder
         if not self.waiting or grad is None or held is None:
             return
@@ -324,9 +338,13 @@ class ParameterState:
             part.copy_(torch.where(is_even.to(part.device), scaled, torch.nan))
 
     def _follow_others(self, grad: Tensor) -> None:
-        """Follow an edit of `.grad` on a rank without rows of the parameter.
+        """At stage 1, on a rank without rows of the parameter, discard waiting gradients after the user zeroes `.grad`.
 
-        The version of `.grad` shows that there was an edit. If all other gradients are zero, the edit was a clearing.
+        Such a rank has no elements that show the edit. It counts as zeroing if all other waiting gradients are zero,
+        too.
+
+        Raises:
+            ZgraphError: the user has changed `.grad`, and another gradient is not zero.
         """
         if not self._is_edited(grad):
             return
@@ -338,7 +356,7 @@ class ParameterState:
 
     @property
     def has_waiting_gradients(self) -> bool:
-        """Whether there are waiting gradients that the user has not cleared."""
+        """Whether there are waiting gradients that the user has not discarded."""
         return self.waiting and self.parameter.grad is not None
 
     @property
@@ -347,11 +365,11 @@ class ParameterState:
         return cast(Tensor, local_parameters(self.owner)[self.attribute])
 
     def is_among(self, ids: Container[int]) -> bool:
-        """Whether the parameter's id is among these; False if the parameter has been removed from its module."""
+        """Return whether the parameter's id is in `ids`; False if its module no longer has the parameter."""
         return id(local_parameters(self.owner).get(self.attribute)) in ids
 
     def forget(self) -> None:
-        """Drop the waiting gradients."""
+        """Discard the waiting gradients."""
         self.waiting = False
         self.accumulated = self.placeholder = self.earlier = self.begun = None
         self.accumulation.note(self)
@@ -362,7 +380,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _version(tensor: Tensor) -> int:
-    """Number of writes to a tensor, except via `.data` or by kernels on local shards; 0 for inference tensors."""
+    """Return a tensor's autograd version, which counts in-place writes except via `.data`; 0 for inference tensors."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -374,16 +392,16 @@ def _edited(name: str, why: str) -> ZgraphError:
 
 
 def attach_state(handle: Tensor, owner: nn.Module, attribute: str, accumulation: Accumulation | None = None) -> None:
-    """Attach new state of the parameter `owner.attribute` to the parameter's handle."""
+    """Attach a new `ParameterState` for the parameter `owner.attribute` to the parameter's handle."""
     state = ParameterState(owner, attribute, name_of(handle), accumulation or Accumulation())
     setattr(handle, _STATE, state)
 
 
 def state_behind(handle: Tensor) -> ParameterState:
-    """The state of the parameter to which a handle belongs.
+    """Return the `ParameterState` attached to a handle.
 
     Raises:
-        ZgraphError: the handle is a copy, and copies carry no state.
+        ZgraphError: the handle is a copy, which has no state.
     """
     state = getattr(handle, _STATE, None)
     if state is None:

@@ -1,8 +1,9 @@
-"""The only room that touches private torch names; each entry says on which versions it was checked.
+"""The only package that uses private torch names; docstrings say on which torch versions each name was tested.
 
-Everything here was read and run on torch 2.13.0, and run with the CUDA builds of 2.11.0, 2.12.1, 2.13.0, 2.14.1 and
-2.15.0; notes on single versions say what differs there. A new torch release is adopted by running the suite
-(`make test TORCH=...`, which ends with a list of failures) and reading this page, nothing else.
+A note such as "(torch 2.11 - 2.15: `_name`)" gives the private name and the tested versions. Everything was run with
+the CUDA builds of 2.11.0, 2.12.1, 2.13.0, 2.14.1 and 2.15.0; notes on single versions say what differs there. To
+support a new torch release, run the test suite (`make test TORCH=...`, which ends with a list of failures) and read
+this package.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ def release_of(version: str) -> tuple[int, int]:
 
 
 def require_supported_torch(version: str) -> None:
-    """Refuse a torch that is too old, and warn of one newer than any version zgraph was checked with.
+    """Refuse a torch version that is too old; warn about one that is newer than all tested versions.
 
     Raises:
-        ImportError: version is too old, or is newer and lacks a name that zgraph uses.
+        ImportError: the version is too old, or lacks a name that zgraph uses.
     """
     release = release_of(version)
     if release < OLDEST:
@@ -62,9 +63,9 @@ def _look_at_newer_torch(version: str) -> None:
 
 
 def names_used() -> list[str]:
-    """Every dotted torch name used in this room's files, except attributes of objects whose class is unknown.
+    """Return the full names of all torch functions, classes and modules that the files of this package use.
 
-    Empty if zgraph was installed without its source.
+    Attributes of objects of unknown class are not included. Empty if zgraph was installed without its source.
     """
     found: dict[str, None] = {}
     for path in sorted(Path(__file__).parent.glob("*.py")):
@@ -73,12 +74,17 @@ def names_used() -> list[str]:
 
 
 def names_in(tree: ast.AST) -> Iterator[str]:
-    """The torch names in a piece of source: its imports, and the attributes it reads from them."""
+    """Yield the full torch names in parsed source code: imports, and attributes of imported names."""
     return _names_in(tree, {})
 
 
 def _names_in(node: ast.AST, meaning: dict[str, str]) -> Iterator[str]:
-    """Args: a node, and the full name of each imported name in its scope."""
+    """Yield the full torch names below a node of the syntax tree.
+
+    Args:
+        node: node of the syntax tree.
+        meaning: full name of each name imported so far.
+    """
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         meaning = dict(meaning)
     if isinstance(node, ast.Import):
@@ -104,7 +110,7 @@ def _is_of_torch(name: str) -> bool:
 
 
 def missing_names() -> list[str]:
-    """The used names that this torch lacks. Imports every module in question, which takes seconds."""
+    """Return the torch names that zgraph uses and this torch version lacks; takes seconds for the imports."""
     return [name for name in names_used() if not _is_optional(name) and not exists(name)]
 
 
@@ -113,7 +119,7 @@ def _is_optional(name: str) -> bool:
 
 
 def exists(name: str) -> bool:
-    """Whether a dotted name is an importable module, or an attribute of one."""
+    """Return whether a dotted name refers to an importable module, or to an attribute of one."""
     parts = name.split(".")
     try:
         found = importlib.import_module(parts[0])

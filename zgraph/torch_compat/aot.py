@@ -1,4 +1,4 @@
-"""AOTAutograd and `make_fx`: traced graphs, their inputs, their partition, and boxed calls."""
+"""Functions around AOTAutograd and `make_fx`: tracing, graph inputs, partitioning and calling conventions."""
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false, reportUntypedBaseClass=false
 
@@ -28,10 +28,15 @@ def aot_autograd(
     partition: Partitioner,
     decompose: bool = False,
 ) -> Callable[..., Any]:
-    """Make a Dynamo backend that traces forward and backward with AOTAutograd (2.11 - 2.15).
+    """Create a Dynamo backend that traces forward and backward with AOTAutograd (torch 2.11 - 2.15).
 
-    If `decompose` is true, Inductor's decompositions are applied; otherwise operators stay as in eager mode. The public
-    `functorch.compile.aot_module_simplified` is not used, because it leaves the generated backward visible to Dynamo.
+    The public `functorch.compile.aot_module_simplified` is not used, because it leaves the generated backward visible
+    to Dynamo.
+
+    Args:
+        compile_forward, compile_backward, compile_inference: functions that compile a traced graph.
+        partition: function that splits the joint graph into forward and backward.
+        decompose: whether to apply Inductor's decompositions; otherwise operators stay as in eager mode.
     """
     from torch._dynamo.backends.common import aot_autograd as build
 
@@ -49,11 +54,11 @@ def aot_autograd(
 
 
 def _donate_nothing() -> None:
-    """Let users call a compiled backward with `retain_graph=True` (2.11 - 2.15).
+    """Let users call a compiled backward with `retain_graph=True` (torch 2.11 - 2.15).
 
-    AOTAutograd lists the saved tensors that a compiled backward may overwrite, and refuses `retain_graph=True` if the
-    list is not empty. Islands, zgraph's compiled subgraphs, overwrite none. So the list is emptied here; AOTAutograd's
-    check reads the same list. Its option `donated_buffer` does not help: it must be off when the user calls backward.
+    AOTAutograd refuses `retain_graph=True` if its list of saved tensors that the backward may overwrite is not empty.
+    zgraph's backward overwrites none of them, so this function empties the list. The option `donated_buffer` is no
+    replacement: it would have to be off when the user calls backward.
     """
     from torch._guards import TracingContext
 
@@ -63,10 +68,10 @@ def _donate_nothing() -> None:
 
 
 def min_cut_partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Split a joint graph into forward and backward by torch's min-cut partitioner, which honours `meta["recompute"]`.
+    """Split a joint graph into forward and backward with torch's min-cut partitioner, which obeys `meta["recompute"]`.
 
-    2.11 - 2.15: with Inductor's option `fallback_random` off, random GPU operators that backward recomputes draw from
-    generators of the graph, not from the device's generator. So the option is on here.
+    torch 2.11 - 2.15: random operators that backward recomputes on a GPU draw from the device's generator only if
+    Inductor's option `fallback_random` is on, so it is on here.
     """
     from functorch.compile import min_cut_rematerialization_partition
     from torch._inductor import config
@@ -76,22 +81,22 @@ def min_cut_partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tupl
 
 
 def fusible_operators() -> frozenset[object]:
-    """The operators that torch's partitioner expects a compiler to fuse (`get_default_op_list`, 2.11 - 2.15)."""
+    """Return the operators that torch's partitioner expects to be fused (torch 2.11 - 2.15: `get_default_op_list`)."""
     from torch._functorch.partitioners import get_default_op_list
 
     return frozenset(get_default_op_list().fusible_ops)
 
 
 def may_be_written(node: fx.Node) -> bool:
-    """Whether a node's result, saved for backward, may be written to before backward reads it (2.11 - 2.15)."""
+    """Return whether a saved value may be modified between forward and backward (torch 2.11 - 2.15: by metadata)."""
     return bool(node.meta.get("saved_tensor_with_no_vc_check", False))
 
 
 def rng_state_operators() -> tuple[object, object]:
-    """The operators `save` and `run`, in which the partitioner wraps recomputed random operators (2.11 - 2.15).
+    """Return the operators `save` and `run` that replay random operators in backward (torch 2.11 - 2.15).
 
-    `save(operator, ...)` returns the generator's state and the operator's result, `run(state, operator, ...)` the
-    result.
+    `save(operator, ...)` returns the generator's state and the operator's result; `run(state, operator, ...)` returns
+    the result for that state.
     """
     from torch._prims import rng_prims
 
@@ -99,10 +104,10 @@ def rng_state_operators() -> tuple[object, object]:
 
 
 def aot_input_index(node: fx.Node) -> int | None:
-    """Index of the Dynamo graph's input from which a joint graph's placeholder comes; None for all other placeholders.
+    """Return the index of the Dynamo graph's input that a joint graph's placeholder stands for.
 
-    2.11 - 2.15 leave a descriptor in `meta["desc"]`. DTensor inputs are flattened, so several placeholders may share
-    one index. Tangents, the gradients of outputs, have none.
+    None for placeholders of other values, such as tangents (gradients of outputs). Placeholders of the parts of one
+    DTensor have the same index. torch 2.11 - 2.15: read from `meta["desc"]`.
     """
     described: Any = node.meta.get("desc")
     while described is not None and hasattr(described, "base"):
@@ -112,15 +117,15 @@ def aot_input_index(node: fx.Node) -> int | None:
 
 
 def is_tangent(node: fx.Node) -> bool:
-    """Whether a node of a joint graph is a tangent, an output's gradient; judged by name, as in torch (2.11 - 2.15)."""
+    """Return whether a joint graph's node is a tangent, the gradient of an output (torch 2.11 - 2.15: by its name)."""
     return node.op == "placeholder" and "tangents" in str(node.target)
 
 
 def mutated_inputs(graph: fx.Graph) -> list[fx.Node]:
-    """The placeholders of a joint graph whose inputs are modified (2.11 - 2.15).
+    """Return the placeholders of a joint graph whose inputs are modified by the call (torch 2.11 - 2.15).
 
-    Either a node writes to the input, or the descriptor of an output (`meta["desc"]`) says that AOTAutograd copies this
-    output into the input after the call.
+    An input is modified if a node writes to it, or if AOTAutograd copies an output into it after the call, according to
+    the output's `meta["desc"]`.
     """
     written = [node for call in graph.nodes for node in written_arguments(call)]
     output = next(iter(reversed(graph.nodes)))
@@ -133,15 +138,18 @@ def mutated_inputs(graph: fx.Graph) -> list[fx.Node]:
 
 
 def boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """Mark `run` as a function that accepts one list and empties it, for AOTAutograd (`_boxed_call`, 2.11 - 2.15)."""
+    """Mark a function that takes one list of inputs and empties it, for AOTAutograd.
+
+    torch 2.11 - 2.15: `_boxed_call`.
+    """
     run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
     return run
 
 
 class BoxedCodeGen(CodeGen):
-    """Code generator for graphs whose code accepts one list of inputs and empties it: inputs are freed at last use.
+    """Code generator for graphs that take one list of inputs and empty it: inputs are freed after their last use.
 
-    2.12 and newer have the same class under a private name; 2.11 has none.
+    torch 2.12 and newer have the same class under a private name; 2.11 has none.
     """
 
     def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, *, expanded_def: bool = False) -> str:
@@ -154,17 +162,17 @@ class BoxedCodeGen(CodeGen):
 
 
 def trace(function: Callable[..., Any], fakes: Sequence[Any], mode: Any, *, decompose: bool) -> fx.GraphModule:
-    """Trace a function of fake tensors and numbers with `make_fx`: all that it runs, backward included, as one graph.
+    """Trace a function, including backward passes that it runs, into one graph with `make_fx`.
 
     Args:
-        function: the function, which returns a flat list of tensors.
-        fakes: arguments of the function, made by `mode`.
-        mode: the fake mode from `step_mode`.
+        function: function of fake tensors and numbers; returns a flat list of tensors.
+        fakes: arguments of the function, created in `mode`.
+        mode: fake mode from `step_mode`.
         decompose: whether to apply Inductor's decompositions.
     """
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    # 2.11 - 2.15: operators that read a tensor's value are traced as nodes whose result is a symbol.
+    # torch 2.11 - 2.15: operators that read a tensor's value are traced as nodes whose result is a symbol.
     table: Mapping[Any, Any] = inductor_decompositions() if decompose else {}
     with mode:
         return make_fx(function, decomposition_table=dict(table), _error_on_data_dependent_ops=False)(*fakes)
@@ -178,26 +186,32 @@ def _graph() -> fx.Graph | None:
 
 
 def without_graph() -> AbstractContextManager[Any]:
-    """Keep operations of a `with` block out of the traced graph (`disable_proxy_modes_tracing`, 2.11 - 2.15)."""
+    """Keep the operations of a `with` block out of the traced graph.
+
+    torch 2.11 - 2.15: `disable_proxy_modes_tracing`.
+    """
     from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
     return disable_proxy_modes_tracing()
 
 
 def newest_node() -> fx.Node | None:
-    """The last node of the graph that `make_fx` is tracing (`get_proxy_mode`, 2.11 - 2.15)."""
+    """Return the last node of the graph that `make_fx` is tracing, or None (torch 2.11 - 2.15: `get_proxy_mode`)."""
     graph = _graph()
     return None if graph is None else next(iter(reversed(graph.nodes)), graph._root)
 
 
 def nodes_after(node: fx.Node | None) -> Iterator[fx.Node]:
-    """Yield the nodes after `node`; a graph's linked list of nodes ends at its root (`_root`, 2.11 - 2.15)."""
+    """Yield the nodes of a graph after `node`."""
     while node is not None and (node := node.next).op != "root":
         yield node
 
 
 def node_of_number(number: Any) -> fx.Node:
-    """The node that produces a symbolic number in the graph being traced (`get_proxy_slot`, 2.11 - 2.15)."""
+    """Return the node that computes a symbolic number in the graph being traced.
+
+    torch 2.11 - 2.15: `get_proxy_slot`.
+    """
     from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
     mode: Any = get_proxy_mode()
@@ -205,11 +219,10 @@ def node_of_number(number: Any) -> fx.Node:
 
 
 def forget_constant(literal: Tensor) -> None:
-    """Forget the constant value of a literal tensor, so that the trace treats it like any other tensor (2.11 - 2.15).
+    """Make a trace treat a literal tensor like any other tensor, not as a constant (torch 2.11 - 2.15).
 
-    FakeTensorMode and `make_fx` fold operators whose tensor inputs are all literals (`FakeTensor.constant`,
-    `_ProxyTensor.constant`). Both fold wrongly: FakeTensorMode reads a symbolic number among the arguments as NaN, and
-    `make_fx` misses writes by foreach operators.
+    FakeTensorMode and `make_fx` compute operators on literals while tracing, and both make mistakes: FakeTensorMode
+    reads a symbolic number among the arguments as NaN, and `make_fx` misses writes by foreach operators.
     """
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
@@ -222,7 +235,7 @@ def forget_constant(literal: Tensor) -> None:
 
 
 def let_stand_for(number: Any, other: Any) -> None:
-    """Let the node of `other` stand for `number`, too, in the graph being traced (`set_proxy_slot`, 2.11 - 2.15)."""
+    """Make `number` refer to the node of `other` in the graph being traced (torch 2.11 - 2.15: `set_proxy_slot`)."""
     from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, set_proxy_slot
 
     tracer: Any = cast(Any, get_proxy_mode()).tracer

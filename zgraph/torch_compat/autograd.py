@@ -1,4 +1,4 @@
-"""Private parts of torch's autograd engine and loss scaling."""
+"""Access to private parts of torch's autograd engine and gradient scaler."""
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false, reportUntypedBaseClass=false
 
@@ -17,24 +17,27 @@ from zgraph.torch_compat import release_of
 
 
 def is_in_backward() -> bool:
-    """Whether this thread is running a backward (`_current_graph_task_id`, 2.11 - 2.15)."""
+    """Return whether this thread is running a backward pass (torch 2.11 - 2.15: `_current_graph_task_id`)."""
     return torch._C._current_graph_task_id() != -1
 
 
 def inside_functional_transform() -> bool:
-    """Whether a transform of torch.func (grad, vmap, jvp, ...) is running (`peek_interpreter_stack`, 2.11 - 2.13)."""
+    """Return whether a torch.func transform such as vmap is running (torch 2.11 - 2.13: `peek_interpreter_stack`)."""
     from torch._C._functorch import peek_interpreter_stack
 
     return cast(object, peek_interpreter_stack()) is not None  # declared as never None
 
 
 def running_backward() -> int:
-    """Number of the backward that this thread is running; -1: none (`_current_graph_task_id`, 2.11 - 2.15)."""
+    """Return the number of this thread's current backward pass, or -1 (torch 2.11 - 2.15: `_current_graph_task_id`)."""
     return torch._C._current_graph_task_id()
 
 
 def leaves_below(node: torch.autograd.graph.Node, depth: int = 4) -> dict[int, torch.autograd.graph.Node]:
-    """AccumulateGrad nodes at most `depth` edges from `node`, by the id of their leaf (`variable`, 2.11 - 2.15)."""
+    """Return the AccumulateGrad nodes at most `depth` edges from a node of autograd's graph, by id of their tensor.
+
+    torch 2.11 - 2.15: `variable`.
+    """
     found: dict[int, torch.autograd.graph.Node] = {}
     level = [node]
     for _ in range(depth):
@@ -44,12 +47,15 @@ def leaves_below(node: torch.autograd.graph.Node, depth: int = 4) -> dict[int, t
 
 
 def use_of(leaf: torch.autograd.graph.Node) -> str:
-    """How this thread's running backward pass uses the gradient of a leaf; `leaf` is its AccumulateGrad node.
+    """Return how this thread's current backward pass uses the gradient of a leaf tensor.
 
-    `_will_engine_execute_node` (2.11 - 2.15) raises for a leaf whose gradient `torch.autograd.grad` returns.
+    torch 2.11 - 2.15: `_will_engine_execute_node`, which raises if `torch.autograd.grad` returns the gradient.
+
+    Args:
+        leaf: the tensor's AccumulateGrad node.
 
     Returns:
-        "added": to `.grad`; "returned": by `torch.autograd.grad`; "unused": only other gradients were requested.
+        "added" to `.grad`; "returned" by `torch.autograd.grad`; or "unused": not requested.
     """
     try:
         return "added" if torch._C._will_engine_execute_node(leaf) else "unused"  # pyright: ignore[reportAttributeAccessIssue]
@@ -58,48 +64,56 @@ def use_of(leaf: torch.autograd.graph.Node) -> str:
 
 
 def forward_number() -> int:
-    """Sequence number of the operator that this thread is recording for backward (`_get_sequence_nr`, 2.11 - 2.15).
+    """Return autograd's sequence number of the operator that is running in forward.
 
-    Call this while the operator runs. For an operator that records nothing, this is the number of the last recorded
+    torch 2.11 - 2.15: `_get_sequence_nr`.
+
+    Call this while the operator runs. If autograd does not record the operator, the number is that of the last recorded
     operator.
     """
     return torch.autograd._get_sequence_nr() - 1  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def backward_number() -> int:
-    """`forward_number` of the operator whose backward runs now, or -1 (`_current_autograd_node`, 2.11 - 2.15)."""
+    """Return the `forward_number` of the operator whose backward is running, or -1.
+
+    torch 2.11 - 2.15: `_current_autograd_node`.
+    """
     node: Any = torch._C._current_autograd_node()  # pyright: ignore[reportAttributeAccessIssue]
     return -1 if node is None else node._sequence_nr()
 
 
 def is_compiled(node: torch.autograd.graph.Node) -> bool:
-    """Whether a node of autograd's graph is the backward of a compiled function (AOTAutograd's class, 2.11 - 2.15)."""
+    """Return whether an autograd node is the backward of a compiled function (torch 2.11 - 2.15: by its name)."""
     return node.name() == "CompiledFunctionBackward"
 
 
 def is_leaf(node: torch.autograd.graph.Node) -> bool:
-    """Whether a node of autograd's graph adds to the `.grad` of a leaf (by its name, 2.11 - 2.15)."""
+    """Return whether a node of autograd's graph is an AccumulateGrad node (torch 2.11 - 2.15: by its name)."""
     return node.name() == "torch::autograd::AccumulateGrad"
 
 
 def current_node() -> torch.autograd.graph.Node:
-    """The node of autograd's graph whose backward this thread is running (`_current_autograd_node`, 2.11 - 2.15).
+    """Return the node of autograd's graph whose backward is running (torch 2.11 - 2.15: `_current_autograd_node`).
 
-    The node of a Python `autograd.Function` has one entry in `next_functions` per tensor argument, in order.
+    `next_functions` of a Python `autograd.Function` has one entry for each tensor argument, in order.
     """
     return torch._C._current_autograd_node()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def drop_graph(value: Tensor) -> None:
-    """Detach a tensor in place unless it is a view, which cannot be detached (`_is_view`, 2.11 - 2.15)."""
+    """Detach a tensor in place, unless it is a view, which torch cannot detach in place.
+
+    torch 2.11 - 2.15: `_is_view`.
+    """
     if not value._is_view():
         value.detach_()
 
 
 def hooks_of(tensors: Iterable[Tensor]) -> tuple[list[dict[int, Any] | None], list[dict[int, Any] | None]]:
-    """Gradient hooks and post-accumulate hooks of each tensor, by handle id.
+    """Return two lists, the gradient hooks and the post-accumulate hooks of each tensor, as dicts by handle id.
 
-    `_backward_hooks` and `_post_accumulate_grad_hooks` (2.11 - 2.13), read without the `__torch_function__` lookup.
+    torch 2.11 - 2.13: `_backward_hooks` and `_post_accumulate_grad_hooks`, read without the slow `__torch_function__`.
     """
     given = list(tensors)
     with torch._C.DisableTorchFunctionSubclass():
@@ -108,37 +122,39 @@ def hooks_of(tensors: Iterable[Tensor]) -> tuple[list[dict[int, Any] | None], li
 
 
 def at_end_of_backward(function: Callable[[], None]) -> None:
-    """Call a function at the end of the backward that this thread is running (2.11 - 2.15)."""
+    """Call a function at the end of this thread's current backward pass (torch 2.11 - 2.15: `queue_callback`)."""
     torch.autograd.Variable._execution_engine.queue_callback(function)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def second_derivatives_vanish() -> bool:
-    """Whether the gradient that `DTensor.to_local` passes to its DTensor is detached from autograd's graph.
+    """Return whether second derivatives through `DTensor.to_local` are silently zero, as in torch 2.11.
 
-    2.11: `_ToTorchTensor.backward` constructs a DTensor without autograd, so that with `create_graph=True` the gradient
-    is a leaf, and second derivatives through it are silently zero. From 2.12 on it calls `DTensor.from_local`.
+    There, `_ToTorchTensor.backward` creates a gradient without autograd graph, even with `create_graph=True`.
     """
     return release_of(torch.__version__) < (2, 12)
 
 
 def tangents_outlive_backward() -> bool:
-    """Whether tangents, the gradients of outputs, stay alive until the end of a compiled backward that drops them.
+    """Return whether a compiled backward keeps all tangents (gradients of outputs) alive until it ends.
 
-    2.11 and 2.12: AOTAutograd's `CompiledFunction.backward` receives tangents as `*flat_args`, and so holds them while
-    the compiled code runs. 2.13 hands the tuple on.
+    torch 2.11 and 2.12: AOTAutograd's `CompiledFunction.backward` keeps them in its `*flat_args`; 2.13 does not.
     """
     return release_of(torch.__version__) < (2, 13)
 
 
 class AgreeingGradScaler(torch.amp.GradScaler):
-    """A GradScaler that passes its overflow flags to `agree`, which may change them, before it acts on them.
+    """Base class of GradScalers whose ranks must agree on overflows: calls `agree` before the overflow flags are used.
 
-    `_unscale_grads_` (2.11 - 2.15) makes all flags: for `unscale_`, for a step without `unscale_`, and for fused
-    optimizers, which unscale by themselves.
+    torch 2.11 - 2.15: `_unscale_grads_`, which creates all flags.
     """
 
     def agree(self, optimizer: torch.optim.Optimizer, flags: dict[torch.device, Tensor]) -> None:
-        """Change the flags in place, so that all ranks agree; a flag is 0-d, and 1.0 if an inf or a NaN was found."""
+        """Change the overflow flags in place, so that they are equal on all ranks.
+
+        Args:
+            optimizer: optimizer that is about to step.
+            flags: 0-d flags by device: 1.0 if a gradient has an inf or a NaN, else 0.0.
+        """
         raise NotImplementedError
 
     def _unscale_grads_(
@@ -151,14 +167,17 @@ class AgreeingGradScaler(torch.amp.GradScaler):
 
 
 def scaler_tensors(scaler: torch.amp.GradScaler) -> dict[str, Tensor]:
-    """The state tensors of a scaler by name; empty before they exist (`_scale`, `_growth_tracker`, 2.11 - 2.15)."""
+    """Return a scaler's state tensors by name; empty before its first use.
+
+    torch 2.11 - 2.15: `_scale`, `_growth_tracker`.
+    """
     if not scaler.is_enabled() or scaler._scale is None or scaler._growth_tracker is None:
         return {}
     return {"scale": scaler._scale, "growth_tracker": scaler._growth_tracker}
 
 
 def begin_scaling(scaler: torch.amp.GradScaler, device: torch.device) -> None:
-    """Make an enabled scaler's tensors, as its first `scale()` does (2.11 - 2.15)."""
+    """Create the state tensors of an enabled scaler before its first `scale()` (torch 2.11 - 2.15)."""
     if scaler.is_enabled() and scaler._scale is None:
         scaler._lazy_init_scale_growth_tracker(device)
 
@@ -167,10 +186,14 @@ def begin_scaling(scaler: torch.amp.GradScaler, device: torch.device) -> None:
 def steps_decided_by(
     scaler: torch.amp.GradScaler, decide: Callable[[torch.optim.Optimizer, Tensor], None]
 ) -> Generator[None]:
-    """Replace a scaler's steps in the `with` block by `decide(optimizer, sum of overflow flags)`.
+    """Replace the scaler's optimizer steps in the `with` block by calls of `decide`.
 
-    `decide` must skip the step if the sum is not 0. 2.11 - 2.15: this replaces `_maybe_opt_step`, which reads the flags
-    on the host.
+    Unlike the scaler, `decide` can skip a step without reading the overflow flags on the host.
+    torch 2.11 - 2.15: `_maybe_opt_step`.
+
+    Args:
+        scaler: scaler whose `step` is called in the block.
+        decide: function of an optimizer and the sum of its overflow flags; must skip the step unless the sum is 0.
 
     Raises:
         RuntimeError: gradients were unscaled without a following `update()`.
@@ -198,10 +221,9 @@ def steps_decided_by(
 
 
 def share_hooks(tensor: Tensor, other: Tensor) -> None:
-    """Let the leaf `other` run the hooks of the leaf `tensor`, too; removing a hook removes it from both.
+    """Make the leaf tensor `other` run the hooks of the leaf `tensor`, too; a removed hook is removed from both.
 
-    Shares `_backward_hooks` and `_post_accumulate_grad_hooks` (2.11 - 2.13), dicts that `register_hook` and the handles
-    it returns modify.
+    torch 2.11 - 2.13: `_backward_hooks` and `_post_accumulate_grad_hooks`, the dicts that `register_hook` changes.
     """
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if getattr(tensor, hooks):
@@ -209,9 +231,13 @@ def share_hooks(tensor: Tensor, other: Tensor) -> None:
 
 
 def refuse_gradients(leaf: Tensor, refuse: Callable[[], NoReturn]) -> None:
-    """Replace a leaf's hooks by `refuse`, a function that raises an error when a backward reaches the leaf.
+    """Make a leaf tensor raise an error when a backward pass computes its gradient; replaces the tensor's hooks.
 
-    Sets `_backward_hooks` (2.11 - 2.13), which the leaf may have shared with another one, see `share_hooks`.
+    torch 2.11 - 2.13: `_backward_hooks`.
+
+    Args:
+        leaf: the tensor.
+        refuse: function that raises the error.
     """
     if leaf.requires_grad and leaf.is_leaf:
         cast(Any, leaf)._backward_hooks = OrderedDict([(0, lambda grad: refuse())])

@@ -1,7 +1,7 @@
-"""Operators called through torch's Python functions, in half the time of a call through `torch.ops`.
+"""Replaces operators of `torch.ops` by torch's Python functions, whose calls take half the time.
 
-An overload in `torch.ops` parses its arguments by its schema in every call. Functions such as `torch.mm` have compiled
-parsers, and go straight to the dispatcher. Both ways end at the same kernel, so results are bitwise equal.
+An overload in `torch.ops` parses its arguments by its schema at each call; functions such as `torch.mm` have compiled
+parsers. Both call the same kernel, so results are bitwise equal.
 """
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false, reportUntypedBaseClass=false
@@ -27,7 +27,7 @@ _SAME_NAMES = (
     *("maximum", "minimum", "mean", "amax", "_softmax", "_log_softmax", "_foreach_sqrt", "_foreach_neg"),
 )
 # Functions that accept the arguments of an overload unchanged, by position and by name, and call exactly that overload
-# (2.11 - 2.15).
+# (torch 2.11 - 2.15).
 FUNCTIONS: Mapping[OpOverload, Callable[..., Any]] = MappingProxyType(
     {
         **{getattr(aten, name).default: getattr(torch, name) for name in _SAME_NAMES},
@@ -60,9 +60,9 @@ FUNCTIONS: Mapping[OpOverload, Callable[..., Any]] = MappingProxyType(
 
 
 def function_for(node: fx.Node) -> Callable[..., Any]:
-    """The fastest callable for a node's operator and arguments: one of `FUNCTIONS`, or else the overload's `_op`.
+    """Return the fastest callable for a node's operator: a function in `FUNCTIONS`, or else the overload's `_op`.
 
-    `_op` is also used if an argument is a number where the operator's schema has a tensor (`_schema`, 2.11 - 2.15).
+    `FUNCTIONS` does not apply if an argument is a number where the schema has a tensor (torch 2.11 - 2.15: `_schema`).
     """
     operator = node.target
     assert isinstance(operator, OpOverload)
@@ -79,30 +79,33 @@ def function_for(node: fx.Node) -> Callable[..., Any]:
 
 
 def flatten_each(tensors: Sequence[Tensor]) -> Tensor:
-    """Copy contiguous tensors into one vector, one after the other (`flatten_dense_tensors`, 2.11 - 2.15)."""
+    """Flatten and concatenate contiguous tensors (torch 2.11 - 2.15: `flatten_dense_tensors`)."""
     return cast(Any, torch._C)._nn.flatten_dense_tensors(tensors)
 
 
 def views_of(buffer: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Split a vector into consecutive views that have the shapes of the tensors in `like`.
+    """Split a vector into consecutive views with the shapes of the tensors in `like`, none of which may be empty.
 
-    `unflatten_dense_tensors`, 2.11 - 2.15. No tensor may be empty: torch gives the view of an empty one the shape [0].
+    torch 2.11 - 2.15: `unflatten_dense_tensors`, which gives an empty tensor the shape [0].
     """
     return cast(Any, torch._C)._nn.unflatten_dense_tensors(buffer, like)
 
 
 def rows_as(buffer: Tensor, index: Tensor, width: int, like: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Copy the rows `index` of a buffer into one vector, and split the vector as `views_of` does.
+    """Copy rows of a buffer into one vector, and split the vector into views with the shapes of the tensors in `like`.
 
     Args:
-        buffer: contiguous tensor of any shape; treated as [rows, width].
-        index: [n] int64, the rows to copy, in order.
-        width: elements of a row.
-        like: non-empty tensors with n * width elements in all; only their shapes are read.
+        buffer: contiguous tensor of any shape, treated as [rows, width].
+        index: [n] int64, numbers of the rows to copy, in order.
+        width: number of elements per row.
+        like: non-empty tensors with n * width elements together; only their shapes are used.
     """
     return views_of(buffer.view(-1, width).index_select(0, index).view(-1), like)
 
 
 def interleave(tensors: Sequence[Tensor], count: int) -> Tensor:
-    """Cut each tensor's rows into `count` parts; row r of the result joins all parts r (`_chunk_cat`, 2.11 - 2.15)."""
+    """Cut each tensor's rows into `count` chunks; row r of the result has the r-th chunk of every tensor.
+
+    torch 2.11 - 2.15: `_chunk_cat`.
+    """
     return torch._chunk_cat(list(tensors), 0, count)

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 
 def all_gather(output: Tensor, input: Tensor, group: ProcessGroup, *, async_op: bool = False) -> dist.Work | None:
-    """Gather equally long pieces into one tensor. 2.13 renames all_gather_into_tensor and deprecates the old name."""
+    """Gather equally long tensors into one tensor: `all_gather_into_tensor`, which torch 2.13 renames."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # pyright: ignore[reportDeprecated]
     return gather(output, input, group=group, async_op=async_op)  # pyright: ignore[reportDeprecated]
 
 
 def reduce_scatter(output: Tensor, input: Tensor, group: ProcessGroup) -> dist.Work | None:
-    """Start a reduce_scatter of equally long pieces. 2.13 renames reduce_scatter_tensor and deprecates the old name."""
+    """Start a reduce_scatter of equally long parts: `reduce_scatter_tensor`, which torch 2.13 renames."""
     scatter: Any = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor")  # noqa: B009
     return scatter(output, input, group=group, async_op=True)
 
@@ -40,27 +40,27 @@ def all_gather_op() -> Any:
 
 
 def all_gather_into(output: Tensor, input: Tensor, group_name: str) -> Tensor:
-    """Start a gather as `all_gather_op` does, into the tensor `output`; gloo runs this variant safely.
+    """Start an all_gather into the tensor `output`, in the only way that is safe on gloo.
 
-    2.11 - 2.13: all_gather_into_tensor runs as gloo's ALLGATHER_COALESCED. Each gloo worker thread stores the name of
-    the operation it has finished in one string of the group, without a lock (ProcessGroupGloo::runLoop). A name of
-    more than 15 characters is on the heap, so two such gathers that finish simultaneously free the string twice. The
-    out variant used here runs as ALLGATHER.
+    torch 2.11 - 2.13: the operator of `all_gather_op` runs on gloo as ALLGATHER_COALESCED. Each worker thread of gloo
+    stores the name of its last operation in one string of the group, without a lock (ProcessGroupGloo::runLoop). If two
+    threads store names of more than 15 characters at once, the string is freed twice. The out variant used here runs as
+    ALLGATHER.
     """
     world = dist.get_world_size(resolve_group(group_name))
     return torch.ops._c10d_functional.all_gather_into_tensor_out.default(input, world, group_name, out=output)
 
 
 def grouped_gather_op() -> Any:
-    """all_gather_into_tensor_coalesced(inputs, group_size, group_name) -> all_gather_into_tensor of each input"""
+    """all_gather_into_tensor_coalesced(inputs, group_size, group_name) -> gathered tensor of each input"""
     return torch.ops._c10d_functional.all_gather_into_tensor_coalesced.default
 
 
 def gather_group(outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: ProcessGroup) -> dist.Work:
-    """Start gathering each input into its output, in one launch on NCCL, and return one work for all of them.
+    """Start gathering each input into its output, in one launch on NCCL; return one work for all of them.
 
-    2.11 - 2.15: `ProcessGroup.allgather_into_tensor_coalesced`. The functional op calls it, too, but registers the work
-    for every output, so that each output needs a wait.
+    torch 2.11 - 2.15: `ProcessGroup.allgather_into_tensor_coalesced`. The functional operator would need a wait for
+    each output.
     """
     return group.allgather_into_tensor_coalesced(list(outputs), list(inputs))
 
@@ -81,29 +81,29 @@ def all_reduce_op() -> Any:
 
 
 def wait_op() -> Any:
-    """wait_tensor(input) -> the same tensor, once its collective has ended"""
+    """wait_tensor(input) -> the same tensor, after its collective has ended"""
     return torch.ops._c10d_functional.wait_tensor.default
 
 
 def wait(started: Tensor) -> Tensor:
-    """Wait for a functional collective, and return its result `started`, which may be read from then on."""
+    """Wait for the functional collective that computes `started`; return this tensor."""
     return wait_op()(started)
 
 
 def register_work(result: Tensor, work: dist.Work) -> None:
-    """Make `wait(result)` wait for this work, too; a tensor may have several works (`_register_work`, 2.11 - 2.15)."""
+    """Make `wait(result)` also wait for this work; several works are possible (torch 2.11 - 2.15: `_register_work`)."""
     _register_work(result, work)
 
 
 def works_waited_for() -> int:
-    """Number of registered works for which no wait has run yet (`_get_work_registry_size`, 2.11 - 2.15)."""
+    """Return the number of registered works not waited for yet (torch 2.11 - 2.15: `_get_work_registry_size`)."""
     from torch._C._distributed_c10d import _get_work_registry_size
 
     return _get_work_registry_size()
 
 
 def is_functional_collective(target: object) -> bool:
-    """Whether the target of a node starts a functional collective; wait_tensor and in-place variants do not count."""
+    """Return whether a node's target is a functional collective; False for wait_tensor and in-place variants."""
     if not isinstance(target, OpOverload):
         return False
     if target.namespace not in ("_c10d_functional", "_c10d_functional_autograd"):

@@ -1,4 +1,4 @@
-"""Access to DTensors without the per-call overhead of the public functions."""
+"""Access to DTensors without the overhead of the public functions."""
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false, reportUntypedBaseClass=false
 
@@ -19,20 +19,20 @@ from zgraph.torch_compat.operators import OpOverload
 
 
 def local_of(tensor: DTensor) -> Tensor:
-    """This rank's local part of a DTensor, outside autograd's graph (`_local_tensor`, 2.11 - 2.15).
+    """Return a DTensor's local tensor, without autograd (torch 2.11 - 2.15: `_local_tensor`).
 
-    The public `to_local()` takes forty times as long, and even longer with gradients enabled.
+    The public `to_local()` takes at least forty times as long.
     """
     return tensor._local_tensor
 
 
 def put_local(tensor: DTensor, local: Tensor) -> None:
-    """Replace this rank's local part of a DTensor by a tensor of the same shape (`_local_tensor`, 2.11 - 2.15)."""
+    """Replace a DTensor's local tensor by another of the same shape (torch 2.11 - 2.15: `_local_tensor`)."""
     tensor._local_tensor = local
 
 
 def put_whole(tensor: DTensor, whole: Tensor) -> None:
-    """Make a DTensor replicated: each rank's local part is now `whole` (`_local_tensor`, `_spec`, 2.11 - 2.15)."""
+    """Make a DTensor replicated, with the local tensor `whole` (torch 2.11 - 2.15: `_local_tensor`, `_spec`)."""
     from torch.distributed.tensor import Replicate
 
     tensor._local_tensor = whole
@@ -40,9 +40,9 @@ def put_whole(tensor: DTensor, whole: Tensor) -> None:
 
 
 def allow_lists_of(kind: type[DTensor]) -> None:
-    """Let torch's optimizers and gradient clipping use foreach kernels for a subclass of DTensor, as for DTensor.
+    """Let torch's optimizers and gradient clipping use foreach kernels for a subclass of DTensor.
 
-    `_foreach_supported_types` of torch.optim and torch.utils, 2.11 - 2.15.
+    torch 2.11 - 2.15: `_foreach_supported_types` of torch.optim and torch.utils.
     """
     from torch.optim.optimizer import _foreach_supported_types as of_optimizers
     from torch.utils._foreach_utils import _foreach_supported_types as of_utilities
@@ -53,44 +53,48 @@ def allow_lists_of(kind: type[DTensor]) -> None:
 
 
 def dtensor_like(local: Tensor, like: DTensor) -> DTensor:
-    """Wrap a local tensor in a DTensor with the class, mesh, placements and shape of `like` (`_spec`, 2.11 - 2.15).
+    """Wrap a local tensor in a DTensor with the class, mesh, placements and shape of `like`.
 
-    `DTensor.from_local` checks its arguments, and `DTensor(...)` goes through a guard against Dynamo: both are slower.
+    torch 2.11 - 2.15: `_spec`.
+
+    Faster than `DTensor.from_local` and `DTensor(...)`, which check their arguments.
     """
     return DTensor.__new__(type(like), local, like._spec, requires_grad=False)
 
 
 def locals_of(tensors: Iterable[DTensor]) -> list[Tensor]:
-    """The `local_of` of each tensor, read without a Python loop (`_local_tensor`, 2.11 - 2.15)."""
+    """Return the local tensor of each DTensor, without a Python loop (torch 2.11 - 2.15: `_local_tensor`)."""
     return list(map(attrgetter("_local_tensor"), tensors))
 
 
 def gradients_of(tensors: Iterable[Tensor]) -> list[Tensor | None]:
-    """`.grad` of each tensor, read without the `__torch_function__` lookup: for DTensors in a third of the time.
+    """Return `.grad` of each tensor, for DTensors in a third of the usual time.
 
-    `DisableTorchFunctionSubclass`, 2.11 - 2.15; DTensor disables `__torch_function__` itself.
+    torch 2.11 - 2.15: `DisableTorchFunctionSubclass`, which skips `__torch_function__`.
     """
     with torch._C.DisableTorchFunctionSubclass():
         return list(map(attrgetter("grad"), tensors))
 
 
 def requires_grad_of(tensors: Iterable[Tensor]) -> list[bool]:
-    """`.requires_grad` of each tensor, read without the `__torch_function__` lookup, as in `gradients_of`."""
+    """Return `.requires_grad` of each tensor, as fast as `gradients_of`."""
     with torch._C.DisableTorchFunctionSubclass():
         return list(map(attrgetter("requires_grad"), tensors))
 
 
 def layouts_of(tensors: Iterable[DTensor]) -> list[Any]:
-    """The spec of each tensor: mesh, placements, shape and dtype. Tensors may share a spec (`_spec`, 2.11 - 2.15)."""
+    """Return the spec of each DTensor: mesh, placements, shape and dtype (torch 2.11 - 2.15: `_spec`).
+
+    Tensors may share a spec.
+    """
     return list(map(attrgetter("_spec"), tensors))
 
 
 @contextlib.contextmanager
 def own_placements() -> Generator[None]:
-    """Run the `with` block with empty caches of DTensor placements, and empty the caches again afterwards.
+    """Run the `with` block with empty caches of DTensor's sharding propagation, and empty them again afterwards.
 
-    Caches of `ShardingPropagator` (2.11 - 2.15) compare arguments with earlier ones. The comparison fails for symbolic
-    numbers of different traces, because a number has a proxy only in its trace.
+    torch 2.11 - 2.15: the caches of `ShardingPropagator` fail if they compare symbolic numbers of different traces.
     """
     _forget_placements()
     try:
@@ -105,10 +109,10 @@ def _forget_placements() -> None:
 
 
 def on_local_parts(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call an operator. Use local parts if it is pointwise, and has symbolic numbers and equally placed DTensors.
+    """Call an operator, on local tensors if it is pointwise and has symbolic numbers and equally placed DTensors.
 
-    DTensor hashes the arguments of its operators (`OpSchema.__hash__`, 2.11 - 2.15), and hashing a symbolic number
-    turns it into a constant: then each new learning rate needs another graph.
+    torch 2.11 - 2.15: DTensor hashes an operator's arguments (`OpSchema.__hash__`), which turns symbolic numbers into
+    constants; then each new learning rate would need another graph.
     """
     from torch.distributed.tensor._dtensor_spec import TensorMeta
 
@@ -133,9 +137,11 @@ def _lies_like(tensor: Tensor, like: DTensor) -> bool:
 
 
 def sharded_rows(local: Tensor, mesh: DeviceMesh, rows: int) -> DTensor:
-    """Wrap this rank's rows as a DTensor of `rows` rows, split in order over a mesh (`DTensorSpec`, 2.11 - 2.15).
+    """Wrap this rank's rows as a DTensor with `rows` rows, sharded over all axes of a mesh.
 
-    `DTensor.from_local` is not used, because it moves a host tensor to the mesh's device.
+    torch 2.11 - 2.15: `DTensorSpec`.
+
+    Unlike `DTensor.from_local`, this leaves a host tensor on the host.
     """
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -147,7 +153,7 @@ def sharded_rows(local: Tensor, mesh: DeviceMesh, rows: int) -> DTensor:
 
 
 def replicated_scalar(local: Tensor, mesh: DeviceMesh) -> DTensor:
-    """Wrap a 0-d tensor that is equal on all ranks as a DTensor, without `from_local`'s checks (2.11 - 2.15)."""
+    """Wrap a 0-d tensor, equal on all ranks, as a replicated DTensor, without checks (torch 2.11 - 2.15)."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
@@ -157,10 +163,15 @@ def replicated_scalar(local: Tensor, mesh: DeviceMesh) -> DTensor:
 
 
 def partial_norms(norms: Tensor, mesh: DeviceMesh, split: Sequence[bool], norm_type: float) -> DTensor:
-    """Wrap norms of this rank's parts of tensors as a DTensor that is partial along the axes in `split` (2.11 - 2.15).
+    """Wrap norms of local tensors as a DTensor of the norms of the whole tensors, to be reduced over the mesh.
 
-    `split` says for each axis of the mesh whether the tensors are split along it. Like the norms that DTensor computes
-    of sharded tensors, the result has the placement `_NormPartial`.
+    torch 2.11 - 2.15: placement `_NormPartial`, as in DTensor's own norms.
+
+    Args:
+        norms: norm of each local tensor.
+        mesh: mesh of the tensors.
+        split: for each mesh axis, whether the tensors are sharded along it.
+        norm_type: order of the norm.
     """
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor._ops._math_ops import _NormPartial
@@ -170,7 +181,9 @@ def partial_norms(norms: Tensor, mesh: DeviceMesh, split: Sequence[bool], norm_t
 
 
 def joined_mesh(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-    """Concatenate the axes of several meshes, as FSDP2 does with tensor parallelism (`_concatenate`, 2.11 - 2.15).
+    """Concatenate the axes of several meshes, as FSDP2 does with tensor parallelism.
+
+    torch 2.11 - 2.15: `_concatenate`.
 
     Raises:
         RuntimeError: the meshes overlap, or are slices of different meshes.
@@ -179,12 +192,15 @@ def joined_mesh(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:
-    """Placement that shards a dim already split into `split_factor` parts by another axis (2.11 - 2.15)."""
+    """Return the placement for a dim that another mesh axis has already split into `split_factor` parts.
+
+    torch 2.11 - 2.15: `_StridedShard`.
+    """
     from torch.distributed.tensor.placement_types import _StridedShard
 
     return _StridedShard(dim, split_factor=split_factor)
 
 
 def mixes_dtensors(error: RuntimeError) -> bool:
-    """Whether the error's text says that an operator refused to mix DTensors and plain tensors (2.11 - 2.13)."""
+    """Return whether an error is about mixing DTensors and plain tensors (torch 2.11 - 2.13: by its text)."""
     return "mixed torch.Tensor and DTensor" in str(error)

@@ -1,4 +1,4 @@
-"""Dynamo: which frames it compiles, what it has recorded about them, and how errors pass through it unwrapped."""
+"""Access to Dynamo: which frames it compiles, what it knows about them, and how to raise errors through it."""
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false, reportUntypedBaseClass=false
 
@@ -14,7 +14,7 @@ from typing import Any, NoReturn, ParamSpec, TypeVar, cast
 import torch
 from torch import fx, nn
 
-# Names of operators whose bodies run zero, one or more times, depending on data (2.11 - 2.13).
+# Names of operators whose bodies run zero, one or more times, depending on data (torch 2.11 - 2.13).
 CONTROL_FLOW = frozenset({"cond", "while_loop", "while_loop_stack_output", "scan", "associative_scan", "map_impl"})
 
 P = ParamSpec("P")
@@ -24,10 +24,10 @@ R = TypeVar("R")
 
 
 def never_a_frame(function: Callable[P, R]) -> Callable[P, R]:
-    """Let Dynamo trace the function as part of its caller, and run it uncompiled if the caller is not traced.
+    """Keep Dynamo from compiling a function as a frame of its own; it may still trace the function as part of a caller.
 
-    If Dynamo compiles a function as a separate frame, integers become symbols as soon as two calls differ in them.
-    2.11 - 2.15: `torch._dynamo.eval_frame.skip_code` does the same, but loads Dynamo at import.
+    In a separate frame, Dynamo would make integers symbolic as soon as two calls differ in them. torch 2.11 - 2.15:
+    `torch._dynamo.eval_frame.skip_code` has the same effect, but its import loads Dynamo.
     """
     from torch._C._dynamo.eval_frame import _FrameAction
 
@@ -35,7 +35,7 @@ def never_a_frame(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def no_frames_inside(function: Callable[P, R]) -> Callable[P, R]:
-    """Do as `never_a_frame`, and also run the function's callees, such as `DTensor.to_local`, uncompiled."""
+    """Keep Dynamo from compiling a function, and all functions that it calls, as frames of their own."""
     from torch._C._dynamo.eval_frame import _FrameAction
 
     return _skip_frames(function, inside=_FrameAction.SKIP)
@@ -51,9 +51,9 @@ def _skip_frames(function: Callable[P, R], inside: Any) -> Callable[P, R]:
 
 @never_a_frame
 def compiles_frames() -> bool:
-    """Whether Dynamo compiles a frame that is called now: whether a function given to torch.compile is running.
+    """Return whether Dynamo would compile a function called now, as inside a call of a torch.compile'd function.
 
-    False inside `torch.compiler.disable` or anything else that switches Dynamo off (2.11 - 2.13).
+    False where Dynamo is switched off, for example by `torch.compiler.disable` (torch 2.11 - 2.13).
     """
     from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
@@ -61,14 +61,14 @@ def compiles_frames() -> bool:
 
 
 def register_late(name: str, module: str) -> None:
-    """Register a backend with Dynamo if Dynamo has already searched the entry points, and so may have missed it.
+    """Register a backend with Dynamo if Dynamo has already searched the entry points of packages.
 
-    Otherwise Dynamo finds the backend by its entry point, and a second registration under the same name is an error.
-    Dynamo's `_lazy_import` searches the entry points once (2.11 - 2.13).
+    Before that search, nothing is needed: Dynamo will find the backend by its entry point. torch 2.11 - 2.13:
+    `_lazy_import` searches once.
 
     Args:
-        name: name of the backend and of the function in the module.
-        module: module to import when something is compiled.
+        name: name of the backend, and of the function in the module.
+        module: module that is imported at the first compile.
     """
     registry: Any = sys.modules.get("torch._dynamo.backends.registry")
     if registry is None or not registry._lazy_import.cache_info().currsize:
@@ -82,17 +82,22 @@ def register_late(name: str, module: str) -> None:
 
 
 def checkpoint_operator() -> object:
-    """Operator of checkpointed regions in Dynamo graphs: `(body, *operands, **options of checkpoint)`; 2.11 - 2.15."""
+    """Return the operator of checkpointed regions in Dynamo graphs (torch 2.11 - 2.15).
+
+    Its arguments are `(body, *operands, **options of checkpoint)`.
+    """
     return torch.ops.higher_order.tag_activation_checkpoint
 
 
 @torch.compiler.assume_constant_result
 def traced_body() -> str:
-    """Kind of the higher-order operator whose body Dynamo is tracing; a body may not write to tensors from outside it.
+    """Return the kind of the higher-order operator whose body Dynamo is tracing.
 
-    "checkpoint": only checkpointed regions, perhaps nested. "control_flow": `torch.cond` or the like, perhaps around
-    others. "other": any other operator. "": none. Read from the chain of tracers (`current_tracer`, `parent`,
-    `source_target`, 2.11 - 2.13).
+    torch 2.11 - 2.13: `current_tracer`, `parent`, `source_target`.
+
+    Returns:
+        "" outside of such bodies; "control_flow" in the body of `torch.cond` or the like, at any depth; "checkpoint" if
+        all enclosing operators are checkpoints; else "other".
     """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
@@ -109,12 +114,12 @@ def traced_body() -> str:
 
 
 def break_graph(message: str) -> None:
-    """Make Dynamo break the graph at this call, if it is tracing (`torch._dynamo.graph_break`, 2.11 - 2.13)."""
+    """If Dynamo is tracing, make it break the graph at this call (torch 2.11 - 2.13: `torch._dynamo.graph_break`)."""
     torch._dynamo.graph_break(message)
 
 
 def is_inlining(function: Callable[..., Any]) -> bool:
-    """Whether Dynamo is tracing inside a call of this function (`output.current_tx` and `parent`, 2.11 - 2.13)."""
+    """Return whether Dynamo is tracing inside a call of this function (torch 2.11 - 2.13: `current_tx`, `parent`)."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     frame: Any = InstructionTranslator.current_tx().output.current_tx
@@ -124,21 +129,21 @@ def is_inlining(function: Callable[..., Any]) -> bool:
 
 
 def is_compiled_wrapper(module: nn.Module) -> bool:
-    """Whether the module is torch.compile's wrapper around another module (2.11 - 2.15)."""
+    """Return whether a module is the wrapper that torch.compile puts around another module (torch 2.11 - 2.15)."""
     from torch._dynamo import OptimizedModule
 
     return isinstance(module, OptimizedModule)
 
 
 def without_compile(module: nn.Module) -> nn.Module:
-    """The module inside torch.compile's wrapper, or else the module itself (`_orig_mod`, 2.11 - 2.15)."""
+    """Return the module inside torch.compile's wrapper; any other module unchanged (torch 2.11 - 2.15: `_orig_mod`)."""
     return cast(nn.Module, module._orig_mod) if is_compiled_wrapper(module) else module
 
 
 def inline_compiled() -> AbstractContextManager[Any]:
-    """Run compiled modules uncompiled inside a `with` block, so that `make_fx` can trace them (2.11 - 2.15).
+    """Let `make_fx` trace through compiled modules in a `with` block: they run uncompiled there.
 
-    With `error_on_nested_fx_trace` off, a compiled function that is called during a trace calls the original function.
+    torch 2.11 - 2.15: the option `error_on_nested_fx_trace` is off.
     """
     from torch._dynamo import config
 
@@ -146,17 +151,23 @@ def inline_compiled() -> AbstractContextManager[Any]:
 
 
 def trace_artifact(name: str, encoding: str, payload: Callable[[], str]) -> None:
-    """Add a text to torch's structured trace of this compile; `payload` makes it if TORCH_TRACE is on (2.11 - 2.15)."""
+    """Add a text to torch's structured trace (TORCH_TRACE) of the current compile (torch 2.11 - 2.15).
+
+    Args:
+        name: name of the text.
+        encoding: "string" or "json".
+        payload: returns the text; called only if TORCH_TRACE is on.
+    """
     from torch._logging import trace_structured
 
     trace_structured("artifact", lambda: {"name": name, "encoding": encoding}, payload_fn=payload)
 
 
 def is_to_local(node: fx.Node) -> bool:
-    """Whether a node of a Dynamo graph is a call of `DTensor.to_local()` without arguments.
+    """Return whether a node of a Dynamo graph calls `DTensor.to_local()` without arguments.
 
-    2.12 - 2.15: the node calls the method. 2.11: the node calls a function made by Dynamo, in whose closure the
-    arguments are hidden (`to_local_fn_with_prim_types`).
+    torch 2.12 - 2.15: the node calls the method. 2.11: the node calls a function made by Dynamo, with the arguments in
+    its closure (`to_local_fn_with_prim_types`).
     """
     if node.op == "call_method":
         return node.target == "to_local" and len(node.args) == 1 and not node.kwargs
@@ -167,17 +178,20 @@ def is_to_local(node: fx.Node) -> bool:
 
 
 def dynamo_example(node: fx.Node) -> object:
-    """The real value for a placeholder of a Dynamo graph; None once Dynamo has dropped the value (2.11 - 2.15)."""
+    """Return the real value of a Dynamo graph's placeholder; None after Dynamo has dropped it (torch 2.11 - 2.15)."""
     return getattr(node.meta.get("grapharg"), "_example", None) and node.meta["grapharg"].example
 
 
 def dynamo_fake(node: fx.Node) -> object:
-    """The fake value of a placeholder of a Dynamo graph (2.11 - 2.15)."""
+    """Return the fake value of a Dynamo graph's placeholder (torch 2.11 - 2.15)."""
     return node.meta.get("example_value")
 
 
 def compile_id() -> str:
-    """Dynamo's "frame/recompile" id of this compile, such as "0/1"; "manual" outside of a compile (2.11 - 2.15)."""
+    """Return Dynamo's id of the current compile, "frame/recompile", such as "0/1" (torch 2.11 - 2.15).
+
+    "manual" outside of a compile.
+    """
     from torch._guards import CompileContext
 
     current = CompileContext.current_compile_id()
@@ -185,10 +199,10 @@ def compile_id() -> str:
 
 
 def recompile_reason() -> str:
-    """The guard whose failure made Dynamo compile the current frame again, as text; "" if there is none.
+    """Return the guard whose failure made Dynamo compile the current frame again, as text; "" if there is none.
 
-    Dynamo's metrics record the guard failure of the first compiled variant that was checked (`get_metrics_context`,
-    2.11 - 2.15). "" also if Dynamo has recorded nothing. The wording is Dynamo's.
+    torch 2.11 - 2.15: `get_metrics_context`. If several compiled variants of the frame exist, Dynamo records the failed
+    guard of the one checked first.
     """
     from torch._dynamo.utils import get_metrics_context
 
@@ -198,9 +212,9 @@ def recompile_reason() -> str:
 
 
 def graph_breaks() -> dict[str, int]:
-    """Graph breaks that Dynamo has met in this process, by reason (`counters`, 2.11 - 2.15).
+    """Return the number of graph breaks in this process, by reason (torch 2.11 - 2.15: `counters`).
 
-    A break counts each time Dynamo traces up to it: once for the outermost frame, and again for each inner frame that
+    A break in nested calls counts several times: once for the outermost frame, and again for each inner frame that
     Dynamo then compiles separately.
     """
     from torch._dynamo.utils import counters
@@ -213,7 +227,7 @@ def graph_breaks() -> dict[str, int]:
 
 
 def graph_break_reasons() -> dict[str, int]:
-    """The counts of `graph_breaks`; the first sentence of Dynamo's "Explanation: ..." is appended to each reason."""
+    """Return the counts of `graph_breaks`, with the first sentence of Dynamo's explanation added to each reason."""
     from torch._dynamo.utils import counters
 
     found: dict[str, int] = {}
@@ -227,14 +241,14 @@ def graph_break_reasons() -> dict[str, int]:
 
 
 def raise_through_dynamo(message: str, kind: type[Exception] = ValueError) -> NoReturn:
-    """Raise an error during tracing or compiling in such a way that Dynamo passes it to the user unwrapped.
+    """Raise an error during tracing or compiling that reaches the user unchanged.
 
-    Dynamo wraps errors of backends in BackendCompilerFailed, and errors of traced functions in
-    InternalTorchDynamoError. 2.11 - 2.15: an error that is a ShortenTraceback passes unwrapped. Dynamo only removes its
-    frames from the traceback, and adds a hint for Dynamo's developers to the error's arguments.
+    Dynamo wraps other errors in BackendCompilerFailed or InternalTorchDynamoError. torch 2.11 - 2.15: a
+    ShortenTraceback is not wrapped; only Dynamo's frames are removed from its traceback, and a hint is added to its
+    arguments.
 
     Args:
-        message: text of the error, which its `str` returns.
+        message: text of the error, returned by its `str`.
         kind: class of the error; the raised error is of a subclass with the same name.
     """
     from torch._dynamo.exc import ShortenTraceback

@@ -1,4 +1,4 @@
-"""Fake tensors and symbolic sizes."""
+"""Fake tensors (tensors with shapes but no values) and symbolic sizes and numbers."""
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false, reportUntypedBaseClass=false
 
@@ -14,41 +14,44 @@ from torch import Tensor
 
 
 def fake_mode() -> Any:
-    """Make a mode whose tensors have shapes but no values; it accepts real tensors (FakeTensorMode, 2.11 - 2.15)."""
+    """Create a FakeTensorMode that also accepts real tensors as inputs (torch 2.11 - 2.15)."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def size_expression(size: Any) -> Any:
-    """The sympy expression of a symbolic size; any other size unchanged (`node.expr`, 2.11 - 2.15)."""
+    """Return the sympy expression of a symbolic size; any other size unchanged (torch 2.11 - 2.15: `node.expr`)."""
     return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
 def fake_storage_key(value: Tensor) -> int:
-    """A key shared by all fake tensors on one storage, valid while they are alive (`_cdata`, 2.11 - 2.15).
+    """Return an int that is equal for all living fake tensors on one storage (torch 2.11 - 2.15: `_cdata`).
 
-    A sparse tensor has no storage, and so has a key that it shares with no other tensor.
+    Sparse tensors, which have no storage, have different keys.
     """
     return value.untyped_storage()._cdata if value.layout == torch.strided else id(value)
 
 
 def hint_of(size: object) -> int | None:
-    """A size as a number, without adding a guard; None if the size depends on data (`SymNode.hint`, 2.11 - 2.15)."""
+    """Return a size as a number, without adding a guard; None if it depends on data.
+
+    torch 2.11 - 2.15: `SymNode.hint`.
+    """
     if not isinstance(size, torch.SymInt):
         return cast(int, size)
     try:
         hint = size.node.hint
-    except Exception:  # 2.11 - 2.15 raise the shape environment's own errors for data-dependent sizes
+    except Exception:  # torch 2.11 - 2.15 raise the shape environment's own errors for data-dependent sizes
         return None
     return hint if isinstance(hint, int) else None
 
 
 @contextlib.contextmanager
 def replaying(mode: Any) -> Generator[None]:
-    """Enter a fake mode to run an operator again without adding guards or symbols.
+    """Enter a fake mode for running an operator again, without new guards or symbols.
 
-    2.11 - 2.15: `ShapeEnv.suppress_guards` and `ignore_fresh_unbacked_symbols`.
+    torch 2.11 - 2.15: `ShapeEnv.suppress_guards` and `ignore_fresh_unbacked_symbols`.
     """
     env = mode.shape_env
     if env is None:
@@ -60,28 +63,34 @@ def replaying(mode: Any) -> Generator[None]:
 
 
 def without_fake_mode() -> AbstractContextManager[Any]:
-    """Leave the fake mode in a `with` block, to compute with real tensors (`unset_fake_temporarily`, 2.11 - 2.15)."""
+    """Compute with real tensors in a `with` block, outside of the fake mode.
+
+    torch 2.11 - 2.15: `unset_fake_temporarily`.
+    """
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     return unset_fake_temporarily()
 
 
 def fake_mode_of(values: Sequence[object]) -> Any:
-    """The FakeTensorMode that made these values, or None (2.11 - 2.15)."""
+    """Return the FakeTensorMode of these values, or None if none is fake (torch 2.11 - 2.15)."""
     from torch._guards import detect_fake_mode
 
     return detect_fake_mode(list(values))
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Whether a tensor is fake, that is, has no values (FakeTensor, 2.11 - 2.15)."""
+    """Return whether a tensor is fake, that is, has no values (torch 2.11 - 2.15: FakeTensor)."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return isinstance(tensor, FakeTensor)
 
 
 def step_mode() -> Any:
-    """Make a fake mode with static shapes; numbers read from its tensors are symbols (FakeTensorMode, 2.11 - 2.15)."""
+    """Create a FakeTensorMode with static shapes and symbolic numbers (torch 2.11 - 2.15).
+
+    Numbers read from its tensors, for example by `item()`, are symbols.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -89,12 +98,14 @@ def step_mode() -> Any:
 
 
 def fake_of(mode: Any, tensor: Tensor, device: torch.device | None = None) -> Tensor:
-    """Make a fake tensor like `tensor` in shape, strides and dtype, without gradient (`from_tensor`, 2.11 - 2.15).
+    """Create a fake tensor with the shape, strides and dtype of a tensor, without gradient.
+
+    torch 2.11 - 2.15: `from_tensor`.
 
     Args:
         mode: fake mode of the new tensor.
-        tensor: a real tensor, or a fake one of any mode.
-        device: device of the new tensor; None for the device of `tensor`.
+        tensor: a real tensor, or a fake tensor of any mode.
+        device: device of the new tensor; None: the device of `tensor`.
     """
     if is_fake(tensor) or device is not None:
         with mode:
@@ -105,14 +116,14 @@ def fake_of(mode: Any, tensor: Tensor, device: torch.device | None = None) -> Te
 
 
 def fake_on_cpu(mode: Any, tensor: Tensor) -> Tensor:
-    """Make a fake leaf on the CPU with the tensor's shape, strides, dtype and `requires_grad`."""
+    """Create a fake CPU leaf with the shape, strides, dtype and `requires_grad` of a tensor."""
     with mode:
         made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
     return made.requires_grad_(tensor.requires_grad)
 
 
 def data_dependent_errors() -> tuple[type[BaseException], ...]:
-    """The errors raised when Python reads a value that is known only at run time (2.11 - 2.15)."""
+    """Return the errors raised when a trace needs a value that is known only at run time (torch 2.11 - 2.15)."""
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
@@ -120,12 +131,14 @@ def data_dependent_errors() -> tuple[type[BaseException], ...]:
 
 
 def fake_number(mode: Any, value: float, name: str) -> Any:
-    """Make a symbolic number for a graph input; branches on it add guards (`create_symfloatnode`, 2.11 - 2.15).
+    """Create a symbolic number for a graph input; a branch on the number adds a guard.
+
+    torch 2.11 - 2.15: `create_symfloatnode`.
 
     Args:
-        mode: the mode from `step_mode`.
-        value: the number's value while tracing, which decides branches in Python.
-        name: a name that is unique in the trace.
+        mode: fake mode from `step_mode`.
+        value: the number's value during the trace, which decides branches.
+        name: unique name in the trace.
     """
     from torch._dynamo.source import ConstantSource
     from torch.fx.experimental.symbolic_shapes import DimDynamic
@@ -136,24 +149,25 @@ def fake_number(mode: Any, value: float, name: str) -> Any:
 
 
 def unknown_number(number: torch.SymFloat) -> Any:
-    """Make a symbolic number of unknown value, in the shape environment of `number` (2.11 - 2.15)."""
+    """Create a symbolic number without a value, in the shape environment of `number` (torch 2.11 - 2.15)."""
     env = number.node.shape_env
     with env.ignore_fresh_unbacked_symbols():
         return env.create_unbacked_symfloat()
 
 
 def number_hint(number: torch.SymFloat) -> float:
-    """The value that a number from `fake_number` has during the trace (`SymNode.hint`, 2.11 - 2.15)."""
+    """Return the value that a number from `fake_number` has during the trace (torch 2.11 - 2.15: `SymNode.hint`)."""
     return float(number.node.hint)
 
 
 class NumberGuards:
-    """Guards on numbers of `fake_number`, from branches in Python and compilers (`ShapeEnv.guards`, 2.11 - 2.15).
+    """Guards on numbers from `fake_number`: conditions under which a traced graph is valid.
 
-    If a guard says that a number equals a constant, `SymNode.expr` is the constant, but `_expr` is still the symbol.
+    torch 2.11 - 2.15: `ShapeEnv.guards`. Symbols are read from `_expr`, because a guard for equality replaces
+    `SymNode.expr` by a constant.
 
     Args:
-        mode: the mode from `step_mode`.
+        mode: fake mode from `step_mode`.
         numbers: numbers made by `fake_number` in this mode, by name.
     """
 
@@ -163,7 +177,7 @@ class NumberGuards:
         self._seen, self._guards = 0, list[Any]()
 
     def current(self) -> int:
-        """Update the guards from the shape environment, and return their number so far."""
+        """Read the guards added since the last call; return the number of all guards."""
         if len(self._decided) != self._seen:
             known = set(self._symbols.values())
             every = dict.fromkeys(decided.expr for decided in self._decided)
@@ -172,7 +186,11 @@ class NumberGuards:
         return len(self._guards)
 
     def broken(self, values: Mapping[str, float]) -> str:
-        """The first guard that does not hold for these values, as text; "" if all hold."""
+        """Return the first guard that does not hold for the given values, as text; "" if all hold.
+
+        Args:
+            values: value of each number, by name.
+        """
         self.current()
         from torch.utils._sympy.interp import sympy_interp
         from torch.utils._sympy.reference import PythonReferenceAnalysis
@@ -195,7 +213,7 @@ class NumberGuards:
 
 
 def _anonymous(guard: Any) -> tuple[Any, str, list[Any]]:
-    """Return a guard, its text with placeholders for its symbols, and the symbols in the placeholders' order."""
+    """Return a guard, its text with "<0>", "<1>", ... in place of symbols, and the list of these symbols."""
     symbols = sorted(guard.free_symbols, key=str)
     text = str(guard)
     for place, symbol in enumerate(symbols):

@@ -1,4 +1,4 @@
-"""Process groups: lookup by name and device, sibling groups, and fake ones."""
+"""Process groups: lookup by name and device, groups derived from others, and fake groups."""
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false, reportUntypedBaseClass=false
 
@@ -20,31 +20,31 @@ if TYPE_CHECKING:
 
 
 def resolve_group(group_name: str) -> ProcessGroup:
-    """The process group of a name (2.11 - 2.15: public only through functional collectives)."""
+    """Return the process group with a name (torch 2.11 - 2.15: public only through functional collectives)."""
     return _resolve_process_group(cast(Any, group_name))
 
 
 def backend_of(group: ProcessGroup, device: torch.device) -> str:
-    """Name of a group's backend for a device, such as "gloo" or "nccl"; "" if the group has none for the device.
+    """Return the name of a group's backend for a device, such as "gloo"; "" if it has none for the device.
 
-    2.11 - 2.15: `dist.get_backend` returns "undefined" for a group that serves several devices, such as the default
-    group that `init_device_mesh` makes if `init_process_group` was not called. So `_get_backend` is used.
+    torch 2.11 - 2.15: `_get_backend`, because `dist.get_backend` returns "undefined" for groups that serve several
+    devices.
     """
     try:
         return str(group._get_backend(device).name())
-    except RuntimeError:  # none for this device
+    except RuntimeError:  # no backend for this device
         return ""
 
 
 def find_group(group_name: str) -> ProcessGroup | None:
-    """The process group of a name; None if no group has it (`_world.pg_names`, 2.11 - 2.15)."""
+    """Return the process group with a name, or None (torch 2.11 - 2.15: `_world.pg_names`)."""
     from torch.distributed.distributed_c10d import _world
 
     return next((group for group, name in _world.pg_names.items() if name == group_name), None)
 
 
 def groups_of_ranks() -> int:
-    """Number of groups of more than one rank that this rank is in (`_world.pg_names`, 2.11 - 2.15)."""
+    """Return the number of this process's groups with more than one rank (torch 2.11 - 2.15: `_world.pg_names`)."""
     from torch.distributed.distributed_c10d import _world
 
     return sum(dist.get_world_size(group) > 1 for group in _world.pg_names)
@@ -53,22 +53,22 @@ def groups_of_ranks() -> int:
 def make_sibling_group(
     group: ProcessGroup, group_name: str, members: Sequence[int] | None = None, *, high_priority: bool = False
 ) -> ProcessGroup:
-    """Make a new group of a group's ranks, with its backend and timeout; called by the new group's members only.
+    """Create a process group of some or all ranks of a group, with the same backend and timeout.
+
+    Only members of the new group call this. Exception: if the default group is bound to a device
+    (`init_process_group(device_id=...)`), the new group is split off its communicator immediately, and all ranks of the
+    world must take part in this split.
+
+    torch 2.11 - 2.15: `_new_process_group_helper`, because it accepts a name. `dist.new_group` must be called by all
+    ranks of the world, or chooses names that may differ between members (`use_local_synchronization`).
+    `destroy_process_group()` destroys the new group with all others.
 
     Args:
         group: the existing group.
         group_name: name of the new group.
-        members: members of the new group, as ranks within `group`; None for all ranks.
-        high_priority: whether to run the new group's NCCL collectives on a high-priority stream
+        members: members of the new group, as ranks within `group`; None: all ranks.
+        high_priority: whether the new group's NCCL collectives run on a high-priority stream
             (`ProcessGroupNCCL.Options.is_high_priority_stream`).
-
-    If the default group is bound to a device (`init_process_group(device_id=...)`), the new group is, too. Then the new
-    group is split off the default group's communicator immediately, and all ranks of the world must take part in this
-    split.
-
-    2.11 - 2.15: `dist.new_group` is not used, because every rank of the world must call it. With
-    `use_local_synchronization` it names a group by a rank's number of groups, which may differ between members.
-    `_new_process_group_helper` accepts a name. `destroy_process_group()` destroys the new group with all others.
     """
     from torch.distributed.distributed_c10d import _new_process_group_helper, _world
 
@@ -102,12 +102,11 @@ def make_sibling_group(
 
 
 def keep_gloo_from_preempting() -> None:
-    """Keep gloo's threads that read sockets from preempting other threads on their core; only on Linux.
+    """Keep gloo's receiving threads from preempting other threads, by the scheduling policy SCHED_BATCH; Linux only.
 
-    gloo sends on the thread that starts a send, and locks the connection meanwhile. Arriving data wakes the reading
-    thread, which preempts the sender on its core, finds the lock taken, and retries until its time slice ends (gloo's
-    `Pair::handleEvents`, 2.11 - 2.15). This costs about three milliseconds a bucket if a rank has one core. So reading
-    threads get the policy SCHED_BATCH, under which a waking thread preempts no other (sched(7)).
+    gloo sends on the thread that starts a send, and locks the connection meanwhile. Arriving data wakes the receiving
+    thread; if it preempts the sender, it finds the lock taken and retries until its time slice ends
+    (`Pair::handleEvents`, torch 2.11 - 2.15). With one core per rank this costs about three milliseconds per bucket.
     """
     for task in Path("/proc/self/task").glob("*"):
         with suppress(OSError):  # the thread has ended, or the system does not allow it
@@ -116,18 +115,18 @@ def keep_gloo_from_preempting() -> None:
 
 
 def collectives_so_far(group: ProcessGroup) -> int:
-    """Number of collectives that a group has started, counted like `collective_seq_id` of the flight recorder.
+    """Return the number of collectives that a group has started, as in the flight recorder's `collective_seq_id`.
 
-    2.11 - 2.15: `_get_sequence_number_for_group`, which counts a coalesced collective once.
+    torch 2.11 - 2.15: `_get_sequence_number_for_group`, which counts a coalesced collective once.
     """
     return cast(Any, group)._get_sequence_number_for_group()
 
 
 def flight_recorder_directory() -> Path:
-    """Directory to which torch's flight recorder dumps when the watchdog ends a process.
+    """Return the directory into which torch's flight recorder dumps when the watchdog ends a process.
 
-    2.13: the directory of the path in the variable TORCH_FR_DUMP_TEMP_FILE or TORCH_NCCL_DEBUG_INFO_TEMP_FILE, else the
-    folder `torch` in the user's cache (DebugInfoWriter in FlightRecorder.cpp; 2.11 and 2.12 know both variables).
+    It is the directory of the path in TORCH_FR_DUMP_TEMP_FILE or TORCH_NCCL_DEBUG_INFO_TEMP_FILE (torch 2.11 - 2.13).
+    Without these variables, it is the folder `torch` in the user's cache (2.13: DebugInfoWriter in FlightRecorder.cpp).
     """
     given = os.environ.get("TORCH_FR_DUMP_TEMP_FILE") or os.environ.get("TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
     if given:
@@ -136,11 +135,11 @@ def flight_recorder_directory() -> Path:
 
 
 class NoMessageToItself:
-    """Mixin, listed before torch's `PipelineStage`, for a stage whose neighbour may be on the same rank.
+    """Mixin for torch's `PipelineStage`, for schedules with neighbouring stages on one rank, such as V schedules.
 
-    2.11: a schedule begins with a message between each pair of neighbouring stages (`_get_init_p2p_neighbors_ops`),
-    even if both are on one rank, as in a V schedule; gloo refuses to send to the same rank. Later messages pass only
-    between ranks. 2.12 - 2.15 begin differently and never call the method.
+    The mixin comes before `PipelineStage` in the list of base classes. torch 2.11: a schedule begins with a message
+    between all neighbouring stages (`_get_init_p2p_neighbors_ops`), and gloo refuses to send to the same rank; so this
+    class leaves out such messages. 2.12 - 2.15 never call the method.
     """
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
@@ -149,10 +148,10 @@ class NoMessageToItself:
 
 
 def kept_of_forward(stage: Any, chunk: int) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Outputs and inputs of a micro-batch's forward pass that torch's `PipelineStage` keeps until the backward pass.
+    """Return the outputs and inputs of a micro-batch's forward that a `PipelineStage` keeps until the backward.
 
-    2.11 - 2.14: `fwd_cache`. 2.15: `_forward_chunk_states`, where an output that has been sent is replaced by its
-    autograd edge (`GradientEdge`) or None.
+    torch 2.11 - 2.14: `fwd_cache`. 2.15: `_forward_chunk_states`, where a sent output is replaced by a `GradientEdge`
+    or None.
     """
     states: Any = getattr(stage, "_forward_chunk_states", None)
     if states is None:
@@ -161,11 +160,11 @@ def kept_of_forward(stage: Any, chunk: int) -> tuple[Sequence[Any], Sequence[Any
 
 
 def stages_hold_messages() -> bool:
-    """Whether torch's `PipelineStage` holds sent and received tensors longer than it needs them.
+    """Return whether torch's `PipelineStage` keeps sent and received tensors longer than needed.
 
-    2.11 - 2.14: a stage keeps outputs until their backward, sent messages until the step ends, and one buffer for the
-    activation and one for the gradient of each micro-batch. 2.15 releases an output that has been sent
-    (`release_fwd_send_outputs`) and has one buffer for all gradients.
+    torch 2.11 - 2.14: a stage keeps outputs until their backward, sent messages until the step ends, and two buffers
+    for each micro-batch (activation and gradient). 2.15 releases sent outputs (`release_fwd_send_outputs`) and has one
+    buffer for all gradients.
     """
     from torch.distributed.pipelining import PipelineStage
 
@@ -173,7 +172,7 @@ def stages_hold_messages() -> bool:
 
 
 def default_store() -> Store:
-    """The rendezvous store of the default group (2.11 - 2.15: there is no public getter)."""
+    """Return the rendezvous store of the default group (torch 2.11 - 2.15: `_get_default_store`)."""
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()
@@ -181,9 +180,10 @@ def default_store() -> Store:
 
 @contextmanager
 def fake_world(world: int) -> Generator[None]:
-    """Make this process rank 0 of a fake default group, whose collectives return immediately and move nothing.
+    """Make this process rank 0 of a fake default group in a `with` block.
 
-    torch.testing._internal.distributed.fake_pg registers the backend "fake" (2.11 - 2.15).
+    Collectives of a fake group return immediately and move no data. torch 2.11 - 2.15:
+    torch.testing._internal.distributed.fake_pg registers the backend "fake".
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -195,7 +195,7 @@ def fake_world(world: int) -> Generator[None]:
 
 
 def is_fake_world() -> bool:
-    """Whether the default group is fake, that is, has no other processes (backend "fake", 2.11 - 2.15)."""
+    """Return whether the default group is fake, that is, has no other processes (torch 2.11 - 2.15: backend "fake")."""
     return dist.get_backend() == "fake"
 
 

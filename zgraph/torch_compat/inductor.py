@@ -1,4 +1,4 @@
-"""Inductor: its decompositions, its compiler for islands (compiled subgraphs), and its C++ toolchain."""
+"""Access to Inductor: decompositions, compilation of subgraphs, and the C++ toolchain."""
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false, reportUntypedBaseClass=false
 
@@ -21,7 +21,7 @@ from zgraph.torch_compat.fake_values import fake_mode_of, without_fake_mode
 
 
 def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
-    """Inductor's decompositions, except that random operators draw as in eager torch (2.11 - 2.15)."""
+    """Return Inductor's decompositions, except that random operators draw as in eager mode (torch 2.11 - 2.15)."""
     from torch._inductor import config
     from torch._inductor.decomposition import select_decomp_table
 
@@ -33,9 +33,9 @@ def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
 
 
 def _lerp(start: Tensor, end: Tensor, weight: Any) -> Tensor:
-    """Decompose `torch.lerp` with a number as weight as torch 2.12 does, so that one graph serves any weight.
+    """Decompose `torch.lerp` with a number as weight as in torch 2.12, so that one graph works for any weight.
 
-    2.11 first turns the weight into a tensor (`aten.full`), and Inductor makes the tensor's value a constant.
+    torch 2.11 would make the weight a constant tensor of the graph.
     """
     if weight >= 0.5 or weight <= -0.5:
         return torch.add(end, end - start, alpha=weight - 1.0)
@@ -48,7 +48,7 @@ def _lerp_in_place(start: Tensor, end: Tensor, weight: Any) -> Tensor:
 
 @functools.cache
 def _attention_patterns(device: torch.device) -> Any:
-    """Inductor's patterns of hand-written attention, without the other patterns of `joint_graph.patterns`."""
+    """Return Inductor's patterns for fusing attention, without its other patterns for joint graphs."""
     from torch._guards import tracing
     from torch._inductor.fx_passes.fuse_attention import _get_sfdp_patterns
     from torch._inductor.pattern_matcher import PatternMatcherPass, gen_register_replacement
@@ -63,14 +63,14 @@ def _attention_patterns(device: torch.device) -> Any:
 
 
 def fuse_attention(gm: fx.GraphModule, device: torch.device) -> int:
-    """Replace hand-written attention in a joint graph by `scaled_dot_product_attention` (2.11 - 2.15).
+    """Replace attention written out in basic operators by `scaled_dot_product_attention` (torch 2.11 - 2.15).
 
-    As in Inductor's joint-graph passes, a pattern matches forward and backward together. Patterns describe graphs
-    without no-op views and copies, so these are removed first, even if no pattern matches.
+    As in Inductor, each pattern matches forward and backward together. No-op views and copies are removed first,
+    because patterns do not contain them; this happens even if no pattern matches.
 
     Args:
-        gm: joint graph, decomposed by `inductor_decompositions`; changed in place. Afterwards new nodes may be placed
-            before their inputs, and users of new nodes may have been traced with other strides.
+        gm: joint graph, decomposed by `inductor_decompositions`; changed in place. Afterwards, new nodes may come
+            before their inputs, and the strides in the metadata of their users may be wrong.
         device: device of the attention.
 
     Returns:
@@ -85,14 +85,14 @@ def fuse_attention(gm: fx.GraphModule, device: torch.device) -> int:
 
 
 def compile_with_inductor(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
-    """Compile a functional aten graph that returns a tuple, during a Dynamo compile (compile_fx_inner, 2.11 - 2.15).
+    """Compile a functional aten graph with Inductor during a Dynamo compile (torch 2.11 - 2.15: `compile_fx_inner`).
 
     Args:
-        gm: the graph; its outputs keep the strides in `meta["val"]`.
+        gm: graph that returns a tuple; its outputs keep the strides in `meta["val"]`.
         inputs: fake values of the graph's placeholders.
 
     Returns:
-        A function of one list of inputs; a call empties the list.
+        A function that takes one list of inputs and empties it.
     """
     from torch._guards import TracingContext
     from torch._inductor import config
@@ -123,18 +123,18 @@ _ISLAND_OPTIONS = MappingProxyType({"fallback_random": True, "triton.cudagraphs"
 
 
 def load_cpp(source: str) -> ctypes.CDLL:
-    """Compile C++ source without torch headers by Inductor's toolchain, and load the library.
+    """Compile C++ source without torch headers, and load the library; compiled once per machine.
 
-    The library is kept in Inductor's cache directory under a key of source, command line and processor, so that it is
-    compiled once per machine; concurrent processes wait for the first one. Arithmetic follows IEEE: no multiplication
-    is contracted with an addition, and nothing is assumed about NaNs, signed zeros or the order of sums.
+    The library stays in Inductor's cache directory, under a key of source, command line and processor; concurrent
+    processes wait for the first one. Floating-point arithmetic follows IEEE: no fused multiply-add, and no assumptions
+    about NaNs, signed zeros or the order of sums.
 
-    Has run on 2.11 - 2.15 (`cpp_builder`, `codecache.write`, `torch.utils._filelock`). Inductor's compiler options
+    torch 2.11 - 2.15: `cpp_builder`, `codecache.write`, `torch.utils._filelock`. Inductor's compiler options
     (`CppOptions`) are not used, because they turn off the vectorization of loops.
 
     Raises:
-        RuntimeError: a compiler was not found, or rejected the source.
-        OSError: the cache directory cannot be written to, or libraries in it cannot be loaded.
+        RuntimeError: there is no compiler, or it rejects the source.
+        OSError: the cache directory cannot be written to, or the library cannot be loaded.
     """
     from torch._inductor.codecache import LOCK_TIMEOUT, get_lock_dir, write
     from torch._inductor.cpp_builder import BuildOptionsBase, CppBuilder, get_cpp_compiler
@@ -168,7 +168,7 @@ def load_cpp(source: str) -> ctypes.CDLL:
 
 
 def _processor() -> str:
-    """Text of this processor's kind and features, on which code compiled with "native" depends."""
+    """Return text that describes this processor, as part of the key of code compiled for it."""
     try:
         with open("/proc/cpuinfo") as file:
             first = file.read().partition("\n\n")[0]
@@ -179,7 +179,7 @@ def _processor() -> str:
 
 
 def cpp_compiler() -> str | None:
-    """The C++ compiler that Inductor calls; None if it finds none (`get_cpp_compiler`, 2.11 - 2.15)."""
+    """Return the C++ compiler that Inductor would call, or None (torch 2.11 - 2.15: `get_cpp_compiler`)."""
     from torch._inductor.cpp_builder import get_cpp_compiler
 
     try:
@@ -189,16 +189,19 @@ def cpp_compiler() -> str | None:
 
 
 def inductor_cache_directory() -> str:
-    """Inductor's cache directory, which may not exist yet (`default_cache_dir`, 2.11 - 2.15)."""
+    """Return the path of Inductor's cache directory, which may not exist yet.
+
+    torch 2.11 - 2.15: `default_cache_dir`.
+    """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     return os.path.abspath(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir())
 
 
 def cpu_features() -> dict[str, bool]:
-    """Features of this processor by name, such as "avx512_f" and "avx512_bf16"; empty if torch reports none.
+    """Return which features this processor has, by name, such as "avx512_bf16"; empty if torch reports none.
 
-    `torch.cpu.get_capabilities` is public (2.11 - 2.15).
+    torch 2.11 - 2.15: `torch.cpu.get_capabilities`, which is public.
     """
     found: Any = torch.cpu.get_capabilities()
     return {name: value for name, value in dict(found).items() if isinstance(value, bool)}

@@ -1,4 +1,4 @@
-"""Storages and allocations as the allocator and the profiler see them, and a way to keep a GPU busy."""
+"""Storages, allocations and profiles, and a way to keep a GPU busy."""
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false, reportUntypedBaseClass=false
 
@@ -12,13 +12,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class DispatchMode(TorchDispatchMode):
-    """Base class of modes that see every operator called in a `with` block (`TorchDispatchMode`, 2.11 - 2.15)."""
+    """Base class of modes that intercept every operator called in a `with` block.
+
+    torch 2.11 - 2.15: `TorchDispatchMode`.
+    """
 
 
 def storage_key(tensor: Tensor) -> int | None:
-    """A key shared by all views of a plain tensor, even after its storage is resized (`_cdata`, 2.11 - 2.15).
+    """Return an int that is equal for all views of a tensor (torch 2.11 - 2.15: `_cdata`).
 
-    None for tensors that have no storage: sparse tensors, and subclasses that wrap other tensors.
+    Resizing the storage does not change it. None for tensors without storage: sparse tensors, and subclasses that wrap
+    other tensors.
     """
     if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
         return None
@@ -26,28 +30,30 @@ def storage_key(tensor: Tensor) -> int | None:
 
 
 def version_of(tensor: Tensor) -> int:
-    """Number of writes to a tensor or its views so far (`_version`, 2.11 - 2.13); 0 for inference tensors."""
+    """Return the number of writes to a tensor or its views; 0 for inference tensors (torch 2.11 - 2.13: `_version`)."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def holders(storage: torch.UntypedStorage) -> int:
-    """Number of Python and C++ references to a storage, the argument's included (`_storage_Use_Count`, 2.11 - 2.15)."""
+    """Return the number of references to a storage, the argument included (torch 2.11 - 2.15: `_storage_Use_Count`)."""
     return torch._C._storage_Use_Count(storage._cdata)
 
 
 def is_profiling() -> bool:
-    """Whether a profile is already being taken; profiles do not nest (`_profiler_enabled`, 2.11 - 2.15)."""
+    """Return whether a profiler is active; torch allows only one (torch 2.11 - 2.15: `_profiler_enabled`)."""
     return torch.autograd._profiler_enabled()
 
 
 def allocation_events(
     taken: torch.profiler.profile, prefix: str
 ) -> tuple[dict[str, tuple[int, int]], list[tuple[int, int]]]:
-    """Return the labels and the CPU allocations of a profile that recorded memory (`kineto_results`, 2.11 - 2.15).
+    """Return the labels and the CPU allocations of a profile that recorded memory.
+
+    torch 2.11 - 2.15: `kineto_results`.
 
     Returns:
-        (begin, end) of each label that starts with the prefix; and (time, bytes) of each allocation and release, by
-        time; a release has negative bytes. Times are in nanoseconds.
+        (begin, end) of each label that starts with `prefix`; and (time, bytes) of each allocation and release, sorted
+        by time. Bytes of a release are negative. Times are in nanoseconds.
     """
     spans: dict[str, tuple[int, int]] = {}
     events: list[tuple[int, int]] = []
@@ -61,5 +67,5 @@ def allocation_events(
 
 
 def keep_busy(cycles: int) -> None:
-    """Keep the current stream of the current GPU busy for `cycles` cycles (`torch.cuda._sleep`, 2.11 - 2.13)."""
+    """Keep the current GPU's current stream busy for `cycles` clock cycles (torch 2.11 - 2.13: `torch.cuda._sleep`)."""
     torch.cuda._sleep(cycles)

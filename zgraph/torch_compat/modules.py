@@ -1,4 +1,4 @@
-"""Private attributes and functions of modules, optimizers, pytrees and checkpoints."""
+"""Access to private parts of modules, optimizers, pytrees and checkpoints."""
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false, reportUntypedBaseClass=false
 
@@ -17,17 +17,21 @@ from torch.utils.hooks import RemovableHandle
 
 @functools.cache
 def _gone() -> list[RemovableHandle]:
-    """Handles of step hooks whose owners are gone."""
+    """Return the list of handles of step hooks whose owners no longer exist."""
     return []
 
 
 def hook_steps(
     owner: object, *, before: Callable[..., Any] | None = None, after: Callable[..., Any] | None = None
 ) -> None:
-    """Run functions before and after each step of every optimizer, as long as `owner` is alive.
+    """Call functions before and after each step of every optimizer, as long as `owner` exists.
 
-    torch iterates over its hooks during a step, in which Python may collect an owner. So the hooks of collected owners
-    are removed later, when the next ones are registered; until then they must do nothing.
+    Hooks of an owner that no longer exists are removed at the next call of this function, because torch may be
+    iterating over its hooks when the owner is collected. Until then such hooks must do nothing.
+
+    Args:
+        owner: object to which the hooks belong.
+        before, after: hooks, as for torch's `register_optimizer_step_pre_hook` and `register_optimizer_step_post_hook`.
     """
     while _gone():
         _gone().pop().remove()
@@ -38,7 +42,7 @@ def hook_steps(
 
 
 def tree_flatten(tree: object) -> tuple[list[Any], Any]:
-    """Flatten a tree to its leaves and spec by torch's pytree, which knows Hugging Face's ModelOutput (2.11 - 2.15)."""
+    """Return the leaves and the spec of a pytree, which may contain Hugging Face's ModelOutput (torch 2.11 - 2.15)."""
     from torch.utils._pytree import tree_flatten as flatten
 
     return flatten(tree)
@@ -51,21 +55,21 @@ def tree_unflatten(leaves: list[Any], spec: Any) -> Any:
 
 
 def tree_leaves_with_paths(tree: object) -> list[tuple[str, Any]]:
-    """Leaves of a tree, each with its path, such as "['loss']" or "[0]" (`tree_flatten_with_path`, 2.11 - 2.13)."""
+    """Return each leaf of a pytree with its path, such as "['loss']" (torch 2.11 - 2.13: `tree_flatten_with_path`)."""
     from torch.utils._pytree import keystr, tree_flatten_with_path
 
     return [(keystr(path), leaf) for path, leaf in tree_flatten_with_path(tree)[0]]
 
 
 def lazy_graph_module(root: torch.nn.Module | dict[str, Any], graph: fx.Graph) -> fx.GraphModule:
-    """Make a graph module whose code is generated only when it is called or shown (`_LazyGraphModule`, 2.11 - 2.15)."""
+    """Create a graph module that generates its code only when needed (torch 2.11 - 2.15: `_LazyGraphModule`)."""
     from torch.fx._lazy_graph_module import _LazyGraphModule
 
     return _LazyGraphModule(root, graph)
 
 
 def generate_code(gm: fx.GraphModule) -> Callable[..., Any]:
-    """Generate a graph module's code from its graph now and return `forward` (`_LazyGraphModule`, 2.11 - 2.15)."""
+    """Generate a graph module's code from its graph; return `forward` (torch 2.11 - 2.15: `_LazyGraphModule`)."""
     from torch.fx._lazy_graph_module import _LazyGraphModule
 
     gm.recompile()
@@ -74,7 +78,7 @@ def generate_code(gm: fx.GraphModule) -> Callable[..., Any]:
 
 
 def replace_parameter(owner: torch.nn.Module, name: str, value: Tensor) -> None:
-    """Set the parameter `name` of the module `owner` to `value` (`_parameters`, all versions).
+    """Set the parameter `name` of the module `owner` (all torch versions: `_parameters`).
 
     `setattr` is not used, because some modules intercept (`nn.RNNBase`) or forbid it.
     """
@@ -82,47 +86,57 @@ def replace_parameter(owner: torch.nn.Module, name: str, value: Tensor) -> None:
 
 
 def local_parameters(owner: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
-    """The parameters of a module, without those of submodules, by name (`_parameters`, all versions)."""
+    """Return a module's own parameters by name, without those of submodules (`_parameters`)."""
     return owner._parameters
 
 
 def local_buffers(owner: torch.nn.Module) -> dict[str, Tensor | None]:
-    """The buffers of a module, without those of submodules, by name, persistent or not (`_buffers`, all versions)."""
+    """Return a module's own buffers by name, persistent or not, without those of submodules (`_buffers`)."""
     return owner._buffers
 
 
 def reset_method(module: torch.nn.Module) -> Callable[[], object] | None:
-    """A module's `reset_parameters`, else its `_reset_parameters` (nn.Transformer), else None (2.11 - 2.15)."""
+    """Return a module's `reset_parameters` or, as in nn.Transformer, `_reset_parameters` (torch 2.11 - 2.15).
+
+    None if the module has neither.
+    """
     return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
 
 
 def plain_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
-    """The `step` of an optimizer's class, unwrapped from profiling and hooks (`profile_hook_step`, 2.11 - 2.15)."""
+    """Return an optimizer class's `step` without profiling and hooks (torch 2.11 - 2.15: `profile_hook_step`)."""
     step: Any = type(optimizer).step
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Hooks before and after this optimizer's step (`_optimizer_step_pre_hooks`, 2.11 - 2.15)."""
+    """Return all hooks before and after this optimizer's step (torch 2.11 - 2.15: `_optimizer_step_pre_hooks`)."""
     return [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
 
 
 def note_step(optimizer: torch.optim.Optimizer) -> None:
-    """Tell learning-rate schedulers that the optimizer has stepped (`_opt_called`, 2.11 - 2.15)."""
+    """Mark an optimizer as stepped, for learning-rate schedulers (torch 2.11 - 2.15: `_opt_called`)."""
     optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def storage_info(name: str, offset: int, length: int) -> Any:
-    """Location of an entry in a DCP checkpoint (`_StorageInfo`, 2.11 - 2.15); torch's reader expects this class."""
+    """Return the location of an entry in a DCP checkpoint, as torch's reader expects it.
+
+    torch 2.11 - 2.15: `_StorageInfo`.
+    """
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo(name, offset, length)
 
 
 def apply_keeping(base: type[nn.Module], attribute: str) -> Callable[..., Any]:
-    """Wrap a module class's `_apply` so that parameters keep their attribute named `attribute`.
+    """Wrap a module class's `_apply` so that parameters keep a Python attribute, for example in `module.to`.
 
-    `_apply` (2.11 - 2.13), which `module.to` calls, swaps DTensors together with their attributes.
+    torch 2.11 - 2.13: `_apply` loses attributes of parameters that are DTensors.
+
+    Args:
+        base: class of the modules.
+        attribute: name of the parameters' attribute.
     """
 
     @functools.wraps(base._apply)

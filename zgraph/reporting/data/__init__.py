@@ -1,1 +1,1 @@
-"""The content of `report.json` as plain dataclasses, and how texts and memory are recorded for it."""
+"""The content of `report.json` as plain dataclasses, and functions that fill in graph texts and memory."""

@@ -1,7 +1,7 @@
-"""The part of `report.json` for one compiled frame: plain columns, without tensors, graphs or clocks.
+"""The part of `report.json` for one compiled frame, as tables of plain values.
 
-A row of a table is the same position in each of the table's columns. Repeated texts are stored once, in
-`FrameData.strings`, and columns hold the positions of texts there. docs/report-json.md explains every field.
+Tables are stored by column: entry i of each list belongs to row i. Repeated texts are stored once, in
+`FrameData.strings`; columns hold indices into that list. docs/report-json.md explains every field.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 
 class Strings:
-    """Texts by number, in the order of their first use."""
+    """Table of distinct texts, numbered in the order of their first use."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -25,11 +25,11 @@ class Strings:
 
 @dataclass(kw_only=True)
 class LineColumns:
-    """Every line of code that any graph of the frame had after any pass; see `zgraph.graph.text.Line`.
+    """Table of the distinct code lines of a frame's graphs, before and after every pass; one line describes one node.
 
     Attributes:
-        name, call: text of the node's name, and text of the node's call.
-        value, parameters: positions in the strings.
+        name, call: name of the node, and the call that computes it, as text.
+        value, parameters: description of the node's value, and its parameters' names: indices into `FrameData.strings`.
     """
 
     name: list[str] = field(default_factory=list[str])
@@ -40,17 +40,17 @@ class LineColumns:
 
 @dataclass(kw_only=True)
 class NodeColumns:
-    """Nodes of a final graph in program order.
+    """Table of the nodes of a final graph, in program order.
 
     Attributes:
-        line: position in the frame's lines, which have the node's name.
-        op, target, shape, dtype, stride, module, source: positions in the strings; a contiguous stride is "".
-        parameters: position in the strings: names of the parameters that the node works for, joined by ", ".
+        line: index of the node's line in `FrameData.lines`.
+        op, target, shape, dtype, stride, module, source: indices into `FrameData.strings`; a contiguous stride is "".
+        parameters: names of the node's parameters, joined by ", ": index into `FrameData.strings`.
         bytes: size of the node's result.
-        storage: memory class of the result's storage.
-        lane: position in the lanes; -1: the node takes no time.
-        cost_us, start_us, end_us, exposed_us: predictions; None: the pipeline has no target.
-        inputs: positions of the nodes that the node reads.
+        storage: memory class of the result's storage, as an index into the memory classes.
+        lane: index into `FrameData.lanes`; -1: the node takes no time.
+        cost_us, start_us, end_us, exposed_us: predicted times in microseconds; None: the pipeline has no target.
+        inputs: indices of the nodes that the node reads.
     """
 
     line: list[int]
@@ -74,15 +74,17 @@ class NodeColumns:
 
 @dataclass(kw_only=True)
 class CollectiveColumns:
-    """Collectives of a final graph, numbered in program order.
+    """Table of the collectives of a final graph, in program order.
 
     Attributes:
-        node, wait: positions of the start and of its first wait. `wait` -1: in another graph, or not lowered.
-        kind, group, dtype, codec, reason: positions in the strings; the codec is "" if numbers are sent uncompressed.
+        node: index of the node that starts the collective.
+        wait: index of the first node that waits for the collective; -1: the wait is in another graph, or there is none.
+        kind, group, dtype, codec, reason: indices into `FrameData.strings`; the codec of uncompressed data is "".
         group_size: number of ranks in the group.
-        payload_bytes, sent_bytes, received_bytes: bytes of this rank.
-        parameters: positions in the frame's table of parameters.
-        predicted_us, exposed_us: predictions; None: the pipeline has no target.
+        payload_bytes: size of this rank's input.
+        sent_bytes, received_bytes: bytes that this rank sends and receives.
+        parameters: indices of the parameters in `FrameData.parameters`.
+        predicted_us, exposed_us: predicted times in microseconds; None: the pipeline has no target.
     """
 
     node: list[int] = field(default_factory=list[int])
@@ -109,9 +111,10 @@ class GraphData:
         direction: "forward", "backward", "inference" or "step".
         nodes: nodes of the graph.
         collectives: collectives of the graph.
-        predicted_us, exposed_us: predicted times of one call; None: no target.
-        critical: positions of the nodes on the critical path.
-        peak_bytes: peak of this graph only, as shown by `zgraph.explain`; None: could not be predicted.
+        predicted_us, exposed_us: predicted time of one call, and its exposed part; None: the pipeline has no target.
+        sent_bytes, received_bytes: bytes that this rank sends and receives in one call.
+        critical: indices of the nodes on the critical path.
+        peak_bytes: predicted peak memory of this graph by itself, as in `zgraph.explain`; None: not predictable.
     """
 
     direction: str
@@ -127,15 +130,17 @@ class GraphData:
 
 @dataclass(kw_only=True)
 class StorageColumns:
-    """Storages of a step, in the order of their creation.
+    """Table of the storages of a step, in the order of their creation.
+
+    Positions count the nodes of all graphs of the step, in execution order.
 
     Attributes:
-        node: position of the node that creates the storage, in the step.
+        node: position of the node that creates the storage.
         bytes: allocated bytes.
         first, last: first and last position at which the storage is alive.
-        kind: position in the memory classes.
-        space: position in the memory spaces.
-        held: 1 if the storage is held outside of the step, before and after it, and so is not counted; else 0.
+        kind: index into the memory classes.
+        space: index into the memory spaces.
+        held: 1 if the storage is allocated outside of the step, and so is not counted; else 0.
     """
 
     node: list[int] = field(default_factory=list[int])
@@ -149,18 +154,21 @@ class StorageColumns:
 
 @dataclass(kw_only=True)
 class MemoryData:
-    """Memory of one step of the frame, forward and then backward.
+    """Predicted memory of one step of the frame, over all of its graphs.
+
+    Positions count the nodes of all graphs of the step, in execution order.
 
     Attributes:
         directions: directions of the graphs, in execution order.
-        nodes: number of positions.
-        storages: all storages that are alive at some position.
-        workspace_bytes: workspace of each call, in addition to storages.
-        held_bytes: size of the inputs, which are held outside of the step.
-        budget_bytes: budget that the step was planned for; None: no limit.
-        peak_bytes, peak_position: most bytes that the step holds, and the position at which it does.
-        at_peak: positions of the largest storages alive at the peak, largest first.
-        unknown: nodes whose size depends on data; they count as 0.
+        nodes: number of nodes of all graphs.
+        storages: storages of the step.
+        workspace_bytes: workspace of the call at each position, in addition to storages.
+        held_bytes: size of the inputs, which are allocated outside of the step.
+        budget_bytes: memory budget of the step; None: no limit.
+        peak_bytes: peak memory of the step, without `held_bytes`.
+        peak_position: position of the peak.
+        at_peak: indices of the largest storages alive at the peak, largest first.
+        unknown: names of nodes whose size depends on data; they count as 0 bytes.
     """
 
     directions: list[str]
@@ -177,12 +185,13 @@ class MemoryData:
 
 @dataclass(kw_only=True)
 class Totals:
-    """Totals of a graph before or after a pass.
+    """Traffic, memory and time of a graph before or after a pass.
 
     Attributes:
+        nodes: number of nodes.
         sent_bytes: bytes that this rank sends.
-        peak_bytes: peak of this graph only.
-        predicted_us, exposed_us: predicted times of one call; None: no target.
+        peak_bytes: predicted peak memory of this graph by itself; None: not predictable.
+        predicted_us, exposed_us: predicted time of one call, and its exposed part; None: the pipeline has no target.
     """
 
     nodes: int
@@ -194,15 +203,17 @@ class Totals:
 
 @dataclass(kw_only=True)
 class PassData:
-    """One pass on one graph.
+    """One run of a pass on one graph.
 
     Attributes:
+        name: name of the pass.
         options: repr of the pass, with its options.
-        direction: direction of the graph; "joint" before the partition.
-        notes: notes of the pass.
+        direction: direction of the graph; "joint" for a joint forward-backward graph.
+        changed: whether the graph's text changed.
+        notes: messages of the pass, such as why it did nothing.
         before, after: totals before and after the pass; None if passes were not recorded.
-        hunks: changes of the text: (position before the pass, number of removed lines, inserted lines). Inserted lines
-            are runs (first, count).
+        hunks: changed places: (position of the first removed line, number of removed lines, inserted lines). Inserted
+            lines are runs of consecutive line numbers, (first, count).
     """
 
     name: str
@@ -217,18 +228,18 @@ class PassData:
 
 @dataclass(kw_only=True)
 class ParameterColumns:
-    """Parameters that the frame reads.
+    """Table of the parameters that the frame reads.
 
     Attributes:
         name: fully qualified name.
-        shape, dtype, lifetime, codec, rests: positions in the strings. dtype is the dtype between steps; rests is the
-            memory space between steps: "device", "host" or "disk".
+        shape, dtype, lifetime, codec: indices into `FrameData.strings`; dtype is the dtype between steps.
+        rests: memory space between steps, "device", "host" or "disk": index into `FrameData.strings`.
         zero_stage: 0 to 3; -1: unknown.
-        local_bytes: bytes that this rank keeps between steps.
-        collectives: collectives that carry the parameter: (position in `FrameData.graphs`, position of the collective).
+        local_bytes: bytes of the parameter that this rank keeps between steps.
         feedback_bytes: bytes of the parameter's error feedback that this rank keeps between steps.
-        wire_bytes: the parameter's share of the bytes that these collectives send; if a collective carries several
-            parameters, in proportion to their elements.
+        collectives: collectives that carry the parameter: (index of the graph, index of the collective in the graph).
+        wire_bytes: bytes that these collectives send for the parameter. The bytes of a collective are divided among its
+            parameters by their numbers of elements.
     """
 
     name: list[str] = field(default_factory=list[str])
@@ -250,13 +261,18 @@ class FrameData:
 
     Attributes:
         frame: Dynamo's number of the frame and of its recompile, such as "0/1".
-        reason: the guard that failed, if the frame was compiled before.
+        reason: guard whose failure caused a recompile; "" if there was none, or Dynamo does not name it.
         lowering: "inductor" or "fx".
-        from_step: first optimizer step that runs these graphs; in earlier steps some passes have not run.
-        hardware: name, backend and memory of the machine that times are predicted for; None: no target.
-        lanes: names of the lanes, numbered in the columns.
-        captured: by direction, the lines of the graph before any pass, as runs of first and count.
+        from_step: first optimizer step that runs these graphs; warm-up steps before it run other graphs.
+        hardware: name, backend and memory of the machine for which times are predicted; None: no target.
+        strings: texts, to which columns refer by index.
+        lanes: names of the lanes.
+        lines: code lines of all graphs, before and after every pass.
+        graphs: final graphs.
+        memory: predicted memory of a step; None: not predictable.
+        captured: lines of each direction's graph before any pass, as runs of line numbers (first, count).
         passes: passes in execution order.
+        parameters: parameters that the frame reads.
         seconds: measured time of each pass; not part of report.json, because it differs between runs.
     """
 

@@ -1,4 +1,4 @@
-"""Texts of graphs after each pass: each line is stored once, and each pass as the changes that it made."""
+"""Compact storage of graph texts: each distinct line is stored once, and each pass as a diff of line numbers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Hunk = tuple[int, int, Runs]
 
 
 class LinePool:
-    """Lines of code by number. Two lines of one graph never share a number; equal lines of two graphs share one."""
+    """Numbers code lines: equal lines of different graphs share a number, but each line of one graph has its own."""
 
     def __init__(self, strings: Strings) -> None:
         self.strings = strings
@@ -55,11 +55,10 @@ def runs_of(numbers: Sequence[int]) -> Runs:
 
 
 def hunks_between(before: Sequence[int], after: Sequence[int]) -> list[Hunk]:
-    """Return the removals and insertions that turn `before` into `after` and keep as many lines as possible.
+    """Return the diff that turns the line numbers `before` into `after`, with as many unchanged lines as possible.
 
-    Neither argument may repeat a number.
-
-    Most passes move nodes, so the kept lines are found as a longest increasing subsequence, in n log n.
+    Each argument lists every number at most once. Unchanged lines are a longest increasing subsequence, found in
+    O(n log n).
     """
     hunks: list[Hunk] = []
     old = new = 0
@@ -71,11 +70,11 @@ def hunks_between(before: Sequence[int], after: Sequence[int]) -> list[Hunk]:
 
 
 def _kept(before: Sequence[int], after: Sequence[int]) -> list[tuple[int, int]]:
-    """Return (position in `before`, position in `after`) of the lines that stay in place, by patience sorting."""
+    """Return the unchanged lines as pairs (position in `before`, position in `after`), by patience sorting."""
     place_of = {number: place for place, number in enumerate(before)}
     pairs = [(place_of[number], place) for place, number in enumerate(after) if number in place_of]
-    ends: list[int] = []  # the least last position of a subsequence of each length
-    last: list[int] = []  # the pair at that position
+    ends: list[int] = []  # smallest end of an increasing subsequence, by its length
+    last: list[int] = []  # index of the pair at this end
     previous: list[int] = []
     for number, (old, _) in enumerate(pairs):
         length = bisect_left(ends, old)

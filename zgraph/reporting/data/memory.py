@@ -1,4 +1,4 @@
-"""Memory of a step by class: assigns each storage of the memory model to a class that users know."""
+"""Memory of a step by class: assigns each storage to a class such as "parameters" or "activations"."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ PARAMETERS, GATHERED, ACTIVATIONS, GRADIENTS, OPTIMIZER, FEEDBACK, BUFFERS, INPU
     "communication buffers",
     "inputs",
 )
-OTHER = "other"  # a tier of the user's
+OTHER = "other"  # a user-defined memory space
 SPACES = (*listed(()), OTHER)
 LARGEST = 20  # storages that are listed at the peak
 
 
 class StorageClasses:
-    """Memory classes of the values of one graph.
+    """Assigns the value of each node of one graph to a memory class.
 
-    - parameters: inputs read by a gather or a reduction of this rank's rows, including their handles;
-    - gathered: whole parameters, and the results of unpacking them;
-    - communication buffers: data packed for sending, and received data that must be unpacked or summed;
+    - parameters: inputs that a gather or a reduction reads, such as this rank's shards;
+    - gathered: unsharded parameters, as gathered or as unpacked from a communication buffer;
+    - communication buffers: data packed for sending, and received data that is not unpacked or summed yet;
     - gradients: gradients of parameters, before and after their reduction;
-    - error feedback: errors of compressed reductions, while they are on the device;
-    - activations: all other results of compute, including gradients of activations;
-    - inputs: all other inputs, which the caller of the step holds.
+    - error feedback: compression errors while they are on the device;
+    - activations: all other computed values, including gradients of activations;
+    - inputs: all other inputs, which the caller of the step keeps alive.
 
     Args:
         graph: graph with fake values.
@@ -89,7 +89,7 @@ class StorageClasses:
         return PARAMETERS if used or any(nodes.is_low_rank(user) for user in node.users) else ACTIVATIONS
 
     def _class_of_copy(self, node: fx.Node) -> str:
-        """Return the class of a copy that carries parameters (gathered, gradients or buffer), by what is copied."""
+        """Return the memory class of a node that copies data into or out of a collective's buffers."""
         classes = [self.found.get(source) for source in node.all_input_nodes]
         if any(nodes.is_start(user) for user in node.users):
             return BUFFERS
@@ -108,7 +108,7 @@ def _looks_at_argument(node: fx.Node) -> bool:
 
 
 def _start_behind(node: fx.Node) -> fx.Node | None:
-    """Return the start of the collective whose result `node` views; None if `node` views anything else."""
+    """Return the start of the collective whose result `node` is, or is a view of; None if there is none."""
     while _looks_at_argument(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node if nodes.is_start(node) else None
@@ -121,7 +121,7 @@ def _behind_reduction(node: fx.Node) -> bool:
 
 
 def _class_of_arrival(start: fx.Node) -> str:
-    """Return the class of a collective's result: gathered, gradients, or a buffer from which these are copied."""
+    """Return the memory class of a collective's result."""
     if not meta.parameters(start):
         return ACTIVATIONS  # a collective of the model's own
     if not nodes.is_gather(start):
@@ -137,7 +137,10 @@ def _class_of_arrival(start: fx.Node) -> str:
 
 
 def _before_reductions(graph: fx.Graph) -> dict[fx.Node, None]:
-    """Return the gradients of parameters: nodes that the output or a reduction reads, also through views and casts."""
+    """Return the nodes that compute parameter gradients.
+
+    They are found backwards from the graph's outputs and reductions, through views and casts.
+    """
     found: dict[fx.Node, None] = {}
     pending = [
         source
@@ -163,13 +166,13 @@ def memory_data(
     classes: Mapping[Direction, StorageClasses],
     budget_bytes: int | None,
 ) -> MemoryData:
-    """Return the memory curve of a step as columns.
+    """Convert the memory curve of a step to tables.
 
     Args:
-        curve: memory curve over the graphs in their order.
+        curve: memory curve over all graphs of the step, in execution order.
         graphs: graphs by direction.
         classes: memory classes by direction.
-        budget_bytes: budget that the step was planned for.
+        budget_bytes: memory budget of the step; None: no limit.
     """
     numbers = {node: number for number, node in enumerate(curve.nodes)}
     found = {node: kind for each in classes.values() for node, kind in each.found.items()}
@@ -201,12 +204,12 @@ def memory_data(
 def _class_of_range(entry: LiveRange, number: int, ranges: Sequence[LiveRange], found: Mapping[fx.Node, str]) -> str:
     kept = remaining_bytes(entry.node) if entry.node.op == "call_function" else 0
     if kept and entry.bytes == kept and not any(later.node is entry.node for later in ranges[number + 1 : number + 2]):
-        return GRADIENTS  # a window's sum
+        return GRADIENTS  # sum of an accumulation window
     return found.get(entry.node, ACTIVATIONS)
 
 
 def _beside_storages(curve: MemoryCurve) -> list[int]:
-    """Return the workspace of each call: the memory curve minus the storages that are alive."""
+    """Return the workspace bytes of each call: all allocated bytes minus the bytes of live storages."""
     change = [0] * (len(curve.nodes) + 1)
     for entry in curve.ranges:
         if not entry.held and entry.space == DEVICE.name and entry.first >= 0:

@@ -1,4 +1,4 @@
-"""Builds a frame's part of `report.json` from its plan, with the same times and bytes as `zgraph.explain`."""
+"""Builds a frame's part of `report.json` from the frame's plan."""
 
 from __future__ import annotations
 
@@ -42,15 +42,17 @@ def build_frame(
     lowering: str,
     recorder: PassRecorder | None = None,
 ) -> FrameData | None:
-    """Build the data of a frame, before lowering changes its graphs; warn and return None if that fails.
+    """Build the data of a frame for `report.json`; if this fails, log a warning and return None.
+
+    Call this before lowering, which changes the graphs.
 
     Args:
         plan: plan of the frame.
         predictions: predictions of the frame's final graphs.
-        reports: reports of the frame's final graphs, in order.
+        reports: reports of the frame's final graphs, in execution order.
         known: facts about the parameters that the frame reads, by name.
         lowering: "inductor" or "fx".
-        recorder: record of each pass's changes; None if they were not recorded.
+        recorder: record of each pass's changes; None if passes were not recorded.
     """
     try:
         return _build(plan, predictions, reports, known, lowering, recorder)
@@ -127,7 +129,7 @@ def _machine(hardware: Hardware | None) -> dict[str, str | int] | None:
 
 
 class Lanes:
-    """Names of lanes by number, the compute lane first."""
+    """Numbers lanes in the order of their first use; lane 0 is "compute"."""
 
     def __init__(self) -> None:
         self.names = ["compute"]
@@ -224,7 +226,7 @@ def _memory(
 
 
 def _curve(plan: FramePlan, graphs: Mapping[Direction, fx.Graph]) -> MemoryCurve:
-    """Return the memory curve of a step, as budgets count memory."""
+    """Return the memory curve of a step; bytes are counted as for the memory budget."""
     if "forward" not in graphs:  # inference, a whole step
         (whole,) = graphs.values()
         return memory_curve(whole, agreed=True)
@@ -237,13 +239,13 @@ def rounded(us: float | None) -> float | None:
 
 
 def _us(us: float) -> float:
-    """Round to the nanosecond; whole numbers become integers, which are shorter."""
+    """Round microseconds to three decimals; whole numbers become ints, which take less space in JSON."""
     found = round(us, 3)
     return int(found) if found == int(found) else found
 
 
 def number_of(count: Any) -> int:
-    """Return a size as a number; for a symbolic size, its hint."""
+    """Return a size as a number; for a symbolic size, the hint from tracing."""
     return size_hint(count)
 
 

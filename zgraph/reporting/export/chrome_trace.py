@@ -18,7 +18,7 @@ COMPUTE = "compute"
 
 
 def chrome_trace(document: Document) -> Document:
-    """The trace of all frames of a document; empty if nothing was predicted or measured."""
+    """Return a Chrome trace of all frames of a document; empty if nothing was predicted or measured."""
     return {"displayTimeUnit": "ns", "traceEvents": list(_events(document))}
 
 
@@ -40,7 +40,7 @@ def _named(kind: str, process: int, name: str, thread: int = 0) -> Event:
 
 
 class _Predicted:
-    """Events of one frame as simulated."""
+    """Trace events of one frame's simulated timeline."""
 
     def __init__(self, document: Document, frame: Document, process: int) -> None:
         self.document = document
@@ -98,7 +98,7 @@ class _Predicted:
                 yield from self._flow(slices[start], slices[to], rows[start]["name"])
 
     def _thread(self, lane: str, begin: float, end: float) -> int:
-        """Return the thread for an interval of a lane; a lane has several threads if its nodes run concurrently."""
+        """Return the trace thread for an interval on a lane; overlapping intervals of a lane get different threads."""
         row = 0
         while self.until.get((lane, row), 0.0) > begin + 1e-3:  # times are rounded to the nanosecond
             row += 1
@@ -112,7 +112,7 @@ class _Predicted:
         yield common | {"ph": "f", "bp": "e", "tid": target[0], "ts": target[1]}
 
     def _memory(self, begins: Sequence[float]) -> Iterator[Event]:
-        """Yield counter events: the bytes alive of each memory class, whenever they change."""
+        """Yield a counter event for each change of the live bytes by memory class."""
         classes = bytes_by_class(self.document, self.frame)
         last: Event | None = None
         for position, begin in enumerate(begins):
@@ -123,7 +123,10 @@ class _Predicted:
 
 
 def _measured(found: Sequence[Mapping[str, Any]], process: int) -> Iterator[Event]:
-    """Yield a slice per graph, and inside it a slice per blocked wait; times are medians over all calls."""
+    """Yield a trace slice for each measured graph, and in it a slice for each wait that blocked.
+
+    Times are medians over all calls.
+    """
     yield _named("thread_name", process, COMPUTE, 1)
     order = ("step", "forward", "inference", "backward")
     offset = 0.0

@@ -1,4 +1,4 @@
-"""The folder of a report: for each rank and frame `report.json`, and files that are made only from `report.json`."""
+"""Writes the folder of a report: `report.json` for each rank and frame, and further files made from it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,12 @@ Exporter = Callable[[Document], str]
 
 @dataclass(frozen=True)
 class About:
-    """The rank that writes a report; see `document_of` for the fields."""
+    """Facts about the rank that writes a report.
+
+    Attributes:
+        rank, world_size: rank of the process, and number of ranks.
+        optimizer_bytes: size of the optimizer's state on this rank; None: unknown.
+    """
 
     rank: int
     world_size: int
@@ -47,10 +52,10 @@ class About:
 def report(model: nn.Module, directory: str | Path) -> Path:
     """Write the report of a compiled model to a folder: `zgraph.report(model, "out/")` after the first step.
 
-    For each frame that this rank has compiled, `rank<r>/frame_<id>/` has the page `index.html`, `report.json`,
-    `times.json` with the results of `zgraph.measure`, and a trace for ui.perfetto.dev. The report has the changes of
-    each pass if the model was compiled with `options={"dump": ...}` or a report that keeps passes.
-    A folder that is full or cannot be written causes only a warning.
+    For each frame that this rank has compiled, `rank<r>/frame_<id>/` contains the page `index.html`, `report.json`,
+    `times.json` with the results of `zgraph.measure`, and a trace for ui.perfetto.dev. The changes of each pass are
+    included only if the model was compiled with `options={"dump": ...}`, or with a `Report` that has `keep_passes` set.
+    If the folder cannot be written, a warning is logged.
 
     Args:
         model: module returned by `zgraph.shard` or `torch.compile`.
@@ -69,13 +74,16 @@ def report(model: nn.Module, directory: str | Path) -> Path:
 def write_report(
     directory: Path, found: Report, optimizer_bytes: int | None = None, world_size: int | None = None
 ) -> Path:
-    """Write the folders of all frames of a report; a folder that cannot be written causes only a warning.
+    """Write the folders of all frames of a report; if a folder cannot be written, log a warning and stop.
 
     Args:
         directory: parent of the ranks' folders.
-        found: report of the compile.
+        found: report to write.
         optimizer_bytes: size of the optimizer's state on this rank; None: unknown.
-        world_size: number of ranks of a planned cluster; None: that of this process's group.
+        world_size: number of ranks of a planned cluster; None: number of ranks of this process's default group.
+
+    Returns:
+        The folder of this rank.
     """
     rank, found_size = rank_and_world()
     about = About(rank, world_size or found_size, optimizer_bytes)
@@ -87,9 +95,9 @@ def write_report(
 
 
 def write_pipeline(folder: Path, plan: Mapping[str, Any]) -> None:
-    """Add a pipeline's plan to a rank's folder, with a page that shows the plan and then the frames of all stages.
+    """Add a pipeline's plan to a rank's folder, and a page that shows the plan and the frames of all stages.
 
-    A folder that cannot be written causes only a warning.
+    If the folder cannot be written, a warning is logged.
 
     Args:
         folder: folder of a rank, returned by `write_report`.
@@ -103,7 +111,7 @@ def write_pipeline(folder: Path, plan: Mapping[str, Any]) -> None:
 
 
 def write_frame(directory: Path, frame: FrameData, found: Report, about: About | None = None) -> bool:
-    """Write the folder of one frame and return True; return False, with a warning, if it cannot be written."""
+    """Write the folder of one frame; return whether that succeeded. A failure is logged as a warning."""
     about = about or About(*rank_and_world())
     folder = folder_of(directory, about.rank, frame.frame)
     try:
@@ -113,7 +121,7 @@ def write_frame(directory: Path, frame: FrameData, found: Report, about: About |
         )
         folder.mkdir(parents=True, exist_ok=True)
         _write(folder, [(REPORT, to_json(document)), (TIMES, to_json(times))])
-        _write(folder, files_of(load(folder / REPORT)))  # equal to files made from the folder later
+        _write(folder, files_of(load(folder / REPORT)))  # the same files as `zgraph report` makes later
     except Exception as error:  # a report must not end a training run
         _log.warning("zgraph: cannot write the report to %s: %s", folder, error)
         return False
@@ -126,15 +134,15 @@ def _write(folder: Path, files: Iterable[tuple[str, str]]) -> None:
 
 
 def folder_of(directory: Path, rank: int, frame: str) -> Path:
-    """Return the folder for the files of one compiled frame; no two ranks share a folder."""
+    """Return the folder for the files of one compiled frame; each rank has folders of its own."""
     return directory / f"rank{rank}" / f"frame_{frame.replace('/', '_')}"
 
 
 def files_of(document: Document) -> Iterator[tuple[str, str]]:
-    """Yield names and texts of the page and of the trace; a file that cannot be made is left out, with a warning.
+    """Yield (name, text) of a frame's page and trace. A file that cannot be made is skipped with a warning.
 
     Args:
-        document: document of one frame, with its times if there are any.
+        document: document of one frame, with its measured times if there are any.
     """
     makers: dict[str, Exporter] = {
         PAGE: page_text,

@@ -1,4 +1,4 @@
-"""The table of parameters: how each is stored, the collectives that carry it, and their bytes."""
+"""Builds the table of parameters in `report.json`: storage, collectives and bytes of each parameter."""
 
 from __future__ import annotations
 
@@ -22,12 +22,14 @@ from zgraph.tiers.tier import DEVICE
 
 @dataclass(frozen=True, kw_only=True)
 class KnownParameter:
-    """A parameter as described by the markers of a captured graph.
+    """Facts about a parameter, read from the captured graph.
 
     Attributes:
-        shape: unsharded shape; None: no marker of the graph tells the shape.
+        shape: unsharded shape; None: unknown.
         zero_stage: 0 to 3; -1: unknown.
-        dtype, local_bytes, rests: dtype, size and memory space of the part that this rank keeps between steps.
+        dtype: dtype of this rank's part between steps; None: unknown.
+        local_bytes: size of this rank's part between steps.
+        rests: memory space of this rank's part between steps, such as "device"; "" if unknown.
     """
 
     shape: tuple[int, ...] | None = None
@@ -38,10 +40,10 @@ class KnownParameter:
 
 
 def known_parameters(captured: fx.Graph, names: Iterable[str]) -> dict[str, KnownParameter]:
-    """Return the facts about each parameter that a frame reads, in the given order.
+    """Return facts about each parameter that a frame reads, by name, in the order of `names`.
 
     Args:
-        captured: the graph before any pass, whose markers have the parameters' names.
+        captured: graph before any pass; its unshard and reduce_grad nodes have the parameters' names and layouts.
         names: names of the parameters.
     """
     found = dict.fromkeys(names, KnownParameter())
@@ -66,14 +68,14 @@ def known_parameters(captured: fx.Graph, names: Iterable[str]) -> dict[str, Know
 
 
 def _rests(at_rest: fx.Node) -> str:
-    """Return the memory space of the graph input that a marker reads, directly or through a copy or cast."""
+    """Return the memory space of the graph input from which a node is computed through copies and casts."""
     while at_rest.op != "placeholder" and at_rest.all_input_nodes:
         at_rest = at_rest.all_input_nodes[0]
     return str(meta.space(at_rest) or DEVICE)
 
 
 def feedback_bytes(graphs: Iterable[fx.Graph]) -> dict[str, int]:
-    """Return, by parameter, the bytes of error feedback that this rank keeps between steps, from the first step on."""
+    """Return, for each parameter by name, the bytes of error feedback that this rank keeps between steps."""
     found: dict[str, int] = {}
     for graph in graphs:
         for node in nodes.call_functions(graph, lambda node: nodes.is_quantize(node) or nodes.is_low_rank_left(node)):
@@ -83,7 +85,7 @@ def feedback_bytes(graphs: Iterable[fx.Graph]) -> dict[str, int]:
 
 
 def _kept_by(node: fx.Node) -> list[Mapping[str, tuple[tuple[int, ...], torch.dtype]]]:
-    """Return, for each parameter of a reduction, shape and dtype of the tensors that the compression method keeps."""
+    """Return the error-feedback tensors of each parameter of a compressed reduction, as {name: (shape, dtype)}."""
     if nodes.is_low_rank_left(node):
         layout = LowRankArgs.of(node).layout
         return [
@@ -102,14 +104,14 @@ def parameter_columns(
     feedback: Mapping[str, int],
     strings: Strings,
 ) -> ParameterColumns:
-    """The table of parameters of a frame.
+    """Return a frame's table of parameters.
 
     Args:
-        known: the parameters, in order.
+        known: facts about the parameters, by name and in the order of the table.
         reports: reports of the frame's graphs.
-        graphs: columns of the graphs that `reports` describe, in the same order.
-        feedback: bytes that error feedback keeps, by name.
-        strings: texts by number.
+        graphs: tables of the same graphs, in the same order.
+        feedback: bytes of error feedback, by parameter name.
+        strings: table of texts, to which new ones are added.
     """
     names = list(known)
     carried: list[list[tuple[int, int]]] = [[] for _ in names]

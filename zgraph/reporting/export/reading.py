@@ -1,4 +1,4 @@
-"""Reads the files written by `report_json`: the document of a folder, with frames and ranks merged, and its texts."""
+"""Reads reports: merges the `report.json` files of several frames and ranks, and converts table entries to texts."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ TIMED = ("cost_us", "start_us", "end_us", "exposed_us")
 
 
 def load(path: Path) -> Document:
-    """Return a report's document. `path` is one frame's folder, or a directory with several frames and ranks.
+    """Read a report into one document. `path` is one frame's folder, or a directory with several frames and ranks.
 
-    Frames, and the plan of a pipeline if there is one, are those of the lowest rank. Every entry of `ranks` has the
-    `times` of its rank if they exist; the `times` of the document are those of the lowest rank.
+    The document has the frames, the measured `times` and the pipeline's plan (if there is one) of the lowest rank. Its
+    list `ranks` has predictions for the graphs of every rank, with the rank's measured `times` if they exist.
 
     Raises:
         ZgraphError: a report is missing, or its version is unknown.
@@ -69,7 +69,7 @@ def _load_one(file: Path) -> Document:
 
 
 def _merge(documents: Sequence[Document]) -> Document:
-    """Merge the documents of one rank's frames."""
+    """Merge the documents of one rank's frames into one document."""
     first, *others = documents
     for other in others:
         first["frames"] += other["frames"]
@@ -92,18 +92,21 @@ def line_text(frame: Document, line: int) -> str:
 
 
 def names_of(frame: Document, graph: Document) -> list[str]:
-    """Names of a graph's nodes, in program order."""
+    """Return the names of a graph's nodes, in program order."""
     names = frame["lines"]["name"]
     return [names[line] for line in graph["nodes"]["line"]]
 
 
 def unrolled(runs: Sequence[Sequence[int]]) -> list[int]:
-    """Return the line numbers of runs (first, count) as a list: [(4, 3), (2, 1)] becomes [4, 5, 6, 2]."""
+    """Expand runs (first, count) to a list of line numbers: [(4, 3), (2, 1)] becomes [4, 5, 6, 2]."""
     return [number for first, count in runs for number in range(first, first + count)]
 
 
 def texts_of(frame: Document, direction: str) -> Iterator[tuple[Document | None, list[int]]]:
-    """Yield (None, lines of the captured graph), then (pass, lines after the pass) for each pass on the graph."""
+    """Yield the line numbers of a graph's text before any pass and after each pass.
+
+    The pairs are (None, lines) for the captured graph, then (pass, lines) for each pass on this graph.
+    """
     lines = unrolled(frame["captured"].get(direction, []))
     yield None, lines
     for entry in frame["passes"]:
@@ -115,9 +118,9 @@ def texts_of(frame: Document, direction: str) -> Iterator[tuple[Document | None,
 
 
 def bytes_by_class(document: Document, frame: Document) -> dict[str, list[int]]:
-    """Return the bytes of each memory class at each position of a frame's step; together they are the memory curve.
+    """Return the live device bytes of each memory class at each position of a frame's step.
 
-    The workspace that calls use in addition to storages is the class "workspace".
+    The class "workspace" has the workspace of each call. The sum over all classes is the memory curve.
     """
     memory, classes = frame["memory"], document["memory_classes"]
     storages = memory["storages"]
@@ -136,7 +139,7 @@ def bytes_by_class(document: Document, frame: Document) -> dict[str, list[int]]:
 
 
 def rows_of(document: Document, frame: Document, graph: Document) -> Iterator[dict[str, Any]]:
-    """Yield a graph's nodes as dicts, with texts in place of their numbers, and None for unpredicted times."""
+    """Yield each node of a graph as a dict of texts and numbers; times that were not predicted are None."""
     columns, strings, lanes = graph["nodes"], frame["strings"], frame["lanes"]
     for number, line in enumerate(columns["line"]):
         row: dict[str, Any] = {"position": number, "name": frame["lines"]["name"][line], "code": line_text(frame, line)}

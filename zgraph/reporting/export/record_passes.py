@@ -1,4 +1,4 @@
-"""Records what each pass did to each graph: changed lines; nodes, bytes, peak and times before and after the pass."""
+"""Records what each pass changed in each graph: code lines, number of nodes, bytes, peak memory and predicted times."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from zgraph.scheduling.simulate import simulate
 
 
 class PassRecorder:
-    """Record of what the passes of one plan did.
+    """Records what the passes of one frame changed.
 
     Attributes:
-        pool: all lines of all graphs.
-        captured: by direction, the lines of the graph before any pass.
-        passes: one entry for each pass on each graph, in order.
+        pool: code lines of all graphs.
+        captured: lines of each direction's graph before any pass, as runs of line numbers (first, count).
+        passes: one entry for each pass on each graph, in execution order.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class PassRecorder:
         self._totals: dict[str, Totals] = {}
 
     def observe(self, graph_pass: GraphPass | None, ctx: PassContext, graph: fx.Graph) -> None:
-        """Record a graph as captured, or after a pass; never raises."""
+        """Record a graph after a pass, or before all passes if `graph_pass` is None."""
         direction = ctx.direction
         lines = self.pool.lines_of(graph)
         if graph_pass is None:
@@ -66,7 +66,7 @@ class PassRecorder:
 
 
 def unrecorded(runs: Iterable[PassRun], notes: Iterable[tuple[str, Direction, str]]) -> list[PassData]:
-    """Return the data of a plan's passes if no `PassRecorder` recorded them: names, directions and notes."""
+    """Return the data of passes that ran without a `PassRecorder`: name, direction, changed or not, and notes."""
     said = list(notes)
     return [
         PassData(
@@ -88,12 +88,12 @@ def _note(text: object) -> str:
 
 
 def options_text(graph_pass: GraphPass) -> str:
-    """Return the repr of a pass without memory addresses, which differ from run to run."""
+    """Return the repr of a pass without memory addresses, so that the text is the same in every run."""
     return safely(lambda: re.sub(r" at 0x[0-9a-f]+", "", repr(graph_pass)), graph_pass.name)
 
 
 def totals_of(graph: fx.Graph, ctx: PassContext) -> Totals:
-    """Return bytes, peak and predicted time of a graph between passes; unknown values are None."""
+    """Return traffic, peak memory and predicted time of a graph between two passes; unknown values are None."""
     found = Totals(nodes=len(graph.nodes), sent_bytes=0)
     try:
         found.sent_bytes = size_hint(sum(transfer.sent_bytes for transfer in transfers(graph)))

@@ -1,6 +1,7 @@
-"""`report.json`: a versioned document of plain columns, with equal bytes in every run; see docs/report-json.md.
+"""`report.json`: a versioned document of plain tables; docs/report-json.md explains every field.
 
-Measured times are in `times.json` in the same folder, so that two reports of one program are equal files.
+The file has the same bytes in every run of a program. Measured times, which differ between runs, are in `times.json`
+in the same folder.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def document_of(
     world_size: int,
     optimizer_bytes: int | None = None,
 ) -> Document:
-    """The content of `report.json`.
+    """Return the content of `report.json`.
 
     Args:
         frames: frames compiled by this rank.
@@ -57,13 +58,13 @@ def document_of(
 
 
 def at_rest(document: Document) -> dict[str, int]:
-    """Return the bytes, by memory class, that the rank keeps between steps for all parameters in the document."""
+    """Return the bytes of parameters and of error feedback that the rank keeps between steps, by memory class."""
     found: dict[str, dict[str, int]] = {PARAMETERS: {}, FEEDBACK: {}}
     for frame in document["frames"]:
         table = frame["parameters"]
         found[PARAMETERS] |= dict(zip(table["name"], table["local_bytes"], strict=True))
         found[FEEDBACK] |= {
-            name: max(count, found[FEEDBACK].get(name, 0))  # the frame of an evaluation has none
+            name: max(count, found[FEEDBACK].get(name, 0))  # a frame of an evaluation has no feedback
             for name, count in zip(table["name"], table["feedback_bytes"], strict=True)
         }
     return {kind: sum(counts.values()) for kind, counts in found.items()}
@@ -74,11 +75,11 @@ def times_of(
     seconds: Mapping[str, float],
     measured: Mapping[tuple[str, str], Measured],
 ) -> Document:
-    """The content of `times.json`: all measured times.
+    """Return the content of `times.json`: all measured times.
 
     Args:
         frames: frames compiled by this rank.
-        seconds: duration of the compile, by phase.
+        seconds: compile time by phase.
         measured: measurements of `zgraph.measure`, by frame and direction.
     """
     return {
@@ -93,12 +94,12 @@ def times_of(
 
 
 def to_json(document: Mapping[str, Any]) -> str:
-    """The document as compact ASCII text with sorted keys."""
+    """Return a document as compact ASCII text with sorted keys."""
     return json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False) + "\n"
 
 
 def plain(value: Any, leave_out: Sequence[str] = ()) -> Any:
-    """Convert dataclasses to dicts, lists and other JSON values; copies as little as possible."""
+    """Convert a value to JSON types: dataclasses become dicts, tuples become lists, infinity and NaN become None."""
     if is_dataclass(value):
         return {each.name: plain(getattr(value, each.name)) for each in fields(value) if each.name not in leave_out}
     if isinstance(value, Mapping):
@@ -111,7 +112,7 @@ def plain(value: Any, leave_out: Sequence[str] = ()) -> Any:
 
 
 def _rows(frame: FrameData) -> list[Document]:
-    """Return one row of predictions per graph, by which ranks are compared; the graphs themselves are left out."""
+    """Return one row per graph with its size, traffic, peak memory and predicted times, for comparing ranks."""
     return [
         {
             "frame": frame.frame,

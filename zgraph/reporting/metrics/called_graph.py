@@ -1,4 +1,4 @@
-"""Facts about a compiled graph that metrics count each time the graph runs."""
+"""Facts about compiled graphs that `zgraph.Metrics` adds up at each call of a graph."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from zgraph.reporting.of_graph import GraphReport
 
 
 def called_graph(report: GraphReport, plan: FramePlan, budget_bytes: int | None) -> CalledGraph:
-    """Describe a final graph of a frame for metrics.
+    """Return the facts about one final graph that metrics need.
+
+    Call this before lowering, which changes the plan's graphs.
 
     Args:
         report: report of the graph.
-        plan: plan of the frame, before lowering changes its graphs.
-        budget_bytes: budget of the frame's steps; None: no limit.
+        plan: plan of the graph's frame.
+        budget_bytes: memory budget of a step; None: no limit.
     """
     return CalledGraph(
         frame=report.frame,
@@ -32,7 +34,12 @@ def called_graph(report: GraphReport, plan: FramePlan, budget_bytes: int | None)
 
 
 def called_in_warm_up(backward: fx.Graph, final: CalledGraph) -> CalledGraph:
-    """Describe the backward that runs in warm-up steps, for metrics; its peak is not predicted."""
+    """Return the facts about the backward graph that runs during warm-up steps; its peak memory is not predicted.
+
+    Args:
+        backward: graph that runs during warm-up.
+        final: facts about the graph that runs after warm-up.
+    """
     return CalledGraph(
         frame=final.frame,
         direction=final.direction,

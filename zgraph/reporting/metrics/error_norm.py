@@ -1,4 +1,4 @@
-"""The norm of error-feedback state: the total error of compression that has not been sent yet."""
+"""Norm of the error-feedback state, that is, of the compression errors not yet added to a gradient."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from zgraph.runtime.error_feedback import Feedback
 
 @torch.no_grad()
 def error_norm(feedbacks: Iterable[Feedback]) -> Tensor | None:
-    """Return the 2-norm of all errors of this rank as a 0-d tensor, without communication or waiting.
+    """Return the 2-norm of this rank's compression errors as a 0-d tensor, without communication or waiting.
 
-    The result is None if there are no errors, or if an error kept on the host may still be in flight from a device.
+    None if there are no errors, or if a copy of an error from the device to the host may still be running.
 
     Args:
-        feedbacks: feedbacks of all parameters.
+        feedbacks: error feedback of all parameters.
     """
     norms: list[Tensor] = []
     for feedback in feedbacks:

@@ -42,20 +42,22 @@ class Metrics:
             metrics.step(tokens=x.numel(), grad_norm=norm)
         metrics.close()
 
-    Metrics never communicate or wait for a device: values are those of this rank. On an accelerator, a step is
-    written once the device has ended it, usually when the next step ends. Bytes and waits are those of compiled graphs.
-    On CUDA the allocator's peak statistics are reset at each step.
+    Values describe this rank only; nothing is communicated. On an accelerator, the host does not wait for the device: a
+    step is written after the device has completed it, usually when the next step ends. Bytes and wait times cover only
+    compiled graphs. On CUDA the allocator's peak statistics are reset at each step.
 
-    Create the object after `zgraph.shard`, just before the first step: the first step's time starts at this moment.
+    Create the object after `zgraph.shard` and just before the first step, whose time starts at this moment.
 
     Args:
-        model: module returned by `zgraph.shard` or `torch.compile`. If it was not sharded, only times and the values
+        model: module returned by `zgraph.shard` or `torch.compile`. For an unsharded model, only times and the values
             passed to `step` are known.
-        writers: writers such as `zgraph.metrics.JsonLines`. A writer that fails causes a warning, and is dropped.
-        error_norm_every: steps between two norms of the error-feedback state; each norm reads all of it. 0: never.
+        writers: writers such as `zgraph.metrics.JsonLines`. If a writer fails, a warning is logged and the writer is
+            dropped.
+        error_norm_every: number of steps between two norms of the error-feedback state, each of which reads the whole
+            state; 0: no norms.
 
     Attributes:
-        last: values of the newest step whose values are known; None before the first.
+        last: values of the last step that the device has completed; None before the first.
     """
 
     last: StepValues | None
@@ -93,17 +95,17 @@ class Metrics:
         self._begun = now(self._device)
 
     def step(self, *, tokens: int | None = None, grad_norm: Number | None = None, **own: Number) -> None:
-        """End a step, and write all steps whose values are known by now.
+        """End a step, and write all steps that the device has completed.
 
-        Tensors are read once their device has computed them; no step waits for its device.
+        Values may be tensors that the device has yet to compute; this method does not wait for them.
 
         Args:
-            tokens: number of tokens of the step, of this rank or of all ranks.
-            grad_norm: result of `clip_grad_norm_`; norms are not computed a second time.
-            own: additional numbers to write, such as `loss=loss`.
+            tokens: number of tokens of the step, on this rank or on all ranks.
+            grad_norm: result of `clip_grad_norm_`.
+            own: further numbers to write, such as `loss=loss`.
 
         Raises:
-            ValueError: a value is not a single number, or is spread over ranks.
+            ValueError: a value is not a single number, or is sharded over ranks.
             ZgraphError: the model was sharded after this object was created, or `close` was called.
         """
         self._check(tokens, own)
@@ -154,7 +156,7 @@ class Metrics:
             self._pauses.append((begin, now(self._device)))
 
     def close(self) -> None:
-        """Wait for the device, write the last steps and close the writers; graphs are no longer watched."""
+        """Wait for the device, write the remaining steps, close the writers and stop watching the model."""
         if not self._detach.alive:
             return
         if self._pending and self._device is not None:
@@ -172,11 +174,11 @@ class Metrics:
         self.close()
 
     def state_dict(self) -> dict[str, int]:
-        """Return the number of steps so far, for a checkpoint."""
+        """Return the number of steps so far, to be saved in a checkpoint."""
         return {"step": self._steps}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue counting steps from a checkpoint.
+        """Continue counting steps from the number in a saved state.
 
         Raises:
             ValueError: the state has no number of steps.
@@ -208,7 +210,10 @@ class Metrics:
         return error_norm(_feedbacks_of(self._parameters))
 
     def _take_peak(self, profiled: bool) -> int | None:
-        """Return the allocator's peak since the last call; None without CUDA, or while `zgraph.measure` resets it."""
+        """Return the allocator's peak bytes since the last call, and reset the peak.
+
+        None without CUDA, or if `zgraph.measure` has reset the peak meanwhile.
+        """
         if self._device is None or not is_gpu(self._device):
             return None
         peak_bytes = max(self._peak_bytes, module_of(self._device).max_memory_allocated(self._device))
@@ -223,7 +228,7 @@ class Metrics:
                 self._try(writer, lambda writer=writer, last=self.last: writer.write(last.step, last.as_dict()))
 
     def _try(self, writer: Writer, call: Any) -> None:
-        """Call a writer; if it fails, warn and drop it, because metrics must not end a training run."""
+        """Call a writer; if it fails, log a warning and drop the writer, so that training continues."""
         try:
             call()
         except Exception as error:
@@ -234,12 +239,17 @@ class Metrics:
 
 @dataclass(frozen=True)
 class _Step:
-    """A step whose end the device may not have reached yet.
+    """A step that the host has ended, but the device perhaps not.
 
     Attributes:
-        values: values that are known already.
-        host: numbers that the host has, by name.
-        names, coming: names of the numbers that the device computes, and the host tensor to which these are copied.
+        values: values that were known at the end of the step.
+        tokens: number of tokens; None: not given.
+        span: begin and end of the step, as returned by `now`.
+        pauses: begin and end of each pause in the step.
+        waits: begin and end of each wait of a compiled graph; None: no compiled graph ran.
+        host: numbers known on the host, by name.
+        names: names of the numbers that the device computes.
+        coming: host tensor to which these numbers are copied; None if there are none.
     """
 
     values: StepValues
@@ -252,7 +262,7 @@ class _Step:
     coming: Tensor | None
 
     def found(self) -> StepValues:
-        """Return all values of the step, which the device must have ended."""
+        """Return all values of the step; call this only after the device has completed the step."""
         step_us = elapsed_us(*self.span) - sum(elapsed_us(*pause) for pause in self.pauses)
         arrived = [] if self.coming is None else self.coming.tolist()
         numbers = self.host | dict(zip(self.names, arrived, strict=True))
@@ -295,7 +305,7 @@ def _feedbacks_of(parameters: Iterable[ShardedParam]) -> Iterator[Feedback]:
 
 
 def _graph_peak(calls: Sequence[CalledGraph], reports: Iterable[Report]) -> tuple[int | None, float | None]:
-    """Return the highest peak of the called graphs, and the largest share of a budget that a graph takes."""
+    """Return the highest peak bytes of the called graphs, and the highest ratio of a peak to its budget."""
     measured = {key: found.peak_bytes for report in reports for key, found in report.measured.items()}
     peaks: list[int | None] = []
     shares: list[float] = []
@@ -310,7 +320,11 @@ def _graph_peak(calls: Sequence[CalledGraph], reports: Iterable[Report]) -> tupl
 
 
 def _local(name: str, value: object) -> Number:
-    """Return a number or one-element tensor after a check; of a replicated DTensor, return the local tensor."""
+    """Return a value as a number or a one-element tensor; replicated DTensors become their local tensors.
+
+    Raises:
+        ValueError: the value is neither a number nor a one-element tensor, or is sharded over ranks.
+    """
     if isinstance(value, DTensor):
         if not all(placement.is_replicate() for placement in value.placements):
             raise ValueError(
@@ -330,7 +344,11 @@ def _local(name: str, value: object) -> Number:
 def _split(
     given: Mapping[str, Number], device: torch.device | None
 ) -> tuple[dict[str, float], list[str], Tensor | None]:
-    """Return the host's numbers by name, the names of the device's numbers, and the host tensor they are copied to."""
+    """Separate numbers known on the host from numbers on the device, and start copying the latter to the host.
+
+    Returns:
+        The host's numbers by name; the names of the device's numbers; and the host tensor to which they are copied.
+    """
     there = {
         name: value.reshape(()).to(device, torch.float32)
         for name, value in given.items()

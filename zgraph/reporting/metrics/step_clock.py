@@ -1,4 +1,4 @@
-"""Counts calls of compiled graphs and times their waits, while `zgraph.Metrics` watches a model."""
+"""Counts the calls of compiled graphs and times their waits for `zgraph.Metrics`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from zgraph.runtime.window_state import state_behind
 
 
 class KeptGather(NamedTuple):
-    """A gather that sends nothing if its window has already gathered the parameter.
+    """A gather that runs only once in an accumulation window, and keeps its result for the window's later forwards.
 
     Attributes:
-        handle: position of the parameter's handle among the graph's inputs.
+        handle: position, among the graph's inputs, of the handle: the tensor that identifies the parameter.
         dtype: dtype of the gathered parameter.
-        sent_bytes: bytes that this rank sends if the gather sends.
+        sent_bytes: bytes that this rank sends if the gather runs.
     """
 
     handle: int
@@ -29,15 +29,15 @@ class KeptGather(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class CalledGraph:
-    """Facts about a compiled graph that are counted each time it runs.
+    """Facts about one compiled graph that metrics need.
 
     Attributes:
-        frame, direction: frame and direction as in `zgraph.explain`.
-        sent_bytes: bytes that this rank sends in one call if all gathers send.
-        kept_gathers: gathers that may not send, because their window keeps the parameter.
-        peak_bytes: predicted peak, without memory held outside of the graph; None: unknown.
-        frame_peak_bytes: predicted peak of a step of the frame, as budgets count it; None: the frame has no budget.
-        budget_bytes: most bytes that a step of the frame may hold; None: no limit.
+        frame, direction: frame and direction, as in `zgraph.explain`.
+        sent_bytes: bytes that this rank sends in a call in which every gather runs.
+        kept_gathers: gathers that run only once in an accumulation window.
+        peak_bytes: predicted peak memory of the graph by itself; None: unknown.
+        frame_peak_bytes: predicted peak memory of a step, which is compared with the budget; None: no budget.
+        budget_bytes: memory budget of a step; None: no limit.
     """
 
     frame: str
@@ -49,7 +49,7 @@ class CalledGraph:
     budget_bytes: int | None = None
 
     def sends(self, args: Sequence[Any]) -> int:
-        """Return the bytes that this rank is going to send in a call with the inputs `args`."""
+        """Return the bytes that this rank will send in a call with the inputs `args`."""
         found = self.sent_bytes
         for gather in self.kept_gathers:
             if gather.dtype in state_behind(args[gather.handle]).kept:
@@ -62,10 +62,10 @@ class Counted:
     """Counts of the calls of a model's compiled graphs.
 
     Attributes:
-        calls: called graphs, in call order.
+        calls: one entry for each call, in order.
         sent_bytes: bytes sent by this rank.
-        waits: begin and end of each wait: microseconds of the host, or events of the device.
-        profiled: whether `zgraph.measure` ran one of the calls.
+        waits: begin and end of each wait, in microseconds of the host's clock, or as device events.
+        profiled: whether `zgraph.measure` was active in one of the calls.
     """
 
     calls: list[CalledGraph] = field(default_factory=list[CalledGraph])
@@ -87,13 +87,13 @@ class StepClock:
         self.paused = False
 
     def take(self) -> Counted:
-        """Return the counts and start anew."""
+        """Return the counts since the last call, and reset them."""
         found, self.counted = self.counted, Counted()
         return found
 
 
 class GraphWatch:
-    """Chooses the runner of each call of one graph: a profiler, a `CountedGraph`, or None if neither is needed."""
+    """Chooses how each call of one graph runs: under a profiler, as a `CountedGraph`, or unobserved (None)."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class GraphWatch:
 
 
 class CountedGraph:
-    """Runs one call of a graph with timed waits, and adds the times to the clocks."""
+    """Runs a graph and records the begin and end of each wait."""
 
     def __init__(self) -> None:
         self.clocks: Sequence[Clock] = ()

@@ -10,23 +10,23 @@ from zgraph.reporting.tables import duration, size
 
 @dataclass(frozen=True, kw_only=True)
 class StepValues:
-    """Metrics of one step on this rank; None if a value is unknown.
+    """Metrics of one step on this rank; None stands for an unknown value.
 
     Attributes:
         step: number of the step; the first is 1.
-        tokens_per_s: rate of the tokens passed to `Metrics.step`.
+        tokens_per_s: tokens passed to `Metrics.step`, divided by the step's seconds.
         step_ms: time since the end of the previous step, without code inside `Metrics.pause`.
         exposed_ms: time for which compute was blocked in waits of compiled graphs; None: no compiled graph ran.
         compile_ms: time spent compiling, as counted by `zgraph.summary`; 0 if nothing was compiled.
-        sent_bytes: bytes sent by compiled graphs in all their calls; None: no compiled graph ran.
-        peak_bytes: most bytes held by PyTorch's allocator on a CUDA device; None elsewhere, and under `zgraph.measure`.
-        graph_peak_bytes: highest peak of a compiled graph that ran, without memory of the model and the optimizer. The
-            peak is measured if `zgraph.measure` has measured the graph, else predicted.
-        budget_share: peak divided by the pipeline's `budget_bytes`; above 1 the peak exceeds the budget. A predicted
-            peak is the one that the compile compared with the budget. None: no budget.
+        sent_bytes: bytes that this rank's compiled graphs have sent; None: no compiled graph ran.
+        peak_bytes: peak of PyTorch's CUDA allocator; None on other devices, and under `zgraph.measure`.
+        graph_peak_bytes: highest peak memory of a called graph, as measured by `zgraph.measure` or else as predicted;
+            without memory of the model and the optimizer.
+        budget_share: highest peak memory of a step divided by `budget_bytes`; above 1 the budget is exceeded. None: no
+            budget.
         grad_norm: value passed to `Metrics.step`.
-        error_norm: norm of this rank's error-feedback state, in every `error_norm_every`-th step; None in other steps,
-            and if nothing is compressed with error feedback.
+        error_norm: norm of this rank's compression errors. Known only in every `error_norm_every`-th step, and only if
+            there is error feedback.
         own: further values passed to `Metrics.step`, by name.
     """
 
@@ -44,7 +44,7 @@ class StepValues:
     own: Mapping[str, float] = field(default_factory=dict[str, float])
 
     def as_dict(self) -> dict[str, float | None]:
-        """All values by name, with `own` last."""
+        """Return all values by name, with the values in `own` last."""
         return {name: getattr(self, name) for name in NAMES} | dict(self.own)
 
     def __str__(self) -> str:

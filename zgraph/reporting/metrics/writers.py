@@ -15,23 +15,23 @@ RANK = "{rank}"
 
 
 class Writer(Protocol):
-    """Receives the values of each step; a user-defined writer needs these two methods."""
+    """Receives the metrics of each step; a user-defined writer implements these two methods."""
 
     def write(self, step: int, values: Mapping[str, float | None]) -> None:
-        """Write the values of one step by name; None: unknown."""
+        """Write the values of one step, by name; None stands for an unknown value."""
         ...
 
     def close(self) -> None:
-        """Write all values that are not written yet; called once, at the end."""
+        """Write all buffered values; called once, at the end."""
         ...
 
 
 class JsonLines:
-    """Writes each step as one line of JSON, at the end of a file.
+    """Appends each step to a file as one line of JSON.
 
-    If `path` contains "{rank}", each rank writes a file of its own; otherwise only rank 0 writes. Unknown values are
-    null; infinity and NaN, which JSON lacks, are the strings "Infinity", "-Infinity" and "NaN". A run that resumes from
-    a checkpoint adds lines, so steps after the checkpoint may come twice: the last line counts.
+    If `path` contains "{rank}", each rank writes its own file; otherwise only rank 0 writes. Unknown values are null.
+    Infinity and NaN, which JSON lacks, are the strings "Infinity", "-Infinity" and "NaN". If a run resumes from a
+    checkpoint, steps after the checkpoint may appear twice: the last line is the valid one.
 
     Args:
         path: path of the file; missing folders are created.
@@ -42,7 +42,7 @@ class JsonLines:
         self._file: TextIO | None = None
         if _writes(path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("a", encoding="utf-8", buffering=1)  # by line: a killed run leaves whole ones
+            self._file = self.path.open("a", encoding="utf-8", buffering=1)  # by line: a kill leaves no partial line
 
     def write(self, step: int, values: Mapping[str, float | None]) -> None:
         if self._file is not None:
@@ -54,11 +54,11 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Writes each known value as a scalar for TensorBoard.
+    """Writes each known value as a scalar to TensorBoard.
 
     Args:
-        log_dir: directory for `torch.utils.tensorboard.SummaryWriter`; "{rank}" as for `JsonLines`. Or an existing
-            SummaryWriter, which the caller closes.
+        log_dir: directory for a new `torch.utils.tensorboard.SummaryWriter`, or an existing SummaryWriter, which the
+            caller closes. If the directory contains "{rank}", each rank writes its own; otherwise only rank 0 writes.
         prefix: text before each name.
 
     Raises:
@@ -84,15 +84,16 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Logs the known values of each step to a run of Weights & Biases.
+    """Logs each known value to a run of Weights & Biases.
+
+    Use this writer only on ranks that have a run.
 
     Args:
-        run: run returned by `wandb.init(...)`, or None for the module's current run. Use this writer only on ranks that
-            have a run. The run is left open: the caller finishes it.
+        run: run returned by `wandb.init(...)`; None: wandb's current run. The caller finishes the run.
         prefix: text before each name.
 
     Raises:
-        ZgraphError: wandb is not installed, or no run has begun.
+        ZgraphError: wandb is not installed, or no run is active.
     """
 
     def __init__(self, run: Any = None, *, prefix: str = "zgraph/") -> None:
@@ -110,7 +111,7 @@ def _writes(path: object) -> bool:
 
 
 def _known(values: Mapping[str, float | None]) -> dict[str, float]:
-    """Return the known values to plot over steps; `step` itself is left out, because it is the axis."""
+    """Return the known values without `step`, which is the x-axis of the plots."""
     return {name: value for name, value in values.items() if value is not None and name != "step"}
 
 

@@ -1,4 +1,4 @@
-"""Inserts a report into the page. The page is one file and needs no network; data is text in it, never markup."""
+"""Inserts a report's data into the HTML page, a single file that loads nothing from the network."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Exchanges between ranks: starting them, their identity, and a watch that detects mismatched ones."""
+"""Collectives between ranks: starting them, identifying them, and detecting ranks that run different ones."""

@@ -1,14 +1,15 @@
-"""Record of the training loop's changes to weights and gradients: if ranks differ, the next exchange is refused.
+"""Records the training loop's changes to weights and gradients, so that differences between ranks raise an error.
 
-`p.grad.mul_(1 / tokens)` scales each shard by its own rank's number, `if loss.isnan(): p.grad.zero_()` clears shards
-of one rank only, and `model.load_state_dict(best)` may restore a different step's weights on each rank. Such operators
-do not communicate, so none of them detects the difference. So each sharded tensor carries
+The loop may change the shards of one rank differently from the shards of other ranks. Examples are
+`p.grad.mul_(1 / tokens)` with a number of this rank, `if loss.isnan(): p.grad.zero_()`, and
+`model.load_state_dict(best)` with another step's weights. No collective runs in such code that could detect the
+difference. So each sharded tensor has two attributes:
 
-- its origin: a hash of the parameters, operators, numbers and step that the tensor was computed from;
-- its digest: a hash of the operators and numbers that have written to the tensor since the last step.
+- origin: a hash of the parameters, operators, numbers and step from which the tensor was computed;
+- digest: a hash of the operators and numbers that have written to the tensor since the last step.
 
-The exchange that ends a step compares origins and digests of all tensors of the optimizer. Every exchange compares the
-digests of weights.
+At the end of a step, ranks compare the origins and digests of all tensors that the optimizer reads. At every other
+exchange (collective between ranks), they compare the digests of weights.
 """
 
 from __future__ import annotations
@@ -29,20 +30,21 @@ ADVICE_ON_CHANGES = (
     "Change gradients and weights alike on all ranks: average numbers over the ranks first, and decide together to "
     "skip a step."
 )
-_NAN = 0.5  # hashed in place of NaN, whose own hash depends on the object
+_NAN = 0.5  # hashed in place of NaN, because the hash of a NaN differs between objects
 _DIGESTS = 1e9  # integers from this size on are digests, which are not shown
 _MASK = 2**61 - 1
 
 
 @dataclass(eq=False)
 class Changes:
-    """Record of the changes to one model's parameters and gradients between two steps.
+    """Record of the training loop's changes to one model's parameters and gradients since the last optimizer step.
 
     Attributes:
-        are_noted: whether changes are recorded; False during an optimizer's step, whose options are compared instead.
-        last: text for errors: the last operator that took a number of this rank, and the latest operator since.
-        steps: number of steps that have ended.
-        pending: sum of the numbers that each exchange compares until the step ends, such as digests of parameters.
+        are_noted: whether changes are recorded; False while an optimizer steps.
+        last: the last recorded operators as text, for error messages.
+        steps: number of ended steps.
+        pending: sum of the hashes that ranks compare at every exchange until the step ends, such as digests of
+            parameters.
     """
 
     are_noted: bool = True
@@ -52,15 +54,15 @@ class Changes:
     _last_numbers: str = ""
 
     def compare(self, number: int) -> None:
-        """Add `number` to `pending`, which each exchange compares until the step ends."""
+        """Add a hash to `pending`, so that ranks compare it at every exchange until the step ends."""
         self.pending = (self.pending + number) & _MASK
 
     def begin_anew(self, failures: int) -> None:
-        """Restart the record after ranks have disagreed; `failures` is the number of disagreements so far."""
+        """Reset the record after ranks have disagreed; `failures` is the number of disagreements so far."""
         self.steps, self.pending = failures << 32, 0  # differs from every earlier step's number
 
     def of_read(self, operator: int, name: object, args: Sequence[Any], results: Iterable[Any]) -> None:
-        """Record that an operator has computed sharded tensors: set the origin of each result."""
+        """Record an operator that has computed new sharded tensors: set the origin of each result."""
         results, numbers = list(results), list(_numbers_in(args))
         sources = [*map(origin_of, _sharded_in(args))]
         # Ranks may accumulate differently, so a sum that autograd makes has the origin of its first summand.
@@ -72,9 +74,10 @@ class Changes:
             self._note(operator, name, numbers, results)
 
     def of_write(self, operator: int, name: object, args: Sequence[Any], written: Sequence[Any]) -> None:
-        """Record that an operator has written to tensors: set the digest of each sharded tensor.
+        """Record an operator that has written to tensors: update the digest of each sharded tensor among them.
 
-        During a backward pass a write counts only if it involves numbers: ranks may accumulate gradients differently.
+        During a backward pass, only operators with numbers among their arguments are recorded, because ranks may
+        accumulate gradients in different orders.
         """
         targets = frozenset(map(id, written))
         numbers = list(_numbers_in(args, targets))
@@ -104,14 +107,14 @@ class Changes:
             self.last = f"{self._last_numbers}, {name}" if self._last_numbers else f"{name}"
 
     def taken(self, tensors: Iterable[tuple[Tensor | None, int]]) -> int:
-        """End a step: hash the origins and digests of all tensors that the step reads, and reset both.
+        """End a step: return a hash of the changes to all tensors that the step reads, and reset the record.
 
         Args:
-            tensors: parameters, gradients (or None) and the optimizer's state, in the same order on all ranks. Each is
-                paired with its parameter's origin; a tensor that has this origin does not count as changed.
+            tensors: pairs (tensor, origin of its parameter) for parameters, gradients (or None) and the optimizer's
+                state, in the same order on all ranks. A tensor whose origin equals its parameter's has not changed.
 
         Returns:
-            0 if nothing has changed and no tensor is None.
+            The hash; 0 if no tensor has changed and none is None.
         """
         found = [self.pending, *(_change_of(tensor, origin) for tensor, origin in tensors)]
         self.steps, self.pending, self.last, self._last_numbers = self.steps + 1, 0, "", ""
@@ -126,7 +129,7 @@ def _change_of(tensor: Any, origin: int) -> int:
     found = getattr(whole, "digest", 0)
     if viewed is not None and viewed.number:
         return hash((found, origin_of(tensor)))
-    own = getattr(whole, "origin", origin) or origin  # 0: made by zgraph itself when it moved state
+    own = getattr(whole, "origin", origin) or origin  # 0: zgraph made the tensor itself, by moving state
     if own != origin:
         found = hash((found, own))
         whole.origin = origin
@@ -136,7 +139,7 @@ def _change_of(tensor: Any, origin: int) -> int:
 
 
 def origin_of(tensor: Any) -> int:
-    """Hash of a sharded tensor's origin and digest; for a view, its base's origin and digest, and the view's number."""
+    """Return a hash of a sharded tensor's origin and digest; different views of one tensor have different hashes."""
     whole, viewed = _whole(tensor), getattr(tensor, "viewed", None)
     return hash((getattr(whole, "origin", 0), getattr(whole, "digest", 0), 0 if viewed is None else viewed.number))
 
@@ -150,19 +153,20 @@ def _sharded_in(args: Iterable[Any]) -> Iterator[DTensor]:
 
 
 def _whole(tensor: Any) -> Any:
-    """The base of a recorded view; for any other tensor, the tensor itself."""
+    """Return the base of a recorded view; for any other tensor, the tensor itself."""
     viewed = getattr(tensor, "viewed", None)
     return tensor if viewed is None else viewed.whole
 
 
 def _numbers_in(args: Iterable[Any], written: Container[int] = ()) -> Iterator[float]:
-    """Yield the numbers among an operator's arguments, and the digests of the sharded tensors among them.
+    """Yield the numbers among an operator's arguments, and the digests of its sharded tensors.
 
-    Numbers in 0-d CPU tensors count; numbers on a device do not, because reading them needs a sync.
+    Values of 0-d CPU tensors are numbers, too; values on a device are skipped, because reading them would block the
+    host.
 
     Args:
-        written: ids of the tensors that the operator writes, which are skipped: a GradScaler's flag, for example, may
-            differ between ranks.
+        args: arguments of the operator.
+        written: ids of the tensors that the operator writes, which are skipped.
     """
     for arg in args:
         if isinstance(arg, int | float):
@@ -179,17 +183,17 @@ def _numbers_in(args: Iterable[Any], written: Container[int] = ()) -> Iterator[f
 
 
 def hash_of(numbers: Iterable[float]) -> int:
-    """Hash of numbers that is the same in each process, even for NaN."""
+    """Return a hash of numbers that is equal in all processes, even for NaN."""
     return hash(tuple(number if number == number else _NAN for number in numbers))
 
 
 def note_origin(sharded: DTensor, whole: Tensor) -> None:
-    """Record a checksum of `whole` as the origin of its shard; `whole` must be equal on all ranks."""
+    """Set a sharded tensor's origin to a checksum of the unsharded tensor, which must be equal on all ranks."""
     sharded.origin = checksum([whole])  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def checksum(tensors: Iterable[Tensor]) -> int:
-    """CRC-32 of the shapes, dtypes and values of tensors; values of sparse tensors do not count."""
+    """Return a CRC-32 of the shapes, dtypes and values of tensors; of sparse tensors, without the values."""
     found = 0
     for tensor in tensors:
         found = zlib.crc32(f"{list(tensor.shape)} {tensor.dtype}".encode(), found)

@@ -1,17 +1,16 @@
-"""Functions that start zgraph's collectives: sends between pairs of ranks on gloo, the backend's collectives elsewhere.
+"""Starts collectives: as sends between pairs of ranks on gloo, and as the backend's own collectives elsewhere.
 
-Results are bitwise equal. Advantages of point-to-point sends on gloo (torch 2.11 - 2.13):
+Both ways give bitwise equal results. On gloo, point-to-point sends have these advantages (torch 2.11 - 2.13):
 
-- They use both directions of a link. In gloo's all_to_all and all_gather a rank sends data before it announces that it
-  is ready to receive. A late rank queues its announcement after its data, and its peer sends nothing meanwhile: four
-  ranks got 94 MB/s through links on which TCP gets 119 MB/s (`examples/benchmarks/shaped_link.py`); point-to-point
-  sends get 117 MB/s.
-- They need no staging. ProcessGroupGloo gathers into an internal buffer and copies the result out of that buffer.
-- They keep no tensors alive. Each of gloo's threads keeps the tensors of its last collective until its next
-  collective, up to four buckets.
+- They use both directions of a link at once. In gloo's all_to_all and all_gather, a rank sends its data before it
+  announces that it is ready to receive, so its peer sends nothing meanwhile. Four ranks got 94 MB/s with gloo's
+  collectives, 117 MB/s with point-to-point sends, and 119 MB/s with plain TCP
+  (`examples/benchmarks/shaped_link.py`).
+- They need no staging buffer. ProcessGroupGloo gathers into an internal buffer, from which it copies the result.
+- They free tensors early. Each of gloo's threads keeps the tensors of its last collective alive until its next
+  collective: up to four buckets.
 
-Sends between two ranks arrive in the order in which they were started. So all ranks must start the collectives of a
-group in the same order, as they must for the backend's collectives.
+All ranks must start the collectives of a group in the same order, as with the backend's own collectives.
 """
 
 from __future__ import annotations
@@ -42,19 +41,19 @@ from zgraph.torch_compat.collectives import (
 from zgraph.torch_compat.groups import backend_of, resolve_group
 
 _NUMBERS = 4096
-# First tags of two ranges: for sends, and for parts that a gather by host passes on. Far from tags that users choose.
+# First tags of two ranges: for sends, and for parts that hierarchical gathers forward. Far from tags of users.
 _TAGS = (0x7A670000, 0x7A670000 + _NUMBERS)
 
 
 class Route(NamedTuple):
-    """Facts about a process group that the start of a collective needs; they are the same in every call.
+    """Facts about a process group that are looked up once and reused by every call of a collective.
 
     Attributes:
         group: the process group.
-        backend: the group's backend for tensors on the collective's device; "" if the group has none for it.
-        point_to_point: whether the collective runs as sends between pairs of ranks: on gloo, from host memory.
+        backend: the group's backend for the device of the collective's tensors; "" if there is none.
+        point_to_point: whether collectives run as sends between pairs of ranks: on gloo, with tensors on the CPU.
         rank: this rank's number in the group.
-        others: the group's other ranks, starting after this rank; empty unless point_to_point.
+        others: the group's other ranks, starting after this rank; empty unless `point_to_point`.
     """
 
     group: ProcessGroup
@@ -74,16 +73,17 @@ class Route(NamedTuple):
 def bind(
     function: Callable[..., Any], *more: Any, about: Callable[[], About | None] | None = None
 ) -> Callable[..., Any]:
-    """Bind one of this module's functions to one node of a compiled program; the first call finds the `Route`.
+    """Specialize a function of this module for one node of a compiled program; its `Route` is looked up only once.
 
     Args:
-        function: accepts tensors of one device, any other arguments, the group's name, `more`, and `route=`.
-        more: arguments that are the same in every call.
-        about: returns the identity of each call's exchange; None if the function does not accept `about=`.
+        function: function with the parameters (tensors, *others, group_name, *more, route=, about=).
+        more: values of its last positional parameters, the same in every call.
+        about: called before each call to get the identity of the collective; None if the function has no parameter
+            `about`.
 
     Returns:
-        The function without its arguments `more`, `route` and `about`. If the group's name comes to mean another
-        group, the next call finds the route anew.
+        A function with the parameters (tensors, *others, group_name). If the group's name later belongs to another
+        group, the route is looked up again.
     """
     known: Route | None = None
 
@@ -109,7 +109,14 @@ def start_all_gather(
     route: Route | None = None,
     about: About | None = None,
 ) -> Tensor:
-    """Start an all_gather; see `_start` for `number` and `about`. Usable after a wait: [n, ...] -> [world * n, ...]."""
+    """Start an all_gather: [n, ...] -> [world * n, ...], readable after a wait.
+
+    Args:
+        shard: part of this rank.
+        world: number of ranks in the group.
+        group_name: name of the group.
+        number, about: as for `_start`.
+    """
     route = route or Route.of(resolve_group(group_name), shard.device)
     if route.backend != "gloo":
         return all_gather_op()(shard.contiguous(), world, group_name)
@@ -121,7 +128,7 @@ def start_all_gather(
 
 
 def all_gather(shard: Tensor, world: int, group_name: str, *, about: About | None = None) -> Tensor:
-    """Start an all_gather and wait for it: cheaper than two calls, because torch need not register the work."""
+    """Run an all_gather and wait for it; cheaper than a start and a wait, because torch need not register the work."""
     route = Route.of(resolve_group(group_name), shard.device)
     if not route.point_to_point:
         return wait(start_all_gather(shard, world, group_name, route=route))
@@ -131,13 +138,14 @@ def all_gather(shard: Tensor, world: int, group_name: str, *, about: About | Non
 
 
 def start_hierarchical_gather(shard: Tensor, world: int, group_name: str, number: int, ranks_per_host: int) -> Tensor:
-    """Start an all_gather over several hosts with several ranks each, in which a part is sent to each host only once.
+    """Start an all_gather over several hosts with several ranks each, which sends each part to every host only once.
 
-    Example: ranks 0 and 1 are first and second on one host, ranks 2 and 3 on another:
+    A rank sends its part to the other ranks of its host, and to the rank with the same position on each other host.
+    During the wait, ranks forward the parts from other hosts to the other ranks of their host. With ranks 0 and 1 on
+    one host, and ranks 2 and 3 on another:
 
-        start    a rank sends its part to all ranks of its host, and to the rank at     0 -> 1, 2    1 -> 0, 3    ...
-                 its position on each other host
-        wait     a rank passes parts from other hosts on to the ranks of its host       0 -> 1: 2's  1 -> 0: 3's  ...
+        start    rank 0 sends its part to 1 and 2, rank 1 to 0 and 3, ...
+        wait     rank 0 forwards the part of 2 to 1, rank 1 forwards the part of 3 to 0, ...
     """
     group = resolve_group(group_name)
     hosts = hosts_of(group, ranks_per_host)
@@ -160,9 +168,9 @@ def start_hierarchical_gather(shard: Tensor, world: int, group_name: str, number
 
 
 class _PassOn(dist.Work):
-    """Second half of a hierarchical gather: `wait` sends parts from other hosts on to the other ranks of this host.
+    """Second half of a hierarchical gather: its `wait` forwards parts from other hosts to the other ranks of this host.
 
-    The wait ends only when the other ranks of the host wait for the same gather. So all ranks must wait for all
+    The wait ends only when the other ranks of the host wait for the same gather. So all ranks must wait for their
     collectives in the same order: see `zgraph.graph.collective_dispatch.order_of_waits`.
     """
 
@@ -199,14 +207,13 @@ def start_grouped_gather(
     route: Route | None = None,
     about: About | None = None,
 ) -> list[Tensor]:
-    """Start several all_gathers, as one launch on NCCL and one by one elsewhere; `finish_group` waits for them.
+    """Start several all_gathers: in one launch on NCCL, one by one on other backends. `finish_group` waits for them.
 
-    Torch's grouped gather is not used on gloo: it runs as ALLGATHER_COALESCED (torch 2.11 - 2.13), and several of these
-    at a time are unsafe, see `all_gather_into`.
+    On gloo, torch's own grouped gather is not used, because several at a time are unsafe: see `all_gather_into`.
 
     Args:
         shards: at least one shard; [n, ...] each.
-        world, group_name, number, about: as in `start_all_gather`.
+        world, group_name, number, about: as for `start_all_gather`.
     """
     route = route or Route.of(resolve_group(group_name), shards[0].device)
     together = kind_of_backend(route.backend).groups_launches
@@ -225,10 +232,7 @@ def start_grouped_gather(
 
 
 def finish_group(started: Sequence[Tensor], group_name: str, *, route: Route | None = None) -> list[Tensor]:
-    """Wait for the gathers of `start_grouped_gather`, and return their results.
-
-    Point-to-point and grouped launches register all work on the first result, so one wait is enough there.
-    """
+    """Wait for the gathers of `start_grouped_gather`, and return their results."""
     route = route or Route.of(resolve_group(group_name), started[0].device)
     for one in started[: 1 if route.point_to_point or kind_of_backend(route.backend).groups_launches else None]:
         wait(one)
@@ -245,12 +249,13 @@ def start_all_to_all(
     route: Route | None = None,
     about: About | None = None,
 ) -> Tensor:
-    """Start an all_to_all of rows. The result is usable after a wait; its shape is [sum(output_splits), ...].
+    """Start an all_to_all of rows; the result has the shape [sum(output_splits), ...] and is readable after a wait.
 
     Args:
-        pieces: rows for all ranks, one rank after the other; rank r is sent `input_splits[r]` of them.
-        output_splits: rows received from each rank.
-        number, about: as in `_start`.
+        pieces: rows for all ranks, in rank order.
+        output_splits: number of rows received from each rank.
+        input_splits: number of rows sent to each rank.
+        number, about: as for `_start`.
     """
     route = route or Route.of(resolve_group(group_name), pieces.device)
     if not route.point_to_point:
@@ -262,7 +267,7 @@ def start_all_to_all(
 
 
 def all_to_all(pieces: Tensor, splits: Sequence[int], group_name: str, *, about: About | None = None) -> Tensor:
-    """Start an all_to_all that sends and receives `splits` rows, and wait for it; cheaper than two calls."""
+    """Run an all_to_all that sends `splits[r]` rows to rank r and receives as many, and wait for it."""
     route = Route.of(resolve_group(group_name), pieces.device)
     if not route.point_to_point:
         return wait(start_all_to_all(pieces, splits, splits, group_name, route=route))
@@ -281,12 +286,14 @@ def start_all_reduce(
     route: Route | None = None,
     about: About | None = None,
 ) -> Tensor:
-    """Start an all_reduce in the backend's order of sums. The result is usable after a wait: [n, ...] -> [n, ...].
+    """Start an all_reduce: [n, ...] -> [n, ...], readable after a wait; sums are added in the backend's order.
+
+    On gloo, one-byte messages carry the identity of the collective ahead of the data. If identities differ between
+    ranks, the wait raises an AgreementError.
 
     Args:
         in_place: whether the result overwrites the input.
-        number, about: as in `_start`. On gloo, messages of one byte precede the collective and carry its identity; if
-            two ranks' identities differ, the wait raises an AgreementError.
+        number, about: as for `_start`.
     """
     route = route or Route.of(resolve_group(group_name), sent.device)
     if not route.point_to_point or reduction != "sum":
@@ -305,7 +312,7 @@ def start_reduce_scatter(
     route: Route | None = None,
     about: About | None = None,
 ) -> Tensor:
-    """Start a reduce_scatter; all but the shapes is as in `start_all_reduce`: [world * n, ...] -> [n, ...]."""
+    """Start a reduce_scatter: [world * n, ...] -> [n, ...]; apart from the shapes, as `start_all_reduce`."""
     route = route or Route.of(resolve_group(group_name), pieces.device)
     if not route.point_to_point or reduction != "sum":
         return reduce_scatter_op()(pieces, reduction, world, group_name)
@@ -314,10 +321,7 @@ def start_reduce_scatter(
 
 
 def end_together(group_name: str, about: About) -> None:
-    """Wait until all ranks of a group have started the same exchange, after the same number of earlier exchanges.
-
-    Does nothing unless the group uses point-to-point sends: other exchanges carry no identity.
-    """
+    """Wait until all ranks of a gloo group have made this call with an equal identity; do nothing on other backends."""
     route = Route.of(resolve_group(group_name), torch.device("cpu"))
     if route.point_to_point:
         parts = [torch.zeros(1, dtype=torch.uint8)] * route.group.size()  # one shared byte: it is never read
@@ -325,12 +329,12 @@ def end_together(group_name: str, about: About) -> None:
 
 
 def uses_point_to_point(group: ProcessGroup, device: torch.device) -> bool:
-    """Whether collectives of a group run as sends between pairs of ranks: on gloo, from host memory."""
+    """Return whether collectives of a group run as sends between pairs of ranks: on gloo, with tensors on the CPU."""
     return device.type == "cpu" and backend_of(group, device) == "gloo"
 
 
 def hosts_of(group: ProcessGroup, ranks_per_host: int) -> list[list[int]]:
-    """The group's ranks on each host, as one list per host."""
+    """Return the group's ranks on each host, as one list per host."""
     found: dict[int, list[int]] = {}
     for rank, member in enumerate(dist.get_process_group_ranks(group)):
         found.setdefault(member // ranks_per_host, []).append(rank)
@@ -338,10 +342,9 @@ def hosts_of(group: ProcessGroup, ranks_per_host: int) -> list[list[int]]:
 
 
 def is_hierarchical(group: ProcessGroup, ranks_per_host: int) -> bool:
-    """Whether a gather over this group should be started by `start_hierarchical_gather`: several ranks on each host.
+    """Return whether a group has several hosts with several, equally many ranks each.
 
-    A plain gather sends each part to another host once for every rank there. False if hosts have unequal numbers of
-    ranks.
+    Only such groups can use `start_hierarchical_gather`.
     """
     hosts = hosts_of(group, ranks_per_host)
     return len(hosts) > 1 and len(hosts[0]) > 1 and len({len(members) for members in hosts}) == 1
@@ -355,15 +358,16 @@ def _start(
     number: int,
     about: About | None,
 ) -> None:
-    """Start sends and receives of parts between this rank and every other; a wait for `result` waits for all of them.
+    """Start the sends and receives of a collective between this rank and all others.
 
     Args:
-        to_fill, to_send: parts to receive and to send, one for each rank.
+        to_fill, to_send: parts to receive and to send, one for each rank of the group.
         route: the process group, and this rank's number in the group.
-        result: tensor on which the work is registered; None: wait here.
-        number: number of the collective, the same on all ranks; becomes part of the tag, by which gloo chooses among
-            several network interfaces.
-        about: identity of the exchange, which keeps it from matching another one; None: exchanges match in order.
+        result: tensor whose wait then includes these messages; None: wait in this call.
+        number: number of the collective in its graph, the same on all ranks. It is part of the message tag, by which
+            gloo chooses one of several network interfaces.
+        about: identity of the collective, so that it matches only the same collective of other ranks; None: messages
+            match in the order of their start.
     """
     sends, receives = [part.nbytes for part in to_send], [part.nbytes for part in to_fill]
     works = _messages(to_fill, to_send, route, number, about)
@@ -382,7 +386,7 @@ def _messages(
     else:
         tags = {nbytes: tag_of(about.key, number, nbytes) for nbytes in sizes}
 
-    # Receives first: announced before anything is sent, they do not queue after data.
+    # Receives first, so that this rank's announcements of readiness do not queue after its data.
     works = [group.recv([to_fill[peer]], peer, tags[receives[peer]]) for peer in reversed(others) if receives[peer]]
     return works + [group.send([to_send[peer]], peer, tags[sends[peer]]) for peer in others if sends[peer]]
 
@@ -390,7 +394,7 @@ def _messages(
 def _identified(
     result: Tensor, start: Callable[[], dist.Work | None], route: Route, number: int, about: About | None
 ) -> Tensor:
-    """Start a collective of the backend, preceded by messages of one byte that carry its identity; return `result`."""
+    """Start a collective of the backend after one-byte messages that carry its identity; return `result`."""
     parts = [torch.zeros(1, dtype=torch.uint8)] * route.group.size()
     works = [] if about is None else _messages(parts, parts, route, number, about)
     work = start()
@@ -409,7 +413,7 @@ def _register(
     sends: Sequence[int],
     receives: Sequence[int],
 ) -> None:
-    """Register works on `result`, so that `wait(result)` waits for all of them; if `result` is None, wait here."""
+    """Make `wait(result)` wait for these works; if `result` is None, wait for them now."""
     if about is not None and works:
         works = [Exchange(works, about, number, route.group, sends, receives)]
     for work in works:

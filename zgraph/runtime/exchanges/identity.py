@@ -1,14 +1,14 @@
-"""Identity of exchanges: a tag, computed from a collective's parameters, that keeps other collectives from matching it.
+"""Identities of exchanges: message tags by which a collective matches only the same collective of other ranks.
 
-Gathers of two parameters of the same shape look alike on the wire. If ranks make different calls (layers dropped at
-random, experts without tokens, an evaluation on one rank), two unrelated gathers meet and mix their data. So each
-exchange between pairs of ranks has a unique tag, computed from
+An exchange is a collective between ranks. If ranks make different calls (layers dropped at random, experts without
+tokens, an evaluation on one rank), gathers of two parameters with equal shapes could match and mix their data. So the
+tag of each point-to-point message is a hash of
 
-- the model's number from `zgraph.shard`, and the number of its exchanges so far;
-- the names of the parameters, and the bytes of the message;
+- the number that `zgraph.shard` gave the model, and the number of the model's exchanges so far;
+- the names of the parameters, and the size of the message;
 - the training loop's writes to weights (`zgraph.runtime.exchanges.changes`).
 
-Exchanges with different tags never meet: both wait, until `zgraph.runtime.exchanges.watch` finds the mismatch.
+Exchanges with different tags never match: their ranks wait until `zgraph.runtime.exchanges.watch` finds the mismatch.
 """
 
 from __future__ import annotations
@@ -36,15 +36,17 @@ Options = tuple[tuple[str, Any], ...]  # names and values of optimizer options, 
 
 @dataclass(eq=False)
 class Exchanges:
-    """Count of the exchanges of one model, that is, of all parameters sharded by one call of `zgraph.shard`.
+    """Counter of the exchanges of one model: the parameters sharded by one call of `zgraph.shard`.
+
+    An exchange is a collective between ranks.
 
     Attributes:
         group_name: name of the model's process group.
-        store: torch.distributed's rendezvous store, which gave the model its number.
-        model: number of the model among the group's models; equal on all ranks, as all shard models in the same order.
-        failures: how often ranks have found that their exchanges differ; the ranks involved then restart the count.
-        count: exchanges since the last restart.
-        changes: record of the loop's changes to weights and gradients since the last step.
+        store: torch.distributed's rendezvous store, from which the model got its number.
+        model: number of the model among the group's models; equal on all ranks that shard models in the same order.
+        failures: number of mismatches so far; each resets the count of the ranks involved.
+        count: number of exchanges since the last reset.
+        changes: record of the training loop's changes to weights and gradients since the last step.
     """
 
     group_name: str
@@ -56,53 +58,57 @@ class Exchanges:
 
     @classmethod
     def of(cls, group_name: str) -> Exchanges | None:
-        """Start the count of a new model, numbered by the store; return None in a fake world, where nothing is sent."""
+        """Create the counter for a new model, numbered by the store; None in a fake world, where nothing is sent."""
         if is_fake_world():
             return None
         store = default_store()
         return cls(group_name, store, store.add(f"zgraph/models/{group_name}/{dist.get_rank()}", 1))
 
     def __deepcopy__(self, memo: dict[int, object]) -> Exchanges | None:
-        return cast("Exchanges | None", memo.setdefault(id(self), Exchanges.of(self.group_name)))  # a model of its own
+        return cast("Exchanges | None", memo.setdefault(id(self), Exchanges.of(self.group_name)))  # a new model
 
     def next(self, number: int = 0) -> int:
-        """Count one exchange, and return its key: a hash of integers, which is the same in each process.
+        """Count one exchange and return its key, a hash that is equal in all processes.
 
         Args:
-            number: hash of the parameter's name or of options; 0 if there is neither.
+            number: hash of parameter names or options, which becomes part of the key; 0 if there are none.
         """
         self.count += 1
         return hash((self.model, self.failures, self.count, number, self.changes.pending))
 
     def end_of_step(self, options: Options, number: int = 0, changes: int = 0, text: str = "") -> About:
-        """Identity of the exchange that ends a step. It matches only if all ranks have counted equally many exchanges.
+        """Return the identity of the exchange that ends a step; ranks with different numbers of exchanges do not match.
 
         Args:
-            options: (name, value) of the optimizer's numeric options, the same on all ranks.
+            options: (name, value) of the optimizer's numeric options.
             number: hash of the optimizer's other inputs.
-            changes: hash of the loop's changes to weights and gradients; 0 if there are none.
-            text: description of the changes, for the error.
+            changes: hash of the training loop's changes to weights and gradients; 0 if there are none.
+            text: description of the changes, for error messages.
         """
         key = self.next(hash((_number_of(options), number, changes)))
         found = About(key, f"optimizer.step(){text}", (), self, options)
         return found
 
     def meeting(self, call: str, options: Options = (), number: int = 0, detail: str = "") -> About:
-        """Identity of the exchange with which all ranks begin a call that is not about parameters; see `Model.meet`."""
+        """Return the identity of an exchange that carries no parameter data, but compares calls: see `Model.meet`."""
         key = self.next(hash((zlib.crc32(call.encode()), _number_of(options), number)))
         return About(key, call + detail, (), self, options)
 
     @property
     def began(self) -> list[Any]:
-        """The arguments with which a peer calls `began_anew`: group, model number, and restarts of this count."""
+        """Group name, model number and number of resets, which a peer passes to its own `began_anew`."""
         return [self.group_name, self.model, self.failures]
 
     def began_anew(self, group_name: str, model: int, failures: int) -> bool:
-        """Whether this count has been restarted more often than a peer's count of the same model."""
+        """Return whether this rank has reset its counter of a model more often than a peer has.
+
+        Args:
+            group_name, model, failures: the peer's `began`.
+        """
         return (self.group_name, self.model) == (group_name, model) and self.failures > failures
 
     def restart(self) -> None:
-        """Restart the count after ranks have failed to agree, so that a loop that catches the error can go on."""
+        """Reset the count after a mismatch, so that a training loop that catches the error can continue."""
         self.failures, self.count = self.failures + 1, 0
         self.changes.begin_anew(self.failures)
 
@@ -111,11 +117,11 @@ class About(NamedTuple):
     """Identity of an exchange.
 
     Attributes:
-        key: hash that is equal on all participating ranks, and differs from that of any other exchange.
-        kind: description of the operation, for errors.
-        handles: handles of the parameters whose data is exchanged.
-        exchanges: exchange count of the model, which includes this exchange.
-        options: (name, value) of options that ranks must agree on.
+        key: hash that is equal on all participating ranks and different for every other exchange.
+        kind: description of the operation, for error messages.
+        handles: handles (tensors that hold names) of the exchanged parameters.
+        exchanges: counter of the model's exchanges.
+        options: (name, value) of options that must be equal on all ranks.
     """
 
     key: int
@@ -136,20 +142,20 @@ class About(NamedTuple):
 
 @dataclass(frozen=True)
 class Identity:
-    """Identity of a handle's parameter: the exchange count of its model, and a checksum of its name."""
+    """Identity of one parameter: the exchange counter of its model, and a checksum of its name."""
 
     exchanges: Exchanges
     number: int
 
 
 def identify(handle: Tensor, exchanges: Exchanges | None) -> None:
-    """Attach a parameter's identity to its handle; do nothing if exchanges are not counted (None)."""
+    """Attach a parameter's identity to its handle; do nothing if `exchanges` is None."""
     if exchanges is not None:
         setattr(handle, _IDENTITY, Identity(exchanges, zlib.crc32(name_of(handle).encode())))
 
 
 def about(kind: str, handle: Tensor) -> About | None:
-    """Count one exchange for one parameter, and return its identity; None if exchanges are not counted."""
+    """Count one exchange of one parameter and return its identity; None if the handle has no identity."""
     found: Identity | None = getattr(handle, _IDENTITY, None)
     if found is None:
         return None
@@ -157,16 +163,16 @@ def about(kind: str, handle: Tensor) -> About | None:
 
 
 def exchanges_of(handles: Sequence[Tensor]) -> Exchanges | None:
-    """The exchange count of the model to which the first handle belongs; None if exchanges are not counted."""
+    """Return the exchange counter of the model of the first handle; None if that handle has no identity."""
     found: Identity | None = getattr(handles[0], _IDENTITY, None) if handles else None
     return None if found is None else found.exchanges
 
 
 class CalledFor:
-    """The parameters for which a compiled program is being called: equal blocks of a model share one program.
+    """The parameters for which a compiled program is being called; equal blocks of a model share one program.
 
-    The program sets the parameters' handles when a call begins, and drops them when the call ends. Dynamo keeps
-    programs longer than models live, and a handle keeps its model alive.
+    Handles are set only during a call: a handle keeps its model alive, and Dynamo keeps programs longer than models
+    live.
     """
 
     def __init__(self) -> None:
@@ -177,7 +183,12 @@ class CalledFor:
         self._options: Options = ()
 
     def begin(self, handles: Mapping[str, Tensor], options: Options = ()) -> None:
-        """Begin a call with these handles, by the names of their placeholders, and with options of optimizers."""
+        """Begin a call for the parameters of these handles.
+
+        Args:
+            handles: handles by the names of their placeholders.
+            options: (name, value) of the optimizer options that the call reads.
+        """
         pairs = ((name, getattr(handle, _IDENTITY, None)) for name, handle in handles.items())
         found: dict[str, Identity] = {name: one for name, one in pairs if one is not None}
         self._handles, self._numbers = handles, {name: one.number for name, one in found.items()}
@@ -186,11 +197,16 @@ class CalledFor:
             self._key, self._options = self._exchanges.next(_number_of(options)), options
 
     def end(self) -> None:
-        """End the call; exchanges that the call has started keep their identity."""
+        """End the call and drop the handles."""
         self._handles, self._numbers, self._exchanges = {}, {}, None
 
     def about(self, kind: str, names: Sequence[str]) -> About | None:
-        """Identity of an exchange for the parameters of placeholders `names`; None if exchanges are not counted."""
+        """Return the identity of an exchange in the current call; None if exchanges are not counted.
+
+        Args:
+            kind: description of the operation.
+            names: placeholder names of the exchanged parameters' handles.
+        """
         if self._exchanges is None:
             return None
         known = [name for name in names if name in self._numbers]
@@ -200,21 +216,26 @@ class CalledFor:
 
 @cache
 def _number_of_kind(kind: str) -> int:
-    """Checksum of the kind of a collective, which tells a gather from a reduction of the same parameter and size."""
+    """Return a checksum of a collective's kind, so that a gather never matches a reduction."""
     return zlib.crc32(kind.encode())
 
 
 def _number_of(options: Options) -> int:
-    """Hash of the options' values, without their names: the hash of a string differs between processes."""
-    return hash(tuple(value if value == value else 0.5 for _, value in options))  # NaN's hash depends on the object
+    """Return a hash of option values that is equal in all processes.
+
+    Names are left out, because string hashes differ between processes.
+    """
+    return hash(tuple(value if value == value else 0.5 for _, value in options))  # hashes of NaNs differ
 
 
 def tag_of(key: int, place: int, nbytes: int) -> int:
-    """Tag of one message of an exchange.
+    """Return the tag of one message, a positive 32-bit integer.
 
     Args:
-        key: key of the exchange, see `About.key`.
-        place: number of the exchange in its graph; the tag keeps it, because gloo chooses a network interface by tag.
-        nbytes: size of the message; if messages of different sizes met, gloo would end the process.
+        key: key of the exchange: see `About.key`.
+        place: number of the exchange in its graph; its low bits stay in the tag, by which gloo chooses a network
+            interface.
+        nbytes: size of the message; part of the tag, because gloo ends the process if messages of different sizes
+            match.
     """
     return _FIRST_TAG | (hash((key, place, nbytes)) % (1 << _BITS)) * _PLACES | place % _PLACES

@@ -1,4 +1,4 @@
-"""Steps of optimizers on sharded parameters: ranks step together, and never on gradients not yet reduced."""
+"""Optimizer steps on sharded parameters: all ranks must step together, and only on reduced gradients."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Model:
     """The parameters sharded by one call of `zgraph.shard`.
 
     Attributes:
-        exchanges: count of the model's exchanges.
+        exchanges: counter of the model's exchanges.
         group_names: names of the process groups of the mesh's axes.
         states: state of each parameter.
-        divisor: divisor of the sum of all ranks' gradients.
+        divisor: number by which the sum of all ranks' gradients is divided.
     """
 
     exchanges: Exchanges
@@ -40,7 +40,7 @@ class Model:
 
     @property
     def changes(self) -> Changes:
-        """Record of the loop's changes to weights and gradients since the last step."""
+        """Record of the training loop's changes to weights and gradients since the last step."""
         return self.exchanges.changes
 
     def end_step(
@@ -51,18 +51,17 @@ class Model:
         number: int = 0,
         detail: str = "",
     ) -> None:
-        """Wait until all ranks end the step, and compare their exchanges, optimizer options and changes.
+        """Wait until all ranks end the step, and compare their exchange counts, optimizer options and changes.
 
         Args:
             options: (name, value) of the optimizer's numeric options.
-            stepping: parameters that the optimizer steps, by their ids.
-            state: tensors of the optimizer's state, which the loop may have changed, too, each with the origin of its
-                parameter.
+            stepping: parameters that the optimizer steps, by id.
+            state: tensors of the optimizer's state, each with the origin of its parameter.
             number: hash of the step's other inputs.
-            detail: description of these other inputs for the error; not compared.
+            detail: description of these inputs, for error messages.
 
         Raises:
-            AgreementError: exchanges, options or changes differ between ranks.
+            AgreementError: counts, options or changes differ between ranks.
         """
         found = [(state.name, state.parameter) for state in self.states if state.is_among(stepping)]
         grads = gradients_of([parameter for _, parameter in found])
@@ -79,22 +78,24 @@ class Model:
         self._wait(self.exchanges.end_of_step(options, number, changes, text))
 
     def meet(self, call: str, options: Options = (), number: int = 0, detail: str = "") -> None:
-        """Wait until all ranks have made the same call, with the same options of optimizers.
+        """Wait until all ranks have made the same call with the same optimizer options.
 
         Args:
-            number: hash of the call's arguments, compared between ranks.
-            detail: description of the arguments for the error; not compared.
+            call: name of the call.
+            options: (name, value) of the optimizer's numeric options.
+            number: hash of the call's arguments, which must be equal on all ranks.
+            detail: description of the arguments, for error messages.
 
         Raises:
-            AgreementError: a rank makes another call.
+            AgreementError: a rank has made another call.
         """
         self._wait(self.exchanges.meeting(call, options, number, detail))
 
     def reduced(self, loss: Tensor) -> Tensor:
-        """Sum each rank's loss over the ranks and divide the sum by `divisor`, as for gradients.
+        """Return the loss reduced over all ranks like gradients: the sum divided by `divisor`.
 
         Raises:
-            AgreementError: a rank makes another call.
+            AgreementError: a rank has made another call.
         """
         self.meet("averaging what a closure returns")
         found = loss.detach().clone()
@@ -108,7 +109,7 @@ class Model:
 
 
 def _put_sharded_gradient(parameter: Tensor, grad: Tensor) -> DTensor:
-    """Replace a plain gradient, assigned by the loop and equal on all ranks, by this rank's shard; return the shard."""
+    """Replace a parameter's unsharded gradient, equal on all ranks, by this rank's shard of it; return the shard."""
     sharded = cast(DTensor, parameter)
     whole = grad.detach().to(sharded.device_mesh.device_type)
     placed = distribute_tensor(whole, sharded.device_mesh, sharded.placements, src_data_rank=None)
@@ -119,14 +120,14 @@ def _put_sharded_gradient(parameter: Tensor, grad: Tensor) -> DTensor:
 
 
 class Guarded(Protocol):
-    """A scope of parameters that optimizers step, such as one sharded model."""
+    """A set of parameters, such as one sharded model, whose optimizer steps are checked."""
 
     accumulation: Accumulation
     models: list[Model]
 
 
 def guard_steps(scope: Guarded) -> None:
-    """Register optimizer hooks for a scope: ranks step together, and a step on unreduced gradients raises an error."""
+    """Register optimizer hooks that check each step: all ranks must step, and all gradients must be reduced."""
     watched = weakref.ref(scope)
 
     def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
@@ -162,13 +163,13 @@ def _compared(
     stepping: Mapping[int, Tensor],
     accumulation: Accumulation,
 ) -> Callable[[], object]:
-    """Wrap a closure for `optimizer.step` so that ranks compare the gradients that it computes.
+    """Wrap the closure of `optimizer.step` so that ranks compare the gradients that the closure computes.
 
-    LBFGS and optimizers from outside torch may choose their step by the loss, so for them the wrapped closure returns
-    the loss reduced over all ranks. Torch's other optimizers return the loss without reading it.
+    For optimizers that may read the loss (LBFGS and optimizers from outside torch), the wrapped closure returns the
+    loss reduced over all ranks.
     """
     reads = isinstance(optimizer, torch.optim.LBFGS) or not type(optimizer).__module__.startswith("torch.optim")
-    reads = reads and not hasattr(closure, "is_compared")  # compared already by an optimizer that wraps this one
+    reads = reads and not hasattr(closure, "is_compared")  # wrapped already, by an outer optimizer
 
     def called() -> object:
         for model in models:
@@ -190,7 +191,7 @@ def _compared(
 
 
 def members_of(optimizer: torch.optim.Optimizer) -> tuple[int, str]:
-    """Return a hash, and a text for errors, of an optimizer's parameters by group, state size and step count."""
+    """Return a hash of an optimizer's parameters, state size and step count, and a description for error messages."""
     members = [tuple(map(origin_of_parameter, group["params"])) for group in optimizer.param_groups]
     states = [one for one in optimizer.state.values() if isinstance(one, Mapping)]
     step = _number(states[0].get("step", 0)) if states else 0
@@ -204,7 +205,7 @@ def origin_of_parameter(parameter: Tensor) -> int:
 
 
 def state_of(optimizer: torch.optim.Optimizer) -> list[tuple[Tensor, int]]:
-    """The sharded tensors of an optimizer's state, each with the origin of its parameter."""
+    """Return the sharded tensors of an optimizer's state, each with the origin of its parameter."""
     entries = [(key, one) for key, one in optimizer.state.items() if isinstance(one, Mapping)]
     return [
         (value, origin_of_parameter(key))
@@ -215,11 +216,13 @@ def state_of(optimizer: torch.optim.Optimizer) -> list[tuple[Tensor, int]]:
 
 
 def numbers_of(optimizers: Iterable[torch.optim.Optimizer], *, of_tensors: bool = False) -> Options:
-    """(name, value) of the optimizers' numeric options, group by group.
+    """Return (name, value) of the optimizers' numeric options, group by group.
 
-    Numbers in tensors count only on the CPU: reading a tensor of a device blocks the host.
+    Values of one-element CPU tensors are included. Tensors on a device are skipped, because reading them would block
+    the host.
 
     Args:
+        optimizers: optimizers whose options are read.
         of_tensors: whether to return only options that are tensors.
     """
     optimizers = tuple(optimizers)
@@ -242,10 +245,12 @@ def _entries(value: Any) -> tuple[Any, ...]:
 
 
 def check_all_sharded(stepping: Iterable[Tensor]) -> None:
-    """Check that an optimizer does not mix sharded parameters, whose gradients zgraph reduces, with plain ones.
+    """Refuse an optimizer that trains sharded parameters together with plain tensors.
+
+    zgraph reduces only the gradients of sharded parameters.
 
     Raises:
-        ZgraphError: the trained parameters include both sharded ones and a plain tensor.
+        ZgraphError: the trained parameters include both kinds.
     """
     trained = [one for one in stepping if one.requires_grad]
     plain = [one for one in trained if not isinstance(one, DTensor)]

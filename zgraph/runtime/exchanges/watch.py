@@ -1,14 +1,15 @@
-"""A watch over exchanges that do not end because a peer has started different ones.
+"""Detects exchanges that never end because two ranks have started different ones, and raises an error on both ranks.
 
-A rank that has waited for an exchange for some time publishes that exchange to the rendezvous store, and reads there
-which exchanges its peers wait for. If two ranks wait for different exchanges, and neither has started the exchange of
-the other, both wait forever. Then each rank stores an error text for the other and sends it dummy messages, so that its
-wait ends. The received data is not used: the wait raises an AgreementError that names both exchanges.
+An exchange is a collective between ranks. A rank that has waited for an exchange for a second publishes this exchange
+in the rendezvous store, and reads there which exchanges its peers wait for. If two ranks wait for different exchanges,
+and neither has started the exchange of the other, both would wait forever. Then each rank writes an error text for the
+other to the store, and sends it dummy messages, which end its wait. The received data is not used: the wait raises an
+AgreementError that names both exchanges.
 
     rank 0   starts A ......... waits for A: publishes "A"     has not started B; rank 1 has not started A
     rank 1   starts B ......... waits for B: publishes "B"     has not started A; rank 0 has not started B
 
-A slow peer is left alone: it has started the exchange that this rank waits for, or it waits for nothing.
+A slow peer causes no error: it has started the exchange that this rank waits for, or it is not waiting.
 """
 
 from __future__ import annotations
@@ -48,13 +49,13 @@ ADVICE = (
 
 
 class Exchange(dist.Work):
-    """All messages of one exchange as one `dist.Work`, whose wait is watched.
+    """All messages of one collective as one `dist.Work`, whose wait is watched.
 
     Args:
         works: works of the messages.
-        about: identity of the exchange.
-        place: number of the exchange in its graph.
-        group: process group of the participating ranks.
+        about: identity of the collective.
+        place: number of the collective in its graph.
+        group: process group of the collective.
         sends, receives: bytes sent to, and received from, each rank of the group.
     """
 
@@ -93,17 +94,15 @@ class Exchange(dist.Work):
 
 
 class Watch:
-    """A thread that watches the exchange that this rank waits for; one for each rendezvous store.
-
-    An exchange that ends in time costs only the assignments in `Exchange`: the thread checks now and then whether this
-    rank still waits for the exchange of the last check.
+    """Background thread that checks now and then whether this rank's current wait is stuck; one per rendezvous store.
 
     Attributes:
         waits: the exchange that this rank waits for.
-        published: description of the exchange in `waits`, as JSON, while peers may read it in the store; else "".
-        announced: for a failed call, the error text and the exchange count of its model; None once this rank starts
-            another exchange. Peers that have not failed may wait for exchanges that this rank will never start.
-        started: (key, place, bytes to each rank, bytes from each rank) of the last exchanges that this rank started.
+        published: description of this exchange as JSON while it is in the store; else "".
+        announced: error text of a failed call, and the exchange counter of the call's model; None once this rank starts
+            another exchange.
+        started: (key, place, bytes to each rank, bytes from each rank) of the latest exchanges that this rank has
+            started.
     """
 
     def __init__(self, store: Store, rank: int) -> None:
@@ -113,14 +112,14 @@ class Watch:
         self.announced: tuple[str, Exchanges] | None = None
         self.started: deque[tuple[int, int, Sequence[int], Sequence[int]]] = deque(maxlen=_REMEMBERED)
         self._store = PrefixStore("zgraph/watch", store)
-        self._seen: list[int] | None = None  # key of the exchange last seen waiting; itself it would keep a model alive
+        self._seen: list[int] | None = None  # key of the exchange last seen; the exchange would keep a model alive
         self._since = 0.0  # when it was first seen
         self._sent: list[Any] = []  # dummy messages, and their memory
         self._lock = threading.Lock()  # guards the published text
         threading.Thread(target=_look_again, args=(weakref.ref(self),), daemon=True).start()
 
     def end(self, exchange: Exchange) -> str:
-        """End a published wait; return the error text if a peer has ended the wait with dummy messages, else ""."""
+        """Remove a published wait from the store; return the error text if a peer has ended the wait, else ""."""
         with self._lock:
             self.waits = None
             self._store.set(f"waits/{self.rank}", "")
@@ -128,7 +127,7 @@ class Watch:
         text = self._read(f"told/{self.rank}/{exchange.key}")
         if text:
             exchange.about.exchanges.restart()
-            # The peer that told this rank may itself wait for a refusal, which the thread has not sent yet.
+            # The peer that ended this wait may also be stuck, and this rank's thread may not have ended its wait yet.
             for rank in dist.get_process_group_ranks(exchange.group):
                 found = self.stuck(rank) if rank != self.rank else None
                 if found is not None:
@@ -136,7 +135,10 @@ class Watch:
         return text
 
     def stuck(self, rank: int) -> dict[str, Any] | None:
-        """Description of the exchange that peer `rank` waits for and this rank should start but has not; else None."""
+        """Return the description of the exchange that peer `rank` waits for although this rank has not started it.
+
+        None if there is no such exchange.
+        """
         text = self._read(f"waits/{rank}")
         found: dict[str, Any] = json.loads(text) if text else {}
         if self.rank not in found.get("ranks", ()):
@@ -148,9 +150,12 @@ class Watch:
         return found
 
     def tell(self, rank: int, found: dict[str, Any], text: str) -> None:
-        """End the wait of a stuck peer by dummy messages; the peer then raises an AgreementError with this text.
+        """End the wait of a stuck peer with dummy messages; the peer then raises an AgreementError with the given text.
 
-        `found` is the description of the peer's exchange, from `stuck`.
+        Args:
+            rank: the peer.
+            found: description of the peer's exchange, from `stuck`.
+            text: text of the error.
         """
         place = f"told/{rank}/{found['key']}"
         if self._read(f"{place}/by/{self.rank}"):
@@ -170,7 +175,7 @@ class Watch:
                 self._sent.append((empty, group.recv([empty], peer, tag_of(key, place, sends))))
 
     def look(self) -> None:
-        """Check once: publish a wait that takes long, and end the waits of peers that can never end otherwise."""
+        """Check once: publish this rank's wait if it takes long, and end the waits of peers that are stuck."""
         exchange = self.waits
         key = None if exchange is None else exchange.key
         if key != self._seen:
@@ -212,7 +217,13 @@ class Watch:
 
 
 def _text(exchange: Exchange, ranks: Sequence[int], missing: Mapping[int, list[int]]) -> str:
-    """Description of a wait to publish, as JSON; `missing` has the exchange that each stuck peer waits for."""
+    """Describe a wait as JSON for the store.
+
+    Args:
+        exchange: the exchange that this rank waits for.
+        ranks: ranks of the exchange's group.
+        missing: for each stuck peer, the key of the exchange that the peer waits for.
+    """
     messages = zip(ranks, exchange.sends, exchange.receives, strict=True)
     return json.dumps(
         {
@@ -229,7 +240,7 @@ def _text(exchange: Exchange, ranks: Sequence[int], missing: Mapping[int, list[i
 
 @contextlib.contextmanager
 def announcing(handles: Sequence[Tensor]) -> Generator[None]:
-    """Announce a ZgraphError raised inside the `with` block, so that no peer waits for exchanges of the failed call."""
+    """If the `with` block raises a ZgraphError, tell it to peers that wait for exchanges of the failed call."""
     try:
         yield
     except ZgraphError as error:
@@ -259,5 +270,5 @@ def _look_again(watched: weakref.ref[Watch]) -> None:
 
 @functools.lru_cache(maxsize=1)
 def watch_of(store: Store) -> Watch:
-    """The watch for a rendezvous store, made on first use; the watch of an earlier store ends."""
+    """Return the watch for a rendezvous store, created on first use; only the latest store has a watch."""
     return Watch(store, dist.get_rank())

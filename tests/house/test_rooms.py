@@ -30,6 +30,7 @@ ROOMS = (
     "zgraph.scheduling.lifetimes",
     "zgraph.sharding.meshes",
     "zgraph.sharding.model",
+    "zgraph.sharding.tensors",
     "zgraph.sharding",
     "zgraph.sharding.pipeline",
     "zgraph.optimizers",

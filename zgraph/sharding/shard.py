@@ -27,9 +27,9 @@ from zgraph.sharding.model.buffers import broadcast_buffers
 from zgraph.sharding.model.check_model import check_model
 from zgraph.sharding.model.codes import Codes
 from zgraph.sharding.model.param_spec import ParamSpec
-from zgraph.sharding.model.sharded_tensor import Sharded, as_sharded, put_in_model
 from zgraph.sharding.scope import STATE, ModuleState, Scope, ShardedParam, state_of
 from zgraph.sharding.state_dict import follow_compiled_modules, follow_state_dicts
+from zgraph.sharding.tensors.sharded_tensor import Sharded, as_sharded, put_in_model
 from zgraph.sharding.unit import container_class, lies_inside, outermost_units, unit_class
 from zgraph.sharding.whole_read import attach_read
 from zgraph.tiers.devices import kind_of_backend

@@ -1,1 +1,1 @@
-"""Properties of users' models: buffers, hooks, shared memory, loops over sharded tensors, writes to weights."""
+"""Properties of users' models: buffers, hooks, shared memory, writes to weights."""

@@ -20,6 +20,7 @@ ROOMS = (
     "zgraph.torch_compat",
     "zgraph.tiers.disk",
     "zgraph.tiers",
+    "zgraph.tiers.placement",
     "zgraph.runtime",
     "zgraph.runtime.exchanges",
     "zgraph.compression",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 import warnings
 from collections.abc import Generator
 from dataclasses import replace
@@ -333,7 +334,9 @@ def test_nothing_is_touched_while_the_host_updates_it(
 
 def test_the_host_waits_for_threads_that_copy_and_update(tmp_path: Path) -> None:
     """As after a step that failed: what it had started would write over what is loaded next."""
-    lanes = ThreadLanes(bytes_per_us=1.0)  # copies of a tenth of a second
+    lanes = ThreadLanes()
+    for thread in (lanes.out, lanes.back):
+        thread.submit(time.sleep, 0.1)  # copies begin late
     folder = lanes.stores.folder(str(tmp_path))
     source, kept, filed = torch.ones(25_000), torch.zeros(25_000), folder.empty(torch.ones(25_000), "weight")
     begun = threading.Event()

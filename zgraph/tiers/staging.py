@@ -55,11 +55,6 @@ class Staging:
         self._ends: list[Any] = [None] * BUFFERS  # events after the copies that read or fill them
         self._turn = 0
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of pinned memory held."""
-        return sum(buffer.nbytes for buffer in self._buffers if buffer is not None)
-
     def to_device(self, target: Tensor, reached: Any, ends: list[Any]) -> Generator[Tensor]:
         """Yield buffers for the caller to fill, one after the other; copy each filled buffer to its part of `target`.
 

@@ -100,7 +100,7 @@ def slow_disk(at_rest: zgraph.Offload | None) -> Generator[None]:
     lanes = lanes_of(torch.device("cpu"))
     assert isinstance(lanes, ThreadLanes)
     with warnings.catch_warnings(category=zgraph.ZgraphWarning, action="ignore"):  # the folder may be in memory
-        slow = DiskFolder(at_rest.path, rank=dist.get_rank())
+        slow = DiskFolder(os.fspath(at_rest.path), dist.get_rank())
     slow_down(slow, 2e7)
     store = OnDisk(slow)  # which lanes do not keep alive
     lanes.stores.by_key[os.fspath(at_rest.path)] = store
@@ -337,7 +337,7 @@ def test_the_host_waits_for_threads_that_copy_and_update(tmp_path: Path) -> None
     lanes = ThreadLanes()
     for thread in (lanes.out, lanes.back):
         thread.submit(time.sleep, 0.1)  # copies begin late
-    folder = lanes.stores.folder(str(tmp_path))
+    folder = lanes.stores.folder(str(tmp_path), 0)
     source, kept, filed = torch.ones(25_000), torch.zeros(25_000), folder.empty(torch.ones(25_000), "weight")
     begun = threading.Event()
 

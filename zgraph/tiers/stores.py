@@ -47,7 +47,7 @@ class Stores:
                 self.by_key[tier.key], self.tiers[tier.key] = found, tier
         return found
 
-    def folder(self, path: str, rank: int = 0) -> Store:
+    def folder(self, path: str, rank: int) -> Store:
         """The store of this rank's file in a folder, opened on first use.
 
         Raises:
@@ -55,7 +55,7 @@ class Stores:
         """
         found = self.by_key.get(path)
         if found is None:
-            found = self.by_key[path] = OnDisk(DiskFolder(path, rank=rank))
+            found = self.by_key[path] = OnDisk(DiskFolder(path, rank))
         return found
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zgraph.tiers.disk.folder import DiskFolder, Write
+from zgraph.tiers.disk.folder import DiskFolder, Transfer
 from zgraph.tiers.host_pool import HostPool
 from zgraph.tiers.stores import HostMemory, Stores, allocated
 from zgraph.tiers.tier import Copy
@@ -40,7 +40,7 @@ class _InThread:
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    write: Write
+    write: Transfer[None]
     copied: Tensor
 
     def wait(self) -> Tensor:

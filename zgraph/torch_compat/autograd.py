@@ -121,15 +121,6 @@ def second_derivatives_vanish() -> bool:
     return release_of(torch.__version__) < (2, 12)
 
 
-def tangents_outlive_backward() -> bool:
-    """Whether tangents, the gradients of outputs, stay alive until the end of a compiled backward that drops them.
-
-    2.11 and 2.12: AOTAutograd's `CompiledFunction.backward` receives tangents as `*flat_args`, and so holds them while
-    the compiled code runs. 2.13 hands the tuple on.
-    """
-    return release_of(torch.__version__) < (2, 13)
-
-
 class AgreeingGradScaler(torch.amp.GradScaler):
     """A GradScaler that passes its overflow flags to `agree`, which may change them, before it acts on them.
 

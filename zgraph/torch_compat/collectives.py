@@ -95,13 +95,6 @@ def register_work(result: Tensor, work: dist.Work) -> None:
     _register_work(result, work)
 
 
-def works_waited_for() -> int:
-    """Number of registered works for which no wait has run yet (`_get_work_registry_size`, 2.11 - 2.15)."""
-    from torch._C._distributed_c10d import _get_work_registry_size
-
-    return _get_work_registry_size()
-
-
 def is_functional_collective(target: object) -> bool:
     """Whether the target of a node starts a functional collective; wait_tensor and in-place variants do not count."""
     if not isinstance(target, OpOverload):

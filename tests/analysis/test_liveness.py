@@ -401,7 +401,7 @@ def measured_step(build: Callable[[], Any], lowering: str, zero_stage: int | Non
     context: PassContext = keep.kept["ctx"]
     assert context.user_outputs is not None
     graphs = keep.kept["forward"].graph, keep.kept["backward"].graph
-    curve = step_curve(*graphs, user_outputs=context.user_outputs, threads=torch.get_num_threads())
+    curve = step_curve(*graphs, user_outputs=context.user_outputs)
     return curve.peak_bytes, peaks[2:]
 
 

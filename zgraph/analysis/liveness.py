@@ -124,11 +124,11 @@ class MemoryCurve:
         held = sum(entry.bytes for entry in self.ranges if entry.held and entry.space == space)
         return held + max(self.bytes_in(space), default=0)
 
-    def explain(self, count: int = 5) -> str:
-        """One line: the peak, where it occurs, and the largest storages alive there."""
+    def explain(self) -> str:
+        """One line: the peak, where it occurs, and the five largest storages alive there."""
         if not self.nodes:
             return "peak 0 bytes"
-        alive = ", ".join(f"{entry.node.name} {entry.bytes}" for entry in self.alive_at(self.peak_position)[:count])
+        alive = ", ".join(f"{entry.node.name} {entry.bytes}" for entry in self.alive_at(self.peak_position)[:5])
         text = f"peak {self.peak_bytes} bytes at {self.nodes[self.peak_position].name}: {alive}"
         return f"{text}; without {', '.join(self.unknown)}, whose size depends on data" if self.unknown else text
 

@@ -106,9 +106,9 @@ class Timeline:
         """The part of the step for which a lane is busy."""
         return self.busy_us.get(lane, 0.0) / self.step_us if self.step_us else 0.0
 
-    def critical_path(self, end: fx.Node | None = None) -> list[fx.Node]:
-        """The chain of nodes that leads to `end`, or else to `last`. Each node began when the previous one ended."""
-        node = self.last if end is None else end
+    def critical_path(self) -> list[fx.Node]:
+        """The chain of nodes that leads to `last`. Each node began when the previous one ended."""
+        node = self.last
         path: list[fx.Node] = []
         while node is not None:
             path.append(node)

@@ -33,11 +33,11 @@ def running_backward() -> int:
     return torch._C._current_graph_task_id()
 
 
-def leaves_below(node: torch.autograd.graph.Node, depth: int = 4) -> dict[int, torch.autograd.graph.Node]:
-    """AccumulateGrad nodes at most `depth` edges from `node`, by the id of their leaf (`variable`, 2.11 - 2.15)."""
+def leaves_below(node: torch.autograd.graph.Node) -> dict[int, torch.autograd.graph.Node]:
+    """AccumulateGrad nodes at most four edges from `node`, by the id of their leaf (`variable`, 2.11 - 2.15)."""
     found: dict[int, torch.autograd.graph.Node] = {}
     level = [node]
-    for _ in range(depth):
+    for _ in range(4):
         level = list(dict.fromkeys(one for each in level for one, _ in each.next_functions if one is not None))
         found |= {id(cast(Any, one).variable): one for one in level if is_leaf(one)}
     return found

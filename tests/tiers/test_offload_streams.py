@@ -37,6 +37,7 @@ from zgraph.tiers.copy_lanes import lanes_of
 from zgraph.tiers.disk.folder import DiskFolder
 from zgraph.tiers.stores import OnDisk
 from zgraph.tiers.thread_lanes import ThreadLanes
+from zgraph.tiers.tier import Disk
 
 # Updates run on copies, on the GPU.
 CASES = {
@@ -337,7 +338,7 @@ def test_the_host_waits_for_threads_that_copy_and_update(tmp_path: Path) -> None
     lanes = ThreadLanes()
     for thread in (lanes.out, lanes.back):
         thread.submit(time.sleep, 0.1)  # copies begin late
-    folder = lanes.stores.folder(str(tmp_path), 0)
+    folder = lanes.stores.open(Disk(folder=str(tmp_path)), lanes, 0)
     source, kept, filed = torch.ones(25_000), torch.zeros(25_000), folder.empty(torch.ones(25_000), "weight")
     begun = threading.Event()
 

@@ -48,15 +48,12 @@ class Stores:
         return found
 
     def folder(self, path: str, rank: int) -> Store:
-        """The store of this rank's file in a folder, opened on first use.
+        """Make this rank's file in a folder, and return its store.
 
         Raises:
             DiskError: the folder cannot be used.
         """
-        found = self.by_key.get(path)
-        if found is None:
-            found = self.by_key[path] = OnDisk(DiskFolder(path, rank))
-        return found
+        return OnDisk(DiskFolder(path, rank))
 
 
 @dataclass(eq=False)

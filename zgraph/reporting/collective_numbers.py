@@ -54,19 +54,16 @@ def numbered(graph: fx.Graph) -> list[Numbered]:
     return [Numbered(group_name, tuple(each)) for group_name, each in found.items()]
 
 
-def with_numbers(
-    run: Callable[[list[Any]], Any], graph: fx.Graph, title: str, rank: int, directory: Path | None = None
-) -> Callable[[list[Any]], Any]:
+def with_numbers(run: Callable[[list[Any]], Any], graph: fx.Graph, title: str, rank: int) -> Callable[[list[Any]], Any]:
     """Wrap the callable of a graph so that each call records the number of the last collective before it.
 
-    If the file cannot be written, nothing is recorded.
+    The file lies in the directory of the flight recorder's dump. If it cannot be written, nothing is recorded.
 
     Args:
         run: callable of the graph.
         graph: the graph, with the collectives that it runs.
         title: title of the graph, such as "0/0 forward".
         rank: rank of this process.
-        directory: directory for the file; None: that of the flight recorder's dump.
 
     Returns:
         `run` itself if no group uses NCCL.
@@ -74,7 +71,7 @@ def with_numbers(
     groups = numbered(graph)
     if not groups:
         return run
-    places = _write(groups, title, (directory or flight_recorder_directory()) / f"zgraph_collectives_rank_{rank}.txt")
+    places = _write(groups, title, flight_recorder_directory() / f"zgraph_collectives_rank_{rank}.txt")
     if places is None:
         return run
     descriptor, offsets = places

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import zgraph
-from zgraph.torch_compat.dynamo import graph_breaks
+from zgraph.torch_compat.dynamo import graph_break_reasons
 
 LOWERINGS = ("fx", "inductor")
 STEPS = 5
@@ -328,7 +328,7 @@ def check(name: str, reference: Reference, zero_stage: int, lowering: str) -> di
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     row: dict[str, Any] = {"model": name, "ranks": dist.get_world_size(), "stage": zero_stage, "lowering": lowering}
     row |= {"loss": 0.0, "gradient": 0.0, "parameter": 0.0, "missing": []}
-    breaks_before, started = graph_breaks(), time.perf_counter()
+    breaks_before, started = graph_break_reasons(), time.perf_counter()
     for step in range(STEPS):
         loss = called(**batches_of(entry, step)[rank]).loss
         loss.backward()
@@ -356,7 +356,7 @@ def check(name: str, reference: Reference, zero_stage: int, lowering: str) -> di
     row["gathers"] = sum("gather" in transfer.kind for graph in newest.values() for transfer in graph.transfers)
     row["breaks"] = {
         reason: count - breaks_before.get(reason, 0)
-        for reason, count in graph_breaks().items()
+        for reason, count in graph_break_reasons().items()
         if count > breaks_before.get(reason, 0)
     }
     row["seconds"] = time.perf_counter() - started

@@ -62,17 +62,17 @@ def disk_rate(folder: str, nbytes: int = 1 << 28) -> float:
     """Bytes per second of reading tensors of 16 MiB, one ahead, and nothing else."""
     from zgraph.tiers.disk.folder import DiskFolder
 
-    with DiskFolder(folder) as disk:
-        parts = [disk.empty((1 << 24,), torch.uint8, "probe") for _ in range(nbytes >> 24)]
-        for part in parts:
-            disk.start_write(torch.full_like(part, 7), part).wait()
-        began = time.perf_counter()
-        reads = [disk.start_read(part) for part in parts[:2]]
-        for place in range(len(parts)):
-            reads[place].wait()
-            if place + 2 < len(parts):
-                reads.append(disk.start_read(parts[place + 2]))
-        return nbytes / (time.perf_counter() - began)
+    disk = DiskFolder(folder, 0)
+    parts = [disk.empty((1 << 24,), torch.uint8, "probe") for _ in range(nbytes >> 24)]
+    for part in parts:
+        disk.start_write(torch.full_like(part, 7), part).wait()
+    began = time.perf_counter()
+    reads = [disk.start_read(part) for part in parts[:2]]
+    for place in range(len(parts)):
+        reads[place].wait()
+        if place + 2 < len(parts):
+            reads.append(disk.start_read(parts[place + 2]))
+    return nbytes / (time.perf_counter() - began)
 
 
 def serve(way: str, layers: int, width: int, turns: int, scratch: str) -> None:

@@ -30,6 +30,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -123,14 +124,41 @@ def update_bytes_per_us(elements: int = 16 * 2**20, turns: int = 5) -> float:
     return 28 * elements / statistics.median(taken[1:]) / 1e6
 
 
-def take_turns(rows: Sequence[Row], lanes: ThreadLanes, turns: int) -> None:
+class LimitedThread(ThreadPoolExecutor):
+    """A thread whose copies take as long as over a link of a lower rate.
+
+    Attributes:
+        waits_at_once: whether each copy is waited for where it starts.
+    """
+
+    def __init__(self, bytes_per_us: float) -> None:
+        super().__init__(max_workers=1)
+        self.bytes_per_us, self.waits_at_once = bytes_per_us, False
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Start a copy, whose first argument is the tensor to copy."""
+
+        def limited() -> Any:
+            begin = time.perf_counter()
+            result = fn(*args, **kwargs)
+            nbytes = args[0].nbytes if args else 0
+            time.sleep(max(0.0, begin + nbytes / self.bytes_per_us / 1e6 - time.perf_counter()))
+            return result
+
+        found = super().submit(limited)
+        if self.waits_at_once:
+            found.result()
+        return found
+
+
+def take_turns(rows: Sequence[Row], threads: Sequence[LimitedThread], turns: int) -> None:
     for _ in range(turns):
         for row in rows:
-            lanes.waits_at_once = row.way == AT_ONCE
+            for thread in threads:
+                thread.waits_at_once = row.way == AT_ONCE
             began = time.perf_counter()
             row.step(torch.empty(0))
             row.ms.append(1e3 * (time.perf_counter() - began))
-    lanes.waits_at_once = False
 
 
 def parsed() -> argparse.Namespace:
@@ -159,20 +187,21 @@ def main() -> None:
     )
     lanes = lanes_of(torch.device("cpu"))
     assert isinstance(lanes, ThreadLanes)
-    with lanes.limited(rate):
-        free = build(config, hardware, RECOMPUTE, None)
-        rows = [free]
-        for rests in [rests for rests in RESTS if rests != DEVICE] if options.states else ():
-            ways = (PLANNED, BY_RULES, AT_ONCE) if rests.startswith("all") else (PLANNED,)
-            rows += [build(config, hardware, way, None, rests) for way in ways]
-        for share in () if options.states else map(float, options.budgets.split(",")):
-            budget = int(share * free.predicted_bytes)
-            for way in (PLANNED, AT_ONCE, RECOMPUTE):
-                try:
-                    rows.append(build(config, hardware, way, budget))
-                except Exception as error:  # too small a budget for recomputation alone
-                    print(f"{way} at {share:.2f}: {str(error).splitlines()[1][:200]}")
-        take_turns(rows, lanes, options.turns)
+    threads = LimitedThread(rate), LimitedThread(rate)
+    lanes.out, lanes.back = threads
+    free = build(config, hardware, RECOMPUTE, None)
+    rows = [free]
+    for rests in [rests for rests in RESTS if rests != DEVICE] if options.states else ():
+        ways = (PLANNED, BY_RULES, AT_ONCE) if rests.startswith("all") else (PLANNED,)
+        rows += [build(config, hardware, way, None, rests) for way in ways]
+    for share in () if options.states else map(float, options.budgets.split(",")):
+        budget = int(share * free.predicted_bytes)
+        for way in (PLANNED, AT_ONCE, RECOMPUTE):
+            try:
+                rows.append(build(config, hardware, way, budget))
+            except Exception as error:  # too small a budget for recomputation alone
+                print(f"{way} at {share:.2f}: {str(error).splitlines()[1][:200]}")
+    take_turns(rows, threads, options.turns)
     base = statistics.median(free.ms)
     print(f"{processor()}, {commit()}, copies at {rate:.0f} MB/s; {config}")
     print(

@@ -44,7 +44,7 @@ from zgraph.compiler.graph_pass import PassContext
 from zgraph.graph import meta
 from zgraph.passes import presets
 from zgraph.tiers.tier import HOST, Disk
-from zgraph.torch_compat.autograd import tangents_outlive_backward
+from zgraph.torch_compat import release_of
 from zgraph.torch_compat.collectives import reduce_scatter_op
 
 INPUTS = 3  # of a random graph
@@ -401,7 +401,7 @@ def measured_step(build: Callable[[], Any], lowering: str, zero_stage: int | Non
     context: PassContext = keep.kept["ctx"]
     assert context.user_outputs is not None
     graphs = keep.kept["forward"].graph, keep.kept["backward"].graph
-    curve = step_curve(*graphs, user_outputs=context.user_outputs, threads=torch.get_num_threads())
+    curve = step_curve(*graphs, user_outputs=context.user_outputs)
     return curve.peak_bytes, peaks[2:]
 
 
@@ -417,7 +417,7 @@ def test_the_predicted_peak_of_a_step_is_the_measured_one(
 @pytest.mark.parametrize("build", [language, gpt])
 def test_without_ranks_the_prediction_is_exact(build: Callable[[], Any]) -> None:
     predicted, peaks = measured_step(build, "fx", None)
-    if build is language and tangents_outlive_backward():
+    if build is language and release_of(torch.__version__) < (2, 13):  # whose autograd holds tangents meanwhile
         predicted += 8 * 64 * 23 * 4  # the gradient of its output
     for peak in peaks:
         assert peak == pytest.approx(predicted, abs=64)  # a loss, its scale, its gradient

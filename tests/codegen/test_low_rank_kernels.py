@@ -13,8 +13,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zgraph.codegen  # noqa: F401  (registers the operators)
+from examples.benchmarks.low_rank_twin import in_rank_order, low_rank_mean, orthonormal_rows
 from tests.support.ranks import Ranks
-from zgraph.codegen.kernels.low_rank_reference import in_rank_order, low_rank_mean, orthonormal_rows
 from zgraph.codegen.kernels.orthonormal import orthonormalize, sum_in_blocks
 from zgraph.codegen.low_rank_kernels import first_right, next_right
 from zgraph.compression.low_rank import FactorLayout, matrix_shape, orthonormalize_work

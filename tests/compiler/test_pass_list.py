@@ -170,7 +170,6 @@ def test_truthful_answers_are_reported() -> None:
     changed, unchanged = run(Answer(answer=True, adds=True)), run(Answer())
     assert [(entry.direction, entry.changed) for entry in changed] == [("forward", True), ("backward", True)]
     assert not any(entry.changed for entry in unchanged)
-    assert changed[0].nodes_after == unchanged[0].nodes_after + 1
     assert all(entry.seconds > 0 for entry in changed)
 
 

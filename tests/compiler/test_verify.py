@@ -14,7 +14,7 @@ from torch import fx
 from tests.support.graphs import Drawing, Traced, fake_world, mlp, names_of, traced
 from zgraph import Fact, GraphPass, PassContext, PassList, VerifyError
 from zgraph.compiler.graph_pass import Direction
-from zgraph.compiler.verify import Snapshot, Where, check_waits_sunk, verify
+from zgraph.compiler.verify import Snapshot, Where, check_values, check_waits_sunk, verify
 from zgraph.graph import meta, nodes
 from zgraph.passes import ChooseLifetimes, DedupeGathers, LowerGathers, LowerReductions, SinkWaits, presets
 from zgraph.torch_compat.collectives import wait_op
@@ -285,7 +285,9 @@ def test_models_own_coalesced_collective_ends_at_its_wait() -> None:
 
 
 def check_all(graph: fx.Graph, *facts: str) -> None:
-    verify(graph, Snapshot.of(graph), facts, Where(pass_name="bad_pass", direction="forward"), replay_all=True)
+    where = Where(pass_name="bad_pass", direction="forward")
+    verify(graph, Snapshot.of(graph), facts, where)
+    check_values(graph.nodes, where)
 
 
 @pytest.mark.parametrize("position", [1, -1], ids=["first", "last"])

@@ -32,12 +32,15 @@ def on_nccl(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return counted
 
 
-def test_a_file_says_where_each_graph_began_and_what_follows(on_nccl: dict[str, int], tmp_path: Path) -> None:
+def test_a_file_says_where_each_graph_began_and_what_follows(
+    on_nccl: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", str(tmp_path / "a" / "dump_rank_"))
     with fake_world(2):
         found = traced(deep, PASSES)
         called: list[Any] = []
         runs = {
-            direction: with_numbers(called.append, found.graphs[direction].graph, f"0/0 {direction}", 1, tmp_path / "a")
+            direction: with_numbers(called.append, found.graphs[direction].graph, f"0/0 {direction}", 1)
             for direction in ("forward", "backward")
         }
         on_nccl["0"] = 17
@@ -57,20 +60,24 @@ def test_a_file_says_where_each_graph_began_and_what_follows(on_nccl: dict[str, 
     assert lines[1].startswith(f"  +1 {first}") and len(starts) == lines.index(heads[1]) - 1
 
 
-def test_elsewhere_nothing_is_noted(tmp_path: Path) -> None:
+def test_elsewhere_nothing_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", str(tmp_path / "dump_rank_"))
     with fake_world(2):
         graph = traced(deep, PASSES).graphs["forward"].graph
         run: Any = object()
-        assert with_numbers(run, graph, "0/0 forward", 0, tmp_path) is run
+        assert with_numbers(run, graph, "0/0 forward", 0) is run
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_file_that_cannot_be_written_is_done_without(on_nccl: dict[str, int], tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_is_done_without(
+    on_nccl: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", str(tmp_path / "file" / "dump_rank_"))
     with fake_world(2):
         graph = traced(deep, PASSES).graphs["forward"].graph
         run: Any = object()
-        assert with_numbers(run, graph, "0/0 forward", 0, tmp_path / "file") is run
+        assert with_numbers(run, graph, "0/0 forward", 0) is run
 
 
 def test_it_lies_where_the_flight_recorder_writes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,7 +109,7 @@ def test_text_adds_up_by_kind_and_dtype() -> None:
         ),
     )
     runs: list[Any] = [
-        PassRun(name="sink_waits", direction=where, changed=where == "forward", seconds=0.0015, nodes_after=1)
+        PassRun(name="sink_waits", direction=where, changed=where == "forward", seconds=0.0015)
         for where in ("forward", "backward")
     ]
     report = Report(graphs=[entry], passes=runs, notes=["a note", "a note"])

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import _get_work_registry_size
 
 import zgraph
 from tests.support import models
@@ -35,7 +36,7 @@ from zgraph.runtime.exchanges.collectives import (
     start_hierarchical_gather,
     uses_point_to_point,
 )
-from zgraph.torch_compat.collectives import all_gather_into, all_to_all_op, wait, works_waited_for
+from zgraph.torch_compat.collectives import all_gather_into, all_to_all_op, wait
 
 WORLD = "0"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int64)
@@ -62,12 +63,12 @@ def gathers() -> None:
     strided = of_rank(6, 4).t()
     for found in (wait(start_all_gather(strided, world, WORLD)), all_gather(strided, world, WORLD)):
         assert torch.equal(found, by_the_backend(strided.contiguous()))
-    before = works_waited_for()
+    before = _get_work_registry_size()
     together = start_grouped_gather([of_rank(2), of_rank(0), of_rank(3, 3)], world, WORLD)
     found = finish_group(together, WORLD)
     for one, shape in zip(found, [(2,), (0,), (3, 3)], strict=True):
         assert torch.equal(one, by_the_backend(of_rank(*shape)))
-    assert works_waited_for() == before
+    assert _get_work_registry_size() == before
 
 
 def exchanges() -> None:
@@ -90,7 +91,7 @@ def exchanges() -> None:
 def many_at_once() -> None:
     """More than gloo has threads, waited for from the last to the first, between two of the backend's own."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    before = works_waited_for()
+    before = _get_work_registry_size()
     ones = torch.ones(3)
     other = dist.all_reduce(ones, async_op=True)
     started = []
@@ -102,11 +103,11 @@ def many_at_once() -> None:
     dist.barrier()
     assert other is not None
     other.wait()
-    assert works_waited_for() - before == 2 * 12 * 2 * (world - 1)
+    assert _get_work_registry_size() - before == 2 * 12 * 2 * (world - 1)
     for number, result in reversed([*enumerate(started)]):
         expected = torch.arange(world, dtype=torch.float32) + 100 * (number // 2)
         assert torch.equal(wait(result), expected.repeat_interleave(1000 + number // 2))
-    assert works_waited_for() == before
+    assert _get_work_registry_size() == before
     assert torch.equal(ones, torch.full((3,), float(world)))
 
 

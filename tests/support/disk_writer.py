@@ -19,7 +19,7 @@ def write_until_killed(scratch: str, nameless: bool, begun: Connection) -> None:
     if not nameless:
         os.open = _refusing_nameless_files(os.open)
     left = sorted(os.listdir(scratch))
-    disk = DiskFolder(scratch)
+    disk = DiskFolder(scratch, 0)
     tensors = [disk.empty((NUMEL,), torch.float32, f"state {number}") for number in range(3)]
     begun.send((left, sorted(os.listdir(scratch))))
     for value in itertools.count():

@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ import zgraph
 from tests.support.slow_disk import slow_down
 from tests.support.torchrun import ROOT
 from zgraph.tiers.disk import transfer
-from zgraph.tiers.disk.buffers import Buffers
+from zgraph.tiers.disk.buffers import KEPT_BYTES, Buffers
 from zgraph.tiers.disk.folder import DiskFolder
 from zgraph.tiers.disk.place import filesystem_of
 from zgraph.tiers.disk.system_calls import address_of
@@ -36,21 +36,20 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is in memory:zgraph.ZgraphWarn
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[DiskFolder]:
-    with DiskFolder(tmp_path) as folder:
-        yield folder
+def disk(tmp_path: Path) -> DiskFolder:
+    return DiskFolder(str(tmp_path), 0)
 
 
 @pytest.fixture(params=["direct", "buffered", "small"])
-def either(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[DiskFolder]:
+def either(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> DiskFolder:
     """A folder with direct transfers, one on a filesystem without them, and one that leaves small tensors in memory."""
     if request.param == "buffered":
         refuse_opening(monkeypatch, os.O_DIRECT)
     if request.param != "small":
         monkeypatch.setattr(transfer, "SMALL_BYTES", 0)
-    with DiskFolder(tmp_path) as folder:
-        assert (folder._access.direct is None) == (request.param == "buffered")
-        yield folder
+    folder = DiskFolder(str(tmp_path), 0)
+    assert (folder._access.direct is None) == (request.param == "buffered")
+    return folder
 
 
 def refuse_opening(monkeypatch: pytest.MonkeyPatch, flag: int) -> None:
@@ -198,16 +197,16 @@ def test_memory_of_large_reads_is_used_again(disk: DiskFolder) -> None:
 
 
 def test_free_memory_of_reads_is_bounded() -> None:
-    buffers = Buffers(kept_bytes=6 * MIB)
-    taken = [buffers.take(nbytes) for nbytes in (2 * MIB, 3 * MIB, 4 * MIB, 7 * MIB)]
+    buffers = Buffers()
+    taken = [buffers.take(nbytes) for nbytes in (40 * MIB, 60 * MIB, 80 * MIB, 130 * MIB)]
     addresses = [one.data_ptr() for one in taken]
     while taken:
         del taken[0]
-        assert buffers.free_bytes <= 6 * MIB
+        assert buffers.free_bytes <= KEPT_BYTES
     assert buffers.free_bytes == 0  # the last has pushed all others out, and is too large itself
-    again = [buffers.take(2 * MIB) for _ in range(3)]
+    again = [buffers.take(KEPT_BYTES // 4) for _ in range(5)]
     again.clear()
-    assert buffers.free_bytes == 6 * MIB
+    assert buffers.free_bytes == KEPT_BYTES
     assert len(set(addresses)) == 4
 
 
@@ -316,11 +315,11 @@ def test_transfers_of_one_tensor_keep_their_order(disk: DiskFolder, monkeypatch:
     after = disk.start_read(one)
     rows = disk.start_read(one[1000:2000])
     last = disk.start_write(torch.full((5000,), 3.0), one)
-    assert not any(transfer.done() for transfer in (*writes, after, rows, last))
+    assert not any(transfer._future.done() for transfer in (*writes, after, rows, last))
     gate.opened.set()
     assert after.wait().eq(2).all() and rows.wait().eq(2).all()
     last.wait()
-    assert one.eq(3).all() and after.done() and last.done()
+    assert one.eq(3).all()
 
 
 def test_a_pending_write_keeps_its_tensors(disk: DiskFolder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,25 +328,25 @@ def test_a_pending_write_keeps_its_tensors(disk: DiskFolder, monkeypatch: pytest
     write = disk.start_write(torch.full((5000,), 2.0), tensor)
     del tensor
     gc.collect()
-    assert disk.disk_bytes == 2 * 20480
+    assert disk._space.used_bytes == 2 * 20480
     gate.opened.set()
     write.wait()
-    disk.close()  # the worker has let go of what it wrote
-    assert disk.disk_bytes == 20480 and kept.eq(1).all()
+    disk.finish()  # the worker has let go of what it wrote
+    assert disk._space.used_bytes == 20480 and kept.eq(1).all()
 
 
 def test_staging_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "STAGING_BYTES", 64 * KIB)
-    with DiskFolder(tmp_path) as disk:
-        movers = (disk._reads, disk._writes)
-        assert [mover.staging_bytes for mover in movers] == [0, 0]
-        memory = torch.arange(MIB + 2, dtype=torch.uint8)
-        source = memory[1:-1]  # at an odd address: nothing can be transferred in place
-        tensor = filled(disk, source)
-        into = torch.empty_like(memory)[1:-1]
-        disk.start_read_in_pieces(tensor, (one for one in (into,))).wait()
-        assert raw(into) == raw(source)
-        assert [mover.staging_bytes for mover in movers] == [64 * KIB if disk._access.direct is not None else 0] * 2
+    disk = DiskFolder(str(tmp_path), 0)
+    movers = (disk._reads, disk._writes)
+    assert [mover.staging_bytes for mover in movers] == [0, 0]
+    memory = torch.arange(MIB + 2, dtype=torch.uint8)
+    source = memory[1:-1]  # at an odd address: nothing can be transferred in place
+    tensor = filled(disk, source)
+    into = torch.empty_like(memory)[1:-1]
+    disk.start_read_in_pieces(tensor, (one for one in (into,))).wait()
+    assert raw(into) == raw(source)
+    assert [mover.staging_bytes for mover in movers] == [64 * KIB if disk._access.direct is not None else 0] * 2
 
 
 def test_memory_that_no_disk_reaches_is_staged(disk: DiskFolder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -388,16 +387,16 @@ def aligned(nbytes: int) -> Tensor:
 
 
 def test_space_is_counted_and_used_again(disk: DiskFolder) -> None:
-    assert disk.disk_bytes == 0
+    assert disk._space.used_bytes == 0
     before = size_of(disk)
     for _ in range(50):
         tensors = [disk.empty((numel,), torch.float32, f"state {numel}") for numel in (1, 1024, 1025, 300_000)]
-        assert disk.disk_bytes == 4096 + 4096 + 8192 + 1_200_128
+        assert disk._space.used_bytes == 4096 + 4096 + 8192 + 1_200_128
         for tensor in tensors:
             tensor.fill_(1)
         del tensor
         tensors.clear()
-        assert disk.disk_bytes == 0
+        assert disk._space.used_bytes == 0
     assert size_of(disk) - before <= 4096 + 4096 + 8192 + 1_200_128
     assert os.fstat(disk._space.fd).st_blocks * 512 < 64 * KIB  # its blocks are the filesystem's again
 
@@ -409,11 +408,11 @@ def size_of(disk: DiskFolder) -> int:
 def test_views_and_storages_keep_a_tensor_alive(disk: DiskFolder) -> None:
     storage = disk.empty((5000,), torch.float32, "weight").fill_(4)[3:].untyped_storage()
     gc.collect()
-    assert disk.disk_bytes == 20480
+    assert disk._space.used_bytes == 20480
     assert torch.empty(0).set_(storage).eq(4).all()  # pyright: ignore[reportCallIssue, reportArgumentType]
     del storage
     gc.collect()
-    assert disk.disk_bytes == 0
+    assert disk._space.used_bytes == 0
 
 
 def test_offsets_beyond_2_gib(disk: DiskFolder) -> None:
@@ -439,34 +438,27 @@ def test_a_thousand_tensors_take_few_descriptors(disk: DiskFolder) -> None:
 
 
 def test_ranks_share_a_folder_but_no_file(tmp_path: Path) -> None:
-    with DiskFolder(tmp_path, rank=0) as one, DiskFolder(tmp_path, rank=1) as other:
-        assert os.fstat(one._space.fd).st_ino != os.fstat(other._space.fd).st_ino
-        tensors = [filled(folder, torch.full((100,), float(rank))) for rank, folder in enumerate((one, other))]
-        assert [tensor[0].item() for tensor in tensors] == [0, 1]
-        assert not one.is_on_disk(tensors[1])
-        assert os.listdir(tmp_path) == []
+    one, other = DiskFolder(str(tmp_path), 0), DiskFolder(str(tmp_path), 1)
+    assert os.fstat(one._space.fd).st_ino != os.fstat(other._space.fd).st_ino
+    tensors = [filled(folder, torch.full((100,), float(rank))) for rank, folder in enumerate((one, other))]
+    assert [tensor[0].item() for tensor in tensors] == [0, 1]
+    assert not one.is_on_disk(tensors[1])
+    assert os.listdir(tmp_path) == []
 
 
-def test_close_waits_and_leaves_mappings(tmp_path: Path) -> None:
-    disk = DiskFolder(tmp_path)
+def test_files_are_closed_with_the_folder_and_its_last_tensor(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    disk = DiskFolder(str(tmp_path), 0)
     tensor = disk.empty((300_000,), torch.float32, "weight")
     disk.start_write(torch.ones(300_000), tensor)
-    files = len(os.listdir("/proc/self/fd"))
-    disk.close()
-    disk.close()
+    disk.finish()
+    del disk
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before + 1  # the file of the mapping
     assert tensor.eq(1).all() and os.listdir(tmp_path) == []
-    assert len(os.listdir("/proc/self/fd")) < files
-    # The number of the closed file may be another file's by now, which must keep its bytes when the tensor dies.
-    others = [open(tmp_path / str(number), "w+b") for number in range(4)]  # noqa: SIM115
-    for other in others:
-        other.write(b"x" * 2 * MIB)
-        other.flush()
     del tensor
     gc.collect()
-    for other in others:
-        other.seek(0)
-        assert other.read() == b"x" * 2 * MIB
-        other.close()
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_forked_process_leaves_tensors_alone(disk: DiskFolder) -> None:
@@ -478,7 +470,6 @@ def test_a_forked_process_leaves_tensors_alone(disk: DiskFolder) -> None:
             assert tensor.eq(1).all()
             with pytest.raises(zgraph.DiskError, match="forked from the folder's process"):
                 disk.start_read(tensor)
-            disk.close()
             del tensor
             gc.collect()
             code = 0
@@ -488,13 +479,13 @@ def test_a_forked_process_leaves_tensors_alone(disk: DiskFolder) -> None:
     assert tensor.eq(1).all() and disk.start_read(tensor).wait().eq(1).all()
 
 
-def test_a_process_ends_without_close(tmp_path: Path) -> None:
+def test_a_process_ends(tmp_path: Path) -> None:
     """It waits for what it has started, and then ends. A process of its own: it loads torch, which takes seconds."""
     script = f"""
 import torch
 from tests.support.slow_disk import slow_down
 from zgraph.tiers.disk.folder import DiskFolder
-disk = DiskFolder({str(tmp_path)!r})
+disk = DiskFolder({str(tmp_path)!r}, 0)
 slow_down(disk, 1e7)
 tensor = disk.empty((1000000,), torch.uint8, "weight")
 disk.start_write(torch.ones(1000000, dtype=torch.uint8), tensor)
@@ -507,10 +498,9 @@ print("started")
 
 
 def test_finish_waits_for_all_that_was_started(tmp_path: Path) -> None:
-    with DiskFolder(tmp_path) as disk:
-        slow_down(disk, 4e6)
-        tensor, other = (disk.empty((MIB,), torch.uint8, "weight") for _ in range(2))
-        transfers = [disk.start_write(torch.ones(MIB, dtype=torch.uint8), tensor), disk.start_read(other)]
-        disk.finish()
-        assert all(one.done() for one in transfers)
+    disk = DiskFolder(str(tmp_path), 0)
+    slow_down(disk, 4e6)
+    tensor, other = (disk.empty((MIB,), torch.uint8, "weight") for _ in range(2))
+    transfers = [disk.start_write(torch.ones(MIB, dtype=torch.uint8), tensor), disk.start_read(other)]
     disk.finish()
+    assert all(one._future.done() for one in transfers)

@@ -27,12 +27,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is in memory:zgraph.ZgraphWarn
 
 
 @pytest.fixture(params=["small", "large"])
-def disk(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[DiskFolder]:
+def disk(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> DiskFolder:
     """Tensors of these tests are small, and stay in the page cache; or are taken for large ones."""
     if request.param == "large":
         monkeypatch.setattr(transfer, "SMALL_BYTES", 0)
-    with DiskFolder(tmp_path, rank=3) as folder:
-        yield folder
+    return DiskFolder(str(tmp_path), 3)
 
 
 @pytest.fixture
@@ -60,26 +59,26 @@ def free_bytes(path: Path) -> int:
 
 def test_a_folder_is_made_in_one_that_exists(tmp_path: Path) -> None:
     for _ in range(2):  # as of two ranks
-        with DiskFolder(tmp_path / "new"):
-            assert [path.name for path in tmp_path.iterdir()] == ["new"]
+        DiskFolder(str(tmp_path / "new"), 0)
+        assert [path.name for path in tmp_path.iterdir()] == ["new"]
     with pytest.raises(
         zgraph.DiskError, match=rf"rank 1: .*/none/new cannot be made: there is no folder {tmp_path}/none; make that"
     ):
-        DiskFolder(tmp_path / "none" / "new", rank=1)
+        DiskFolder(str(tmp_path / "none" / "new"), 1)
 
 
 def test_a_path_must_be_a_folder_to_write_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(zgraph.DiskError, match=r"/file is not a directory; give a folder"):
-        DiskFolder(tmp_path / "file")
+        DiskFolder(str(tmp_path / "file"), 0)
     with pytest.raises(zgraph.DiskError, match=r"/file/new cannot be used: Not a directory; give a folder, or the"):
-        DiskFolder(tmp_path / "file" / "new")
+        DiskFolder(str(tmp_path / "file" / "new"), 0)
     refused = r"/proc/new cannot be used: (No such file or directory|Permission denied); give a folder"
     with pytest.raises(zgraph.DiskError, match=refused):  # the first of them to root
-        DiskFolder("/proc/new")  # in a folder that exists, and makes none
+        DiskFolder("/proc/new", 0)  # in a folder that exists, and makes none
     (tmp_path / "link").symlink_to(tmp_path / "gone")
     with pytest.raises(zgraph.DiskError, match=rf"/link cannot be made: there is no folder {tmp_path}/gone;"):
-        DiskFolder(tmp_path / "link")
+        DiskFolder(str(tmp_path / "link"), 0)
 
     def denied(*_: object, **__: object) -> int:
         raise PermissionError(errno.EACCES, "Permission denied")
@@ -88,38 +87,38 @@ def test_a_path_must_be_a_folder_to_write_to(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(
         zgraph.DiskError, match=r"cannot create a file in .*: Permission denied; give a folder on a disk"
     ):
-        DiskFolder(tmp_path)
+        DiskFolder(str(tmp_path), 0)
 
 
 @pytest.mark.filterwarnings("default::zgraph.ZgraphWarning")
 def test_a_folder_in_memory_is_pointed_out(small: Path) -> None:
     with pytest.warns(zgraph.ZgraphWarning, match=r"is in memory \(tmpfs\), so that nothing is saved; give a folder"):
-        DiskFolder(small).close()
+        DiskFolder(str(small), 0)
 
 
 def test_a_full_disk_refuses_a_tensor_and_keeps_nothing(small: Path) -> None:
-    with DiskFolder(small, rank=2) as disk:
-        kept = disk.empty((65536,), torch.float32, "layers.0.weight").fill_(7)
-        free = free_bytes(small)
-        text = r"rank 2: no space for layers.1.weight in .*: it needs 1200128 bytes in addition to the 262144 of the "
-        text += rf"tensors stored there, {free} are free, {1200128 - free} are lacking \(No space left on device\)"
-        with pytest.raises(zgraph.DiskError, match=text):
-            disk.empty((300_000,), torch.float32, "layers.1.weight")
-        assert (free_bytes(small), disk.disk_bytes) == (free, 262144)
-        assert disk.empty((65536,), torch.float32, "layers.1.weight").fill_(8).eq(8).all()
-        assert kept.eq(7).all()
+    disk = DiskFolder(str(small), 2)
+    kept = disk.empty((65536,), torch.float32, "layers.0.weight").fill_(7)
+    free = free_bytes(small)
+    text = r"rank 2: no space for layers.1.weight in .*: it needs 1200128 bytes in addition to the 262144 of the "
+    text += rf"tensors stored there, {free} are free, {1200128 - free} are lacking \(No space left on device\)"
+    with pytest.raises(zgraph.DiskError, match=text):
+        disk.empty((300_000,), torch.float32, "layers.1.weight")
+    assert (free_bytes(small), disk._space.used_bytes) == (free, 262144)
+    assert disk.empty((65536,), torch.float32, "layers.1.weight").fill_(8).eq(8).all()
+    assert kept.eq(7).all()
 
 
 def test_a_full_disk_refuses_a_folder(small: Path) -> None:
     with contextlib.suppress(OSError), (small / "ballast").open("wb") as file:
         file.write(bytes(2 * MIB))
     with pytest.raises(zgraph.DiskError, match=r"no space for a trial of two blocks .* 0 are free, 8192 are lacking"):
-        DiskFolder(small)
+        DiskFolder(str(small), 0)
 
 
 def test_a_disk_that_fills_up_during_a_write(small: Path) -> None:
     """A filesystem that breaks its word, as copy-on-write ones may: reserved blocks are no longer there."""
-    disk = DiskFolder(small)
+    disk = DiskFolder(str(small), 0)
     tensor = disk.empty((100_000,), torch.float32, "layers.0.weight")
     os.truncate(f"/proc/self/fd/{disk._space.fd}", 0)
     os.truncate(f"/proc/self/fd/{disk._space.fd}", 8192 + 401408)
@@ -135,7 +134,6 @@ def test_a_disk_that_fills_up_during_a_write(small: Path) -> None:
         disk.start_read(tensor).wait()
     disk.start_write(torch.ones(100_000), tensor).wait()
     assert disk.start_read(tensor).wait().eq(1).all()
-    disk.close()
 
 
 def test_a_limit_on_files_refuses_a_tensor(disk: DiskFolder) -> None:
@@ -145,7 +143,7 @@ def test_a_limit_on_files_refuses_a_tensor(disk: DiskFolder) -> None:
     try:
         with pytest.raises(zgraph.DiskError, match=r"a file size limit or a quota prevents it \(File too large\)"):
             disk.empty((MIB,), torch.float32, "layers.1.weight")
-        assert disk.disk_bytes == 20480 and disk.start_read(tensor).wait().eq(1).all()
+        assert disk._space.used_bytes == 20480 and disk.start_read(tensor).wait().eq(1).all()
         assert disk.empty((1000,), torch.float32, "layers.1.weight").fill_(1).eq(1).all()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -191,22 +189,22 @@ def test_an_error_of_the_disk_names_the_tensor(
 
 def test_late_write_failure_of_the_kernel_fails_next_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its page may be gone, and the disk has the values before."""
-    with DiskFolder(tmp_path, rank=3) as disk:
-        tensor = filled(disk)
-        asked: list[tuple[int, int]] = []
+    disk = DiskFolder(str(tmp_path), 3)
+    tensor = filled(disk)
+    asked: list[tuple[int, int]] = []
 
-        def failed(fd: int, offset: int, nbytes: int) -> None:
-            asked.append((fd, nbytes))
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
+    def failed(fd: int, offset: int, nbytes: int) -> None:
+        asked.append((fd, nbytes))
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-        with monkeypatch.context() as patched:
-            patched.setattr(transfer, "check_written", failed)
-            with pytest.raises(zgraph.DiskError, match=r"rank 3: reading layers.0.weight .* Input/output error"):
-                disk.start_read(tensor).wait()
-        assert asked == [(disk._space.fd, 20_000)]
-        for other in (tensor, filled(disk)):  # the kernel says it once, and not of which
-            with pytest.raises(zgraph.DiskError, match="Input/output error"):
-                disk.start_read(other).wait()
+    with monkeypatch.context() as patched:
+        patched.setattr(transfer, "check_written", failed)
+        with pytest.raises(zgraph.DiskError, match=r"rank 3: reading layers.0.weight .* Input/output error"):
+            disk.start_read(tensor).wait()
+    assert asked == [(disk._space.fd, 20_000)]
+    for other in (tensor, filled(disk)):  # the kernel says it once, and not of which
+        with pytest.raises(zgraph.DiskError, match="Input/output error"):
+            disk.start_read(other).wait()
 
 
 @pytest.mark.parametrize("failing_half", [0, 1])
@@ -241,8 +239,8 @@ def test_failing_half_fails_the_read_after_both_end(
             read.wait()
     assert disk.start_read(tensor).wait().equal(source)
     del tensor, read, slot
-    disk.close()
-    assert disk.disk_bytes == 0  # nothing keeps the tensor
+    disk.finish()
+    assert disk._space.used_bytes == 0  # nothing keeps the tensor
 
 
 def test_short_transfers_are_continued(disk: DiskFolder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,18 +255,12 @@ def test_short_transfers_are_continued(disk: DiskFolder, monkeypatch: pytest.Mon
     assert tensor.equal(source) and disk.start_read(tensor).wait().equal(source)
 
 
-def test_a_write_that_nobody_waits_for_fails_at_close(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    disk = DiskFolder(tmp_path)
+def test_a_write_that_nobody_waits_for_fails_the_next_read(disk: DiskFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = filled(disk)
     monkeypatch.setattr(os, "pwritev", failing(errno.EIO))
     disk.start_write(torch.zeros(5000), tensor)
-    with pytest.raises(zgraph.DiskError, match=r"writing layers.0.weight .* Input/output error"):
-        disk.close()
-    disk.close()
-    del tensor
-    with pytest.raises(KeyError, match="first"), DiskFolder(tmp_path) as disk:  # which is not hidden by the second
-        disk.start_write(torch.zeros(3), disk.empty((3,), torch.float32, "weight"))
-        raise KeyError("first")
+    with pytest.raises(zgraph.DiskError, match=r"its last write failed.*Input/output error"):
+        disk.start_read(tensor).wait()
 
 
 def test_failed_transfers_free_their_tensors(disk: DiskFolder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,8 +273,8 @@ def test_failed_transfers_free_their_tensors(disk: DiskFolder, monkeypatch: pyte
     with pytest.raises(zgraph.DiskError, match="its last write failed"):
         read.wait()
     del tensor
-    disk.close()
-    assert disk.disk_bytes == 0
+    disk.finish()
+    assert disk._space.used_bytes == 0
 
 
 def test_a_truncated_file_is_an_error_not_a_signal(disk: DiskFolder, tmp_path: Path) -> None:
@@ -319,19 +311,6 @@ def test_tensors_and_sources_must_fit(disk: DiskFolder) -> None:
     assert not disk.is_on_disk(torch.empty(3, device="meta"))
 
 
-def test_nothing_starts_after_close(tmp_path: Path) -> None:
-    disk = DiskFolder(tmp_path)
-    tensor = filled(disk)
-    disk.close()
-    for use in (
-        lambda: disk.start_read(tensor),
-        lambda: disk.start_write(torch.ones(5000), tensor),
-        lambda: disk.empty((3,), torch.float32, "weight"),
-    ):
-        with pytest.raises(zgraph.DiskError, match="after close; close it after"):
-            use()
-
-
 def test_names_left_by_a_killed_run_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a filesystem without nameless files a kill between two system calls leaves an empty file."""
     leftover, foreign = (
@@ -347,10 +326,10 @@ def test_names_left_by_a_killed_run_are_removed(tmp_path: Path, monkeypatch: pyt
         return real(path, flags, *rest, **named)
 
     monkeypatch.setattr(os, "open", refusing)
-    with DiskFolder(tmp_path) as one, DiskFolder(tmp_path) as other:
-        assert os.listdir(tmp_path) == [foreign.name]
-        tensors = [filled(folder, float(value)) for value, folder in enumerate((one, other))]
-        assert [folder.start_read(tensor).wait()[0] for folder, tensor in zip((one, other), tensors, strict=True)] == [
-            0,
-            1,
-        ]
+    one, other = DiskFolder(str(tmp_path), 0), DiskFolder(str(tmp_path), 0)
+    assert os.listdir(tmp_path) == [foreign.name]
+    tensors = [filled(folder, float(value)) for value, folder in enumerate((one, other))]
+    assert [folder.start_read(tensor).wait()[0] for folder, tensor in zip((one, other), tensors, strict=True)] == [
+        0,
+        1,
+    ]

@@ -35,17 +35,17 @@ def mounted(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
 
 @pytest.mark.parametrize("mounted", ["overlay", "tmpfs", "ramfs"], indirect=True)
 def test_bits_survive_on_other_filesystems(mounted: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    with DiskFolder(mounted / "new") as disk:
-        if request.node.callspec.params["mounted"] == "ramfs":
-            assert disk._access.direct is None  # which it does not have
-        for numel in (3, 1024, 5000):
-            values = torch.randn(numel)
-            tensor = disk.empty((numel,), torch.float32, "weight")
-            disk.start_write(values, tensor).wait()
-            assert torch.equal(disk.start_read(tensor).wait(), values)
-            tensor.mul_(2)
-            assert torch.equal(disk.start_read(tensor).wait(), 2 * values)
-        assert [*(mounted / "new").iterdir()] == []
+    disk = DiskFolder(str(mounted / "new"), 0)
+    if request.node.callspec.params["mounted"] == "ramfs":
+        assert disk._access.direct is None  # which it does not have
+    for numel in (3, 1024, 5000):
+        values = torch.randn(numel)
+        tensor = disk.empty((numel,), torch.float32, "weight")
+        disk.start_write(values, tensor).wait()
+        assert torch.equal(disk.start_read(tensor).wait(), values)
+        tensor.mul_(2)
+        assert torch.equal(disk.start_read(tensor).wait(), 2 * values)
+    assert [*(mounted / "new").iterdir()] == []
 
 
 @worlds(2)

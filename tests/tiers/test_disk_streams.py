@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +27,11 @@ SIZES = (0, 1, BLOCK // 4, BLOCK // 4 + 1, 5 * BLOCK // 4 + 3)
 
 
 @pytest.fixture
-def slow(tmp_path: Path) -> Iterator[DiskFolder]:
+def slow(tmp_path: Path) -> DiskFolder:
     """A disk that takes a millisecond for each block."""
-    with DiskFolder(tmp_path) as folder:
-        slow_down(folder, 4e6)
-        yield folder
+    folder = DiskFolder(str(tmp_path), 0)
+    slow_down(folder, 4e6)
+    return folder
 
 
 def known(lanes: Any, disk: DiskFolder) -> None:
@@ -113,8 +112,10 @@ def test_pinned_memory_is_bounded_and_used_again(slow: DiskFolder) -> None:
         for _ in range(3):
             lanes.store(lanes.reload(kept).wait(), kept).wait()
         size = BLOCK if numel == 1 else 2 * BLOCK
-        assert [staging.nbytes for staging in lanes.staging(slow)] == [BUFFERS * size] * 2
-        assert lanes.memory.in_use_bytes == staging_bytes([numel * 4], [numel * 4], 2 * BLOCK)
+        buffers = [one for staging in lanes.staging(slow) for one in staging._buffers if one is not None]
+        assert [one.nbytes for one in buffers] == [size] * 2 * BUFFERS
+        assert {one.data_ptr() for one in buffers} == lanes.memory._held, "larger ones take the place of smaller ones"
+        assert sum(one.nbytes for one in buffers) == staging_bytes([numel * 4], [numel * 4], 2 * BLOCK)
 
 
 def test_planned_pinned_memory_covers_staging_buffers() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 import warnings
 from collections.abc import Generator
 from dataclasses import replace
@@ -35,6 +36,7 @@ from zgraph.tiers.copy_lanes import lanes_of
 from zgraph.tiers.disk.folder import DiskFolder
 from zgraph.tiers.stores import OnDisk
 from zgraph.tiers.thread_lanes import ThreadLanes
+from zgraph.tiers.tier import Disk
 
 # Updates run on copies, on the GPU.
 CASES = {
@@ -98,7 +100,7 @@ def slow_disk(at_rest: zgraph.Offload | None) -> Generator[None]:
     lanes = lanes_of(torch.device("cpu"))
     assert isinstance(lanes, ThreadLanes)
     with warnings.catch_warnings(category=zgraph.ZgraphWarning, action="ignore"):  # the folder may be in memory
-        slow = DiskFolder(at_rest.path, rank=dist.get_rank())
+        slow = DiskFolder(os.fspath(at_rest.path), dist.get_rank())
     slow_down(slow, 2e7)
     store = OnDisk(slow)  # which lanes do not keep alive
     lanes.stores.by_key[os.fspath(at_rest.path)] = store
@@ -330,8 +332,10 @@ def test_nothing_is_touched_while_the_host_updates_it(
 
 def test_the_host_waits_for_threads_that_copy_and_update(tmp_path: Path) -> None:
     """As after a step that failed: what it had started would write over what is loaded next."""
-    lanes = ThreadLanes(bytes_per_us=1.0)  # copies of a tenth of a second
-    folder = lanes.stores.folder(str(tmp_path))
+    lanes = ThreadLanes()
+    for thread in (lanes.out, lanes.back):
+        thread.submit(time.sleep, 0.1)  # copies begin late
+    folder = lanes.stores.open(Disk(folder=str(tmp_path)), lanes, 0)
     source, kept, filed = torch.ones(25_000), torch.zeros(25_000), folder.empty(torch.ones(25_000), "weight")
     begun = threading.Event()
 

@@ -124,11 +124,11 @@ class MemoryCurve:
         held = sum(entry.bytes for entry in self.ranges if entry.held and entry.space == space)
         return held + max(self.bytes_in(space), default=0)
 
-    def explain(self, count: int = 5) -> str:
-        """Describe in one line the peak, the node at which it occurs, and the largest storages alive there."""
+    def explain(self) -> str:
+        """Describe in one line the peak, the node at which it occurs, and the five largest storages alive there."""
         if not self.nodes:
             return "peak 0 bytes"
-        alive = ", ".join(f"{entry.node.name} {entry.bytes}" for entry in self.alive_at(self.peak_position)[:count])
+        alive = ", ".join(f"{entry.node.name} {entry.bytes}" for entry in self.alive_at(self.peak_position)[:5])
         text = f"peak {self.peak_bytes} bytes at {self.nodes[self.peak_position].name}: {alive}"
         return f"{text}; without {', '.join(self.unknown)}, whose size depends on data" if self.unknown else text
 
@@ -195,7 +195,6 @@ def step_curve(
     *,
     user_outputs: int,
     allocator: Allocator = EXACT,
-    threads: int = 1,
     device_type: str | None = None,
     agreed: bool = False,
 ) -> MemoryCurve:
@@ -210,7 +209,7 @@ def step_curve(
     Args:
         forward, backward: graphs of one frame, as AOTAutograd partitions them.
         user_outputs: number of forward's outputs that the user receives; the others are saved for backward.
-        allocator, threads, device_type, agreed: as in `memory_curve`.
+        allocator, device_type, agreed: as in `memory_curve`.
     """
     found = _enter_step(forward, backward, user_outputs)
     found.run(backward.nodes)
@@ -218,7 +217,7 @@ def step_curve(
     transient = [
         taken
         for graph in (forward, backward)
-        for taken in transient_bytes(graph, allocator.allocated_bytes, threads=threads, device_type=device_type)
+        for taken in transient_bytes(graph, allocator.allocated_bytes, device_type=device_type)
     ]
     order = [*forward.nodes, *backward.nodes]
     curve = _curve(order, found, allocator, transient, agreed, device_type)

@@ -54,13 +54,12 @@ def smallest_feasible(peak_of: Callable[[int], int]) -> int:
     return least
 
 
-def explain(curve: MemoryCurve, count: int = 5) -> str:
-    """Describe the peak of a memory curve: the node at which it occurs, and the largest allocations alive there."""
+def explain(curve: MemoryCurve) -> str:
+    """Describe a curve's peak: the node at which it occurs, and the five largest allocations alive there."""
     if not curve.nodes:
         return "nothing is allocated"
     alive = [
-        f"{entry.node.name}{_works_for(entry.node)} {entry.bytes}"
-        for entry in curve.alive_at(curve.peak_position)[:count]
+        f"{entry.node.name}{_works_for(entry.node)} {entry.bytes}" for entry in curve.alive_at(curve.peak_position)[:5]
     ]
     return f"at {curve.nodes[curve.peak_position].name}: {', '.join(alive)}"
 

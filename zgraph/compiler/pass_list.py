@@ -26,7 +26,6 @@ class PassRun:
     direction: Direction
     changed: bool
     seconds: float
-    nodes_after: int
 
 
 @dataclass(frozen=True)
@@ -160,7 +159,6 @@ class PassList:
                     direction=direction,
                     changed=changed,
                     seconds=seconds,
-                    nodes_after=len(gm.graph.nodes),
                 )
         for direction, gm in graphs.items() if self.replay_all else ():
             if phase == "graph" or direction == "joint":  # an unpartitioned graph goes through both phases

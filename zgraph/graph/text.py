@@ -22,15 +22,14 @@ def graph_text(graph: fx.Graph) -> str:
     return "\n".join(_node_text(node) for node in list(graph.nodes))
 
 
-def neighbourhood(node: fx.Node, distance: int = 10) -> str:
-    """Return a node's line of text, marked by an arrow, between up to `distance` lines before and after it."""
+def neighbourhood(node: fx.Node) -> str:
+    """Return a node's line of text, marked by an arrow, between up to ten lines of the graph before and after it."""
     around = list(node.graph.nodes)
     if node not in around:
         return f"    {_node_text(node)}  (erased)"
     here = around.index(node)
     return "\n".join(
-        f"{'--> ' if other is node else '    '}{_node_text(other)}"
-        for other in around[max(0, here - distance) : here + distance + 1]
+        f"{'--> ' if other is node else '    '}{_node_text(other)}" for other in around[max(0, here - 10) : here + 11]
     )
 
 

@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 from zgraph.errors import ZgraphError
 from zgraph.optimizers.local_norm import ShardedGradients
 from zgraph.runtime.collective_error import collective_error
-from zgraph.sharding.model.sharded_tensor import as_sharded, note_change
 from zgraph.sharding.scope import sharded_parameters
+from zgraph.sharding.tensors.sharded_tensor import as_sharded, note_change
 from zgraph.tiers.devices import KINDS
 from zgraph.torch_compat.autograd import AgreeingGradScaler
 from zgraph.torch_compat.collectives import all_gather, all_reduce_op, wait

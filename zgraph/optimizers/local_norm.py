@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from zgraph.runtime.collective_error import collective_error
-from zgraph.sharding.model.sharded_tensor import DTENSORS
+from zgraph.sharding.tensors.sharded_tensor import DTENSORS
 from zgraph.torch_compat.collectives import all_reduce_op, wait
 from zgraph.torch_compat.dtensor import layouts_of, locals_of, partial_norms, replicated_scalar
 from zgraph.torch_compat.operators import foreach_norms, foreach_scale

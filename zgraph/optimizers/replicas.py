@@ -25,7 +25,7 @@ from zgraph.errors import ZgraphError
 from zgraph.optimizers.gradients import clip_by_stages
 from zgraph.runtime.collective_error import collective_error
 from zgraph.runtime.exchanges.collectives import start_all_gather, start_all_to_all
-from zgraph.sharding.model.sharded_tensor import sharded_like
+from zgraph.sharding.tensors.sharded_tensor import sharded_like
 from zgraph.torch_compat.collectives import wait
 from zgraph.torch_compat.dtensor import local_of
 

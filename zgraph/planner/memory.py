@@ -14,7 +14,7 @@ from zgraph.compiler.memory_ledger import SpaceUse
 from zgraph.sharding.scope import state_of
 from zgraph.tiers.offload import Offload
 from zgraph.tiers.pinned_pool import pinned_bytes
-from zgraph.tiers.placement import Resting
+from zgraph.tiers.placement.resting import Resting
 from zgraph.tiers.tier import DEVICE, HOST, listed
 from zgraph.torch_compat.dtensor import local_of
 

@@ -23,6 +23,7 @@ from zgraph.planner.schedules.axes import Axes
 from zgraph.planner.whole_step import StepMaker, loop_body, plan_whole_step
 from zgraph.sharding.shard import shard
 from zgraph.tiers.offload import Offload
+from zgraph.tiers.placement.host_budget import check_host_budget
 from zgraph.tiers.tier import HOST
 
 
@@ -137,7 +138,14 @@ def plan(
     cluster.check_tensor_parallel(planner.graphs)
     if resting is not None:
         host = next(line for line in ledger if line.space == HOST.name)
-        resting.check_budget(host.parameters, host.state, host.step, host.staging)
+        check_host_budget(
+            resting.options,
+            host.parameters,
+            host.state,
+            host.step,
+            host.staging,
+            on_gpu=resting.computes_elsewhere,
+        )
     return Plan(
         world_size=ranks,
         hardware=machine,

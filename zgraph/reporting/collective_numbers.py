@@ -56,19 +56,17 @@ def numbered(graph: fx.Graph) -> list[Numbered]:
     return [Numbered(group_name, tuple(each)) for group_name, each in found.items()]
 
 
-def with_numbers(
-    run: Callable[[list[Any]], Any], graph: fx.Graph, title: str, rank: int, directory: Path | None = None
-) -> Callable[[list[Any]], Any]:
+def with_numbers(run: Callable[[list[Any]], Any], graph: fx.Graph, title: str, rank: int) -> Callable[[list[Any]], Any]:
     """Wrap a graph's callable so that each call first records how many collectives each NCCL group has started.
 
-    The counts are written to a file. If it cannot be written, the callable is returned unchanged.
+    The counts are written to a file in the directory of the flight recorder's dump. If it cannot be written, the
+    callable is returned unchanged.
 
     Args:
         run: callable of the graph.
         graph: graph whose collectives are listed in the file.
         title: title of the graph, such as "0/0 forward".
         rank: rank of this process.
-        directory: directory for the file; None: the directory of the flight recorder's dump.
 
     Returns:
         The wrapped callable; `run` itself if the graph has no collective on NCCL.
@@ -76,7 +74,7 @@ def with_numbers(
     groups = numbered(graph)
     if not groups:
         return run
-    places = _write(groups, title, (directory or flight_recorder_directory()) / f"zgraph_collectives_rank_{rank}.txt")
+    places = _write(groups, title, flight_recorder_directory() / f"zgraph_collectives_rank_{rank}.txt")
     if places is None:
         return run
     descriptor, offsets = places

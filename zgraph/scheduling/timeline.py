@@ -106,9 +106,9 @@ class Timeline:
         """Return the fraction of the step in which a lane is busy."""
         return self.busy_us.get(lane, 0.0) / self.step_us if self.step_us else 0.0
 
-    def critical_path(self, end: fx.Node | None = None) -> list[fx.Node]:
-        """Return the chain of nodes up to `end` (default: `last`), in which each node waited for the previous one."""
-        node = self.last if end is None else end
+    def critical_path(self) -> list[fx.Node]:
+        """Return the chain of nodes up to `last`, in which each node waited for the previous one."""
+        node = self.last
         path: list[fx.Node] = []
         while node is not None:
             path.append(node)

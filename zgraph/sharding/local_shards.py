@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 
-from zgraph.sharding.model.sharded_tensor import as_sharded, sharded_like
+from zgraph.sharding.tensors.sharded_tensor import as_sharded, sharded_like
 from zgraph.torch_compat.dynamo import checkpoint_operator, dynamo_fake, is_to_local
 
 Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]

@@ -16,7 +16,7 @@ from zgraph.errors import ZgraphError
 from zgraph.runtime.collective_error import collective_error
 from zgraph.sharding.model.codes import Codes
 from zgraph.sharding.scope import state_of
-from zgraph.tiers.placement import Resting
+from zgraph.tiers.placement.resting import Resting
 from zgraph.torch_compat.dtensor import dtensor_like
 from zgraph.torch_compat.memory import storage_key
 from zgraph.torch_compat.modules import local_buffers, local_parameters, replace_parameter

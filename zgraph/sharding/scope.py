@@ -30,7 +30,7 @@ from zgraph.sharding.model.param_spec import ParamSpec
 from zgraph.sharding.model.replaced_parameters import ReplacedParameters
 from zgraph.sharding.model.uncompiled import Uncompiled
 from zgraph.sharding.model.written_weights import Gathered
-from zgraph.tiers.placement import Resting
+from zgraph.tiers.placement.resting import Resting
 from zgraph.torch_compat.autograd import at_end_of_backward, inside_functional_transform, is_in_backward
 from zgraph.torch_compat.dynamo import never_a_frame, no_frames_inside, raise_through_dynamo
 from zgraph.torch_compat.modules import local_parameters, tree_flatten

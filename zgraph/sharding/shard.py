@@ -27,14 +27,15 @@ from zgraph.sharding.model.buffers import broadcast_buffers
 from zgraph.sharding.model.check_model import check_model
 from zgraph.sharding.model.codes import Codes
 from zgraph.sharding.model.param_spec import ParamSpec
-from zgraph.sharding.model.sharded_tensor import Sharded, as_sharded, put_in_model
 from zgraph.sharding.scope import STATE, ModuleState, Scope, ShardedParam, state_of
 from zgraph.sharding.state_dict import follow_compiled_modules, follow_state_dicts
+from zgraph.sharding.tensors.sharded_tensor import Sharded, as_sharded, put_in_model
 from zgraph.sharding.unit import container_class, lies_inside, outermost_units, unit_class
 from zgraph.sharding.whole_read import attach_read
 from zgraph.tiers.devices import kind_of_backend
 from zgraph.tiers.offload import Offload
-from zgraph.tiers.placement import Resting
+from zgraph.tiers.placement.resting import Resting
+from zgraph.tiers.placement.step_hooks import follow_steps
 from zgraph.torch_compat.autograd import share_hooks
 from zgraph.torch_compat.dtensor import local_of
 from zgraph.torch_compat.fake_values import is_fake
@@ -244,7 +245,11 @@ def _resting(module: nn.Module, mesh: DeviceMesh, offload: Offload | None) -> Re
             return known
         # A plan's tensors have no values, and its CPU tensors may represent a GPU's.
         is_planned = mesh.device_type == "cpu" and any(is_fake(parameter) for parameter in module.parameters())
-        return Resting.on_paper(offload) if is_planned else Resting.of(offload, mesh)
+        if is_planned:
+            return Resting.on_paper(offload)
+        opened = Resting.of(offload, mesh)
+        follow_steps(opened)
+        return opened
     if known.options != offload:
         raise ValueError(
             f"zgraph.shard: offload={offload}, but a part of the model was sharded with {known.options}; all parts of "

@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 from zgraph.errors import ZgraphError
 from zgraph.graph import nodes
 from zgraph.runtime.handle import name_of
-from zgraph.sharding.model.sharded_tensor import ASSIGNED
 from zgraph.sharding.model.written_weights import GatheredParameter, as_gathered, written
 from zgraph.sharding.scope import scope_behind
+from zgraph.sharding.tensors.sharded_tensor import ASSIGNED
 from zgraph.torch_compat.dynamo import dynamo_example, dynamo_fake, raise_through_dynamo
 from zgraph.torch_compat.fake_values import fake_storage_key
 from zgraph.torch_compat.memory import version_of

@@ -64,11 +64,6 @@ class Staging:
         self._ends: list[Any] = [None] * BUFFERS  # events after the copies that read or fill them
         self._turn = 0
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of pinned memory in use."""
-        return sum(buffer.nbytes for buffer in self._buffers if buffer is not None)
-
     def to_device(self, target: Tensor, reached: Any, ends: list[Any]) -> Generator[Tensor]:
         """Yield pinned buffers, which the caller fills in order; each is then copied to its part of `target`.
 

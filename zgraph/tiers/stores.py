@@ -47,16 +47,13 @@ class Stores:
                 self.by_key[tier.key], self.tiers[tier.key] = found, tier
         return found
 
-    def folder(self, path: str, rank: int = 0) -> Store:
+    def folder(self, path: str, rank: int) -> Store:
         """Return the store of this rank's file in a folder, opened on first use.
 
         Raises:
             DiskError: the folder cannot be used.
         """
-        found = self.by_key.get(path)
-        if found is None:
-            found = self.by_key[path] = OnDisk(DiskFolder(path, rank=rank))
-        return found
+        return OnDisk(DiskFolder(path, rank))
 
 
 @dataclass(eq=False)

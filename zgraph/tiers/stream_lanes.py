@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from zgraph.tiers.disk.folder import DiskFolder, Read, Write
+from zgraph.tiers.disk.folder import DiskFolder, Transfer
 from zgraph.tiers.pinned_pool import PinnedPool
 from zgraph.tiers.staging import PIECE_BYTES, Staging
 from zgraph.tiers.stores import HostMemory, Stores, allocated
@@ -50,7 +50,7 @@ class _FromDisk:
 
     __slots__ = ("copied", "ends", "lanes", "read")
 
-    def __init__(self, read: Read, copied: Tensor, ends: list[Any], lanes: StreamLanes) -> None:
+    def __init__(self, read: Transfer[Tensor], copied: Tensor, ends: list[Any], lanes: StreamLanes) -> None:
         self.read, self.copied, self.ends, self.lanes = read, copied, ends, lanes
 
     def wait(self) -> Tensor:
@@ -80,7 +80,7 @@ class _FromDisk:
 class _ToDisk:
     """A copy of a tensor from the device to disk. The writing thread keeps the source alive."""
 
-    write: Write
+    write: Transfer[None]
     copied: Tensor
     lanes: StreamLanes
 
@@ -127,7 +127,7 @@ class StreamLanes:
         self.host = HostMemory(self.pool)
         self.out, self.back = cuda.Stream(device), cuda.Stream(device)
         self.updates: Executor = thread("update")
-        self.writes: dict[Write, None] = {}
+        self.writes: dict[Transfer[None], None] = {}
         self._staging = WeakKeyDictionary[DiskFolder, tuple[Staging, Staging]]()
 
     def offload(self, tensor: Tensor) -> Copy:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zgraph.tiers.disk.folder import DiskFolder, Write
+from zgraph.tiers.disk.folder import DiskFolder, Transfer
 from zgraph.tiers.host_pool import HostPool
 from zgraph.tiers.stores import HostMemory, Stores, allocated
 from zgraph.tiers.tier import Copy
@@ -42,7 +40,7 @@ class _InThread:
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    write: Write
+    write: Transfer[None]
     copied: Tensor
 
     def wait(self) -> Tensor:
@@ -50,27 +48,18 @@ class _Written:
         return self.copied
 
 
-@dataclass
 class ThreadLanes:
     """Copy lanes of a CPU: a thread for each direction, an update thread, and the threads of disk folders.
 
     Attributes:
-        bytes_per_us: maximum rate of copies; None: unlimited.
-        waits_at_once: whether each copy is waited for when it starts, as a baseline for concurrent copies.
         pool: the host memory.
         stores: memory of every tier except the host.
     """
 
-    bytes_per_us: float | None = None
-    waits_at_once: bool = False
-    pool: HostPool = field(default_factory=HostPool)
-    stores: Stores = field(default_factory=Stores)
-    _updates: ThreadPoolExecutor = field(default_factory=lambda: thread("update"))
-    _out: ThreadPoolExecutor = field(default_factory=lambda: thread("offload"))
-    _back: ThreadPoolExecutor = field(default_factory=lambda: thread("reload"))
-
-    def __post_init__(self) -> None:
+    def __init__(self) -> None:
+        self.pool, self.stores = HostPool(), Stores()
         self.host = HostMemory(self.pool)
+        self.updates, self.out, self.back = thread("update"), thread("offload"), thread("reload")
 
     def offload(self, tensor: Tensor) -> Copy:
         return self.to_host(tensor.detach(), self.pool.empty_like(tensor))
@@ -86,10 +75,10 @@ class ThreadLanes:
         return store.start_out(tensor, allocated(store, tensor, "new state"), self)
 
     def from_host(self, kept: Tensor) -> Copy:
-        return self._start(self._back, kept, torch.empty_like(kept))
+        return self._start(self.back, kept, torch.empty_like(kept))
 
     def to_host(self, source: Tensor, kept: Tensor) -> Copy:
-        return self._start(self._out, source, kept)
+        return self._start(self.out, source, kept)
 
     def from_disk(self, disk: DiskFolder, kept: Tensor) -> Copy:
         return disk.start_read(kept)
@@ -98,41 +87,26 @@ class ThreadLanes:
         return _Written(disk.start_write(source, kept), kept)
 
     def give_back(self, kept: Tensor, tensor: Tensor) -> Copy:
-        return self._start(self._back, kept, tensor.detach())
+        return self._start(self.back, kept, tensor.detach())
 
     def update(self, operator: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Future[Any]:
-        return self._updates.submit(operator, *args, **kwargs)
+        return self.updates.submit(operator, *args, **kwargs)
 
     def drain(self) -> None:
-        for lane in (self._updates, self._out, self._back):
+        for lane in (self.updates, self.out, self.back):
             lane.submit(int).result()
         for store in [*self.stores.by_key.values()]:
             store.finish()
-
-    @contextlib.contextmanager
-    def limited(self, bytes_per_us: float) -> Generator[None]:
-        """Limit the rate of copies inside the `with`, for example to check predictions for a slower link."""
-        before, self.bytes_per_us = self.bytes_per_us, bytes_per_us
-        try:
-            yield
-        finally:
-            self.bytes_per_us = before
 
     def _start(self, lane: ThreadPoolExecutor, source: Tensor, copied: Tensor) -> Copy:
         if is_fake(source):
             # A fake mode keeps its kernels' flags in one place for all threads: a second one would meet them set.
             return OnPaper(copied)
-        copy = _InThread(source, copied, lane.submit(self._copy, source, copied))
-        if self.waits_at_once:
-            copy.wait()
-        return copy
+        return _InThread(source, copied, lane.submit(_copy, source, copied))
 
-    def _copy(self, source: Tensor, target: Tensor) -> None:
-        begin = time.perf_counter()
-        target.copy_(source)
-        if self.bytes_per_us is not None:
-            end = begin + source.nbytes / self.bytes_per_us / 1e6
-            time.sleep(max(0.0, end - time.perf_counter()))
+
+def _copy(source: Tensor, target: Tensor) -> None:
+    target.copy_(source)
 
 
 def thread(name: str) -> ThreadPoolExecutor:

@@ -33,14 +33,14 @@ def running_backward() -> int:
     return torch._C._current_graph_task_id()
 
 
-def leaves_below(node: torch.autograd.graph.Node, depth: int = 4) -> dict[int, torch.autograd.graph.Node]:
-    """Return the AccumulateGrad nodes at most `depth` edges from a node of autograd's graph, by id of their tensor.
+def leaves_below(node: torch.autograd.graph.Node) -> dict[int, torch.autograd.graph.Node]:
+    """Return the AccumulateGrad nodes at most four edges from a node of autograd's graph, by id of their tensor.
 
     torch 2.11 - 2.15: `variable`.
     """
     found: dict[int, torch.autograd.graph.Node] = {}
     level = [node]
-    for _ in range(depth):
+    for _ in range(4):
         level = list(dict.fromkeys(one for each in level for one, _ in each.next_functions if one is not None))
         found |= {id(cast(Any, one).variable): one for one in level if is_leaf(one)}
     return found
@@ -132,14 +132,6 @@ def second_derivatives_vanish() -> bool:
     There, `_ToTorchTensor.backward` creates a gradient without autograd graph, even with `create_graph=True`.
     """
     return release_of(torch.__version__) < (2, 12)
-
-
-def tangents_outlive_backward() -> bool:
-    """Return whether a compiled backward keeps all tangents (gradients of outputs) alive until it ends.
-
-    torch 2.11 and 2.12: AOTAutograd's `CompiledFunction.backward` keeps them in its `*flat_args`; 2.13 does not.
-    """
-    return release_of(torch.__version__) < (2, 13)
 
 
 class AgreeingGradScaler(torch.amp.GradScaler):

@@ -95,13 +95,6 @@ def register_work(result: Tensor, work: dist.Work) -> None:
     _register_work(result, work)
 
 
-def works_waited_for() -> int:
-    """Return the number of registered works not waited for yet (torch 2.11 - 2.15: `_get_work_registry_size`)."""
-    from torch._C._distributed_c10d import _get_work_registry_size
-
-    return _get_work_registry_size()
-
-
 def is_functional_collective(target: object) -> bool:
     """Return whether a node's target is a functional collective; False for wait_tensor and in-place variants."""
     if not isinstance(target, OpOverload):

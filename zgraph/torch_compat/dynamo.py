@@ -211,23 +211,12 @@ def recompile_reason() -> str:
     return "" if noted is None else str(noted).partition("\n")[0].partition(": ")[2].partition(" # ")[0].strip()
 
 
-def graph_breaks() -> dict[str, int]:
+def graph_break_reasons() -> dict[str, int]:
     """Return the number of graph breaks in this process, by reason (torch 2.11 - 2.15: `counters`).
 
-    A break in nested calls counts several times: once for the outermost frame, and again for each inner frame that
-    Dynamo then compiles separately.
+    The first sentence of Dynamo's "Explanation: ..." is appended to each reason. A break counts each time Dynamo traces
+    up to it: once for the outermost frame, and again for each inner frame that Dynamo then compiles separately.
     """
-    from torch._dynamo.utils import counters
-
-    found: dict[str, int] = {}
-    for text, count in counters["graph_break"].items():
-        reason = text.partition("\n")[0]
-        found[reason] = found.get(reason, 0) + count
-    return found
-
-
-def graph_break_reasons() -> dict[str, int]:
-    """Return the counts of `graph_breaks`, with the first sentence of Dynamo's explanation added to each reason."""
     from torch._dynamo.utils import counters
 
     found: dict[str, int] = {}

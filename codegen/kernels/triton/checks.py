@@ -37,11 +37,11 @@ def require_aligned(who: str, tensors: Iterable[Tensor]) -> None:
             )
 
 
-def require_device(who: str, what: str, tensor: Tensor) -> None:
-    """Raise a ValueError for a tensor that a compiled kernel cannot access."""
-    if tensor.device.type == "cpu":
+def require_device(who: str, payload: Tensor) -> None:
+    """Raise a ValueError for a payload that a compiled kernel cannot access."""
+    if payload.device.type == "cpu":
         raise ValueError(
-            f"zgraph.codegen.{who}: the {what} is on the CPU, and Triton compiles only for GPUs; move the bucket to "
+            f"zgraph.codegen.{who}: the payload is on the CPU, and Triton compiles only for GPUs; move the bucket to "
             "a GPU, or call zgraph.codegen.kernels.reference."
         )
 

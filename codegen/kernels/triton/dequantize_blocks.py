@@ -138,7 +138,7 @@ def _launch_dtype(
     addresses = [checks.address_of(outputs[member]) for member in members]
     kernel = launch_options.load("dequantize")
     if is_compiled(kernel):
-        checks.require_device("dequantize_blocks", "payload", received)
+        checks.require_device("dequantize_blocks", received)
         checks.require_aligned("dequantize_blocks", [received])
         options = options or _fastest(method, dtype, 1 if task.each else ranks, received.device)
     options, offsets = options or LaunchOptions(), layout.offsets()

@@ -64,7 +64,7 @@ def _launch(
     numels, addresses = [grad.numel() for grad in grads], [checks.address_of(grad) for grad in grads]
     kernel = launch_options.load("quantize")
     if is_compiled(kernel):
-        checks.require_device("quantize_blocks", "payload", payload)
+        checks.require_device("quantize_blocks", payload)
         checks.require_aligned("quantize_blocks", [payload, *(kept[member][0] for member in members if kept[member])])
         options = options or _fastest(method, dtype, payload.device)
     options, offsets = options or LaunchOptions(), layout.offsets()

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zgraph
-from zgraph.codegen.kernels.low_rank_reference import low_rank_mean
+from examples.benchmarks.low_rank_twin import low_rank_mean
 from zgraph.codegen.low_rank_kernels import first_right
 from zgraph.compression.low_rank import LowRank, matrix_shape
 from zgraph.passes import CompressGradients, presets

@@ -1,1 +1,1 @@
-"""Checks and helpers for the tensors of users' models: buffers, tied memory, writes to weights, replaced parameters."""
+"""Checks and helpers for the tensors of users' models: buffers, hooks, tied memory, writes to weights."""

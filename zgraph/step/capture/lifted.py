@@ -19,7 +19,8 @@ from zgraph.compiler.frame_plan import FramePlan
 from zgraph.compiler.memory_ledger import ledger_of
 from zgraph.optimizers.rounded_adam import Drawn
 from zgraph.sharding.scope import Scope, ShardedParam, sharded_parameters, state_of
-from zgraph.tiers.placement import Resting
+from zgraph.tiers.placement.host_budget import check_host_budget
+from zgraph.tiers.placement.resting import Resting
 from zgraph.tiers.tier import DEVICE, HOST, Tier
 from zgraph.torch_compat.dtensor import local_of, locals_of
 from zgraph.torch_compat.modules import local_buffers, local_parameters
@@ -245,7 +246,14 @@ class Lifted:
         if self.resting is None or self.resting.options.host_budget_bytes is None:
             return
         host = next(line for line in ledger_of(plan.curve) if line.space == HOST.name)
-        self.resting.check_budget(host.parameters, host.state, host.step, host.staging)
+        check_host_budget(
+            self.resting.options,
+            host.parameters,
+            host.state,
+            host.step,
+            host.staging,
+            on_gpu=self.resting.computes_elsewhere,
+        )
 
     def tensors(self, state: Sequence[Tensor] | None = None) -> list[Tensor]:
         """Return this rank's tensors that are inputs of the graph: shards, handles, buffers, optimizer state.

@@ -13,7 +13,7 @@ from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
 
 from zgraph.optimizers.gradients import GradScaler
-from zgraph.sharding.model.sharded_tensor import sharded_like
+from zgraph.sharding.tensors.sharded_tensor import sharded_like
 from zgraph.step.capture.lifted import Lifted, local
 from zgraph.torch_compat.fake_values import is_fake
 

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import mmap
 import os
+import weakref
 from dataclasses import dataclass, field
 
 import torch
@@ -64,7 +65,9 @@ def open_access(space: Space) -> Access:
         slot, array = space.allocate("a trial of two blocks", 2 * BLOCK)
         alignment = _smallest_alignment(direct, slot.offset)
         if alignment is not None and _agrees_with_mapping(direct, slot.offset, array):
-            return Access(space.fd, direct, alignment)
+            access = Access(space.fd, direct, alignment)
+            weakref.finalize(access, os.close, direct)
+            return access
     except BaseException:
         os.close(direct)
         raise

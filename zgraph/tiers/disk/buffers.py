@@ -32,13 +32,8 @@ class _Pages:
 
 @dataclass(frozen=True)
 class Buffers:
-    """Buffers of one folder. Any thread may take a buffer; it becomes free again when the last tensor in it dies.
+    """Buffers of one folder. Any thread may take a buffer; it becomes free again when the last tensor in it dies."""
 
-    Args:
-        kept_bytes: most bytes that stay allocated while no tensor uses them.
-    """
-
-    kept_bytes: int = KEPT_BYTES
     # Finalizers run at any point of any thread: single calls on a list are atomic, but a separate counter would not be.
     _free: list[_Pages] = field(default_factory=list[_Pages])
 
@@ -68,7 +63,7 @@ class Buffers:
 
     def _give_back(self, pages: _Pages) -> None:
         self._free.append(pages)
-        while self.free_bytes > self.kept_bytes:
+        while self.free_bytes > KEPT_BYTES:
             try:
                 self._free.pop(0)  # the one unused for longest: sizes no longer requested go first
             except IndexError:

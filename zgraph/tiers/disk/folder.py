@@ -1,10 +1,10 @@
 """Tensors on disk: mapped into memory, and read and written in the background during compute.
 
-    with DiskFolder("/nvme/scratch", rank=rank) as disk:
-        moment = disk.empty((4096, 4096), torch.float32, "layers.0.weight.exp_avg")   # a CPU tensor over a mapped file
-        reading = disk.start_read(moment)                                             # starts; compute meanwhile
-        values = reading.wait()                                                       # in memory
-        disk.start_write(values.mul_(0.9), moment).wait()
+    disk = DiskFolder("/nvme/scratch", rank)
+    moment = disk.empty((4096, 4096), torch.float32, "layers.0.weight.exp_avg")   # a CPU tensor over a mapped file
+    reading = disk.start_read(moment)                                             # starts; compute meanwhile
+    values = reading.wait()                                                       # in memory
+    disk.start_write(values.mul_(0.9), moment).wait()
 
 One thread reads (preadv), one writes (pwritev), and a third reads the second halves of large reads. Transfers of large
 tensors bypass the page cache; small tensors stay in it. DeepSpeed's aio bypasses the page cache, too, but reserves no
@@ -25,8 +25,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -40,44 +39,24 @@ from zgraph.tiers.disk.transfer import Mover, Part
 Result = TypeVar("Result")
 
 
-class Read:
-    """A read under way."""
+class Transfer(Generic[Result]):
+    """A read or a write under way."""
 
-    def __init__(self, future: Future[Tensor | DiskError]) -> None:
+    def __init__(self, future: Future[Result | DiskError]) -> None:
         self._future = future
 
-    def done(self) -> bool:
-        """Whether `wait` returns immediately."""
-        return self._future.done()
+    def wait(self) -> Result:
+        """Wait for the end, and return the buffer that was read.
 
-    def wait(self) -> Tensor:
-        """Wait for the end of the read and return the buffer.
+        Bytes that were written are in the file then. They are not synced: the file does not outlive the process.
 
         Raises:
-            DiskError: the read failed, or an earlier write of this tensor failed.
+            DiskError: the transfer failed, or it is a read and an earlier write of this tensor failed.
         """
-        return _result(self._future)
-
-
-class Write:
-    """A write under way."""
-
-    def __init__(self, future: Future[DiskError | None], seen: Callable[[], object]) -> None:
-        self._future, self._seen = future, seen
-
-    def done(self) -> bool:
-        """Whether `wait` returns immediately."""
-        return self._future.done()
-
-    def wait(self) -> None:
-        """Wait until the bytes are in the file. They are not synced: the file does not outlive the process.
-
-        Raises:
-            DiskError: the write failed.
-        """
-        if self._future.result() is not None:
-            self._seen()
-        _result(self._future)
+        found = self._future.result()
+        if isinstance(found, DiskError):
+            raise found
+        return found
 
 
 class DiskFolder:
@@ -97,7 +76,7 @@ class DiskFolder:
         ZgraphWarning: the folder is in memory (tmpfs or ramfs), not on a disk.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, rank: int = 0) -> None:
+    def __init__(self, path: str, rank: int) -> None:
         if sys.platform != "linux":
             raise DiskError(f"DiskFolder: tensors on disk need Linux; this is {sys.platform}: keep them in memory")
         self._who = f"DiskFolder of rank {rank}"
@@ -114,8 +93,6 @@ class DiskFolder:
         # Held while a transfer is submitted, so that both workers see one order; and by a transfer's done callback,
         # which runs inside the submission if the transfer has already ended.
         self._lock = threading.RLock()
-        self._closed = False
-        self._unseen: dict[Slot, DiskError] = {}  # failed writes that have not been waited for
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, name: str) -> Tensor:
         """Make a contiguous CPU tensor whose storage is a mapped range of the file, with its disk space reserved.
@@ -133,7 +110,7 @@ class DiskFolder:
         """
         plan = torch.empty(tuple(shape), dtype=dtype, device="meta")
         with self._lock:
-            self._check_open("empty")
+            self._check_process("empty")
             _, array = self._space.allocate(name, plan.numel() * plan.itemsize)
         storage = torch.frombuffer(array, dtype=torch.uint8).untyped_storage()
         return torch.empty(0, dtype=dtype).set_(storage, 0, plan.shape, plan.stride())
@@ -142,7 +119,7 @@ class DiskFolder:
         """Whether a tensor, or the tensor that it is a view of, was made by `empty` of this folder."""
         return self._slot(tensor) is not None
 
-    def start_read(self, tensor: Tensor) -> Read:
+    def start_read(self, tensor: Tensor) -> Transfer[Tensor]:
         """Start reading a tensor of this folder into new memory, after all started writes of the tensor.
 
         Every started read holds memory for its result; up to 128 MiB of earlier results are kept for reuse.
@@ -152,7 +129,7 @@ class DiskFolder:
                 as fast as a whole tensor.
 
         Raises:
-            DiskError: the folder is closed. Later errors are raised by `Read.wait`.
+            DiskError: this process was forked from the folder's. Later errors are raised by `Transfer.wait`.
             ValueError: the tensor is not one of this folder, or not contiguous.
         """
         part = self._part("start_read", tensor)
@@ -162,19 +139,19 @@ class DiskFolder:
             self._reads.read(part, memory.data_ptr(), _room_in(memory))
             return memory.view(tensor.dtype).view(tensor.shape)
 
-        return Read(self._start_reading("start_read", part, read))
+        return Transfer(self._start_reading("start_read", part, read))
 
-    def start_read_in_pieces(self, tensor: Tensor, pieces: Generator[Tensor]) -> Read:
+    def start_read_in_pieces(self, tensor: Tensor, pieces: Generator[Tensor]) -> Transfer[Tensor]:
         """Start reading a tensor of this folder that does not fit into memory: into one buffer after the other.
 
         Args:
-            tensor: as for `start_read`; `Read.wait` returns this tensor itself.
+            tensor: as for `start_read`; `Transfer.wait` returns this tensor itself.
             pieces: generator of the buffers: flat uint8 CPU tensors that together have the tensor's size. The reading
-                thread fills a buffer, then fetches the next one. `Read.wait` raises the generator's errors. The
+                thread fills a buffer, then fetches the next one. `Transfer.wait` raises the generator's errors. The
                 generator is closed at the end, even if the read fails.
 
         Raises:
-            DiskError: the folder is closed. Later errors are raised by `Read.wait`.
+            DiskError: this process was forked from the folder's. Later errors are raised by `Transfer.wait`.
             ValueError: the tensor is not one of this folder, or not contiguous.
         """
         part = self._part("start_read_in_pieces", tensor)
@@ -185,26 +162,26 @@ class DiskFolder:
                     self._reads.read(piece, buffer.data_ptr(), _room_in(buffer))
             return tensor
 
-        return Read(self._start_reading("start_read_in_pieces", part, read))
+        return Transfer(self._start_reading("start_read_in_pieces", part, read))
 
-    def start_write(self, source: Tensor, tensor: Tensor) -> Write:
+    def start_write(self, source: Tensor, tensor: Tensor) -> Transfer[None]:
         """Start writing to a tensor of this folder, after all started transfers of the tensor.
 
-        If a failed write is not waited for, the next read of the tensor, or `close`, raises the write's error.
+        If a failed write is not waited for, the next read of the tensor raises the write's error.
 
         Args:
             source: contiguous CPU tensor of the shape and dtype of `tensor`; kept alive until it is written.
             tensor: the tensor to overwrite, as for `start_read`.
 
         Raises:
-            DiskError: the folder is closed. Later errors are raised by `Write.wait`.
+            DiskError: this process was forked from the folder's. Later errors are raised by `Transfer.wait`.
             ValueError: `tensor` is not a contiguous tensor of this folder, or `source` does not match it.
         """
         part = self._part("start_write", tensor)
         _check_source(source, tensor)
         return self._start_writing("start_write", part, tensor, lambda: self._writes.write(part, source.data_ptr()))
 
-    def start_write_in_pieces(self, pieces: Generator[Tensor], tensor: Tensor) -> Write:
+    def start_write_in_pieces(self, pieces: Generator[Tensor], tensor: Tensor) -> Transfer[None]:
         """Start writing one buffer after the other to a tensor of this folder, after its started transfers.
 
         Args:
@@ -213,7 +190,7 @@ class DiskFolder:
             tensor: the tensor to overwrite, as for `start_read`.
 
         Raises:
-            DiskError: the folder is closed. Later errors are raised by `Write.wait`.
+            DiskError: this process was forked from the folder's. Later errors are raised by `Transfer.wait`.
             ValueError: the tensor is not one of this folder, or not contiguous.
         """
         part = self._part("start_write_in_pieces", tensor)
@@ -226,47 +203,10 @@ class DiskFolder:
         return self._start_writing("start_write_in_pieces", part, tensor, write)
 
     def finish(self) -> None:
-        """Wait for all started transfers. Raise none of their errors: `Read.wait` and `Write.wait` still do that."""
+        """Wait for all started transfers. Raise none of their errors: `Transfer.wait` still does that."""
         with self._lock:
-            ends = [] if self._closed else [self._reader.submit(int), self._writer.submit(int)]
+            ends = [self._reader.submit(int), self._writer.submit(int)]
         wait(ends)
-
-    @property
-    def disk_bytes(self) -> int:
-        """Bytes on disk of all live tensors, each rounded up to 4 KiB."""
-        return self._space.used_bytes
-
-    def close(self) -> None:
-        """Wait for all started transfers, and close the file. Tensors stay readable and writable through mappings.
-
-        Raises:
-            DiskError: a write failed before any caller waited for it.
-        """
-        with self._lock:
-            if self._closed or os.getpid() != self._process:
-                return
-            self._closed = True
-        self._reader.shutdown()
-        self._writer.shutdown()
-        self._reads.close()
-        self._writes.close()
-        if self._access.direct is not None:
-            os.close(self._access.direct)
-        self._space.close()
-        for error in self._unseen.values():
-            raise error
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        try:
-            self.close()
-        except DiskError:
-            if error is None:  # otherwise it would hide the first error
-                raise
 
     def _start_reading(self, doing: str, part: Part, job: Callable[[], Result]) -> Future[Result | DiskError]:
         slot = part.slot
@@ -275,7 +215,6 @@ class DiskFolder:
             if before is not None:
                 wait([before])
             if slot.error is not None:
-                self._unseen.pop(slot, None)
                 return DiskError(
                     f"{self._who}: {doing} of {slot.name}: its last write failed, so that its bytes cannot be trusted; "
                     f"write it again, or resume from a checkpoint ({slot.error})"
@@ -286,14 +225,14 @@ class DiskFolder:
                 return _without_frames(error)
 
         with self._lock:
-            self._check_open(doing)
+            self._check_process(doing)
             before = slot.writing
             future = self._reader.submit(run)
             slot.reading.append(future)
             future.add_done_callback(lambda future: self._have_read(slot, future))
         return future
 
-    def _start_writing(self, doing: str, part: Part, tensor: Tensor, job: Callable[[], None]) -> Write:
+    def _start_writing(self, doing: str, part: Part, tensor: Tensor, job: Callable[[], None]) -> Transfer[None]:
         slot = part.slot
 
         def write(kept_alive: Tensor) -> DiskError | None:
@@ -301,21 +240,20 @@ class DiskFolder:
             try:
                 job()
             except DiskError as error:
-                slot.error = self._unseen[slot] = _without_frames(error)
+                slot.error = _without_frames(error)
                 return slot.error
             except BaseException as error:  # raised by the generator of pieces
                 slot.error = DiskError(f"{self._who}: {doing} of {slot.name} was given up: {error}")
                 raise
             if part.nbytes == slot.nbytes:
                 slot.error = None
-                self._unseen.pop(slot, None)
 
         with self._lock:
-            self._check_open(doing)
+            self._check_process(doing)
             before = [*slot.reading]
             future = slot.writing = self._writer.submit(write, tensor)
             future.add_done_callback(lambda future: self._have_written(slot, future))
-        return Write(future, lambda: self._unseen.pop(slot, None))
+        return Transfer(future)
 
     def _have_read(self, slot: Slot, future: Future[Any]) -> None:
         with self._lock:
@@ -349,14 +287,12 @@ class DiskFolder:
             )
         return Part(slot, int(tensor.storage_offset()) * tensor.itemsize, tensor.numel() * tensor.itemsize)
 
-    def _check_open(self, doing: str) -> None:
+    def _check_process(self, doing: str) -> None:
         if os.getpid() != self._process:
             raise DiskError(
                 f"{self._who}: {doing} in process {os.getpid()}, which was forked from the folder's process "
                 f"{self._process}; make a folder in each process"
             )
-        if self._closed:
-            raise DiskError(f"{self._who}: {doing} after close; close it after the last transfer has been started")
 
 
 def _room_in(memory: Tensor) -> int:
@@ -388,10 +324,3 @@ def _without_frames(error: DiskError) -> DiskError:
     if error.__cause__ is not None:
         error.__cause__.__traceback__ = None
     return error.with_traceback(None)
-
-
-def _result(future: Future[Result | DiskError]) -> Result:
-    found = future.result()
-    if isinstance(found, DiskError):
-        raise found
-    return found

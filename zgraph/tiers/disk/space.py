@@ -68,10 +68,8 @@ class Space:
         self._gone: collections.deque[int] = collections.deque()
         self._counting = threading.RLock()
         self._process = os.getpid()
-        # Reentrant: taken by finalizers, which run at any point of any thread, even one that holds it.
-        self._closing = threading.RLock()
         # The slots' finalizers keep a Space, and so its descriptor, alive until the last tensor is gone.
-        self._closer = weakref.finalize(self, os.close, self.fd)
+        weakref.finalize(self, os.close, self.fd)
 
     @property
     def used_bytes(self) -> int:
@@ -126,12 +124,6 @@ class Space:
                 f"is at {slot.offset} to {slot.offset + slot.span}; it is lost: resume from a checkpoint"
             )
 
-    def close(self) -> None:
-        """Close the file. Each tensor stays mapped, and its space reserved, until the tensor dies."""
-        with self._closing:
-            self.fd = -1  # before closing: another file may get the number immediately
-            self._closer()
-
     def _find(self, span: int) -> int:
         """Offset of a freed slot of `span` bytes; the end of the file if there is none."""
         for found in list(self._freed):  # finalizers add to it meanwhile
@@ -154,10 +146,8 @@ class Space:
         del self._slots[address]  # before another mapping can get this address
         unmap(address, span)
         self._gone.append(span)
-        with self._closing:
-            if self.fd >= 0:
-                punch_hole(self.fd, offset, span)
-                self._freed.append((span, offset))
+        punch_hole(self.fd, offset, span)
+        self._freed.append((span, offset))
 
     def _no_space(self, name: str, span: int, error: OSError) -> DiskError:
         free = free_bytes(self.fd)

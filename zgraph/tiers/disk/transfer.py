@@ -73,10 +73,6 @@ class Mover:
         self._reaches_pinned = True  # False once the disk could not reach memory that it was given
         self._beside = ThreadPoolExecutor(1, "zgraph-disk-half")  # starts its thread at the first large read
 
-    def close(self) -> None:
-        """End the helper thread that reads the second halves of large reads."""
-        self._beside.shutdown()
-
     @property
     def staging_bytes(self) -> int:
         """Bytes of staging memory held: the buffer for transfers that cannot run in place."""

@@ -1,4 +1,4 @@
-"""Memory of a sharded model's offloaded tensors on host and disk: which tier holds a tensor, and moves to a tier."""
+"""Memory of a sharded model's offloaded tensors: which tier holds a tensor, and moves between tiers."""
 
 from __future__ import annotations
 
@@ -12,16 +12,13 @@ from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from zgraph.errors import ZgraphError
 from zgraph.tiers.copy_lanes import lanes_of
 from zgraph.tiers.devices import KINDS, is_gpu
 from zgraph.tiers.offload import MOMENTS, Offload
-from zgraph.tiers.staging import MOST_STAGING_BYTES
 from zgraph.tiers.stores import allocated
 from zgraph.tiers.tier import DEVICE, HOST, Store, Tier
 from zgraph.torch_compat.dtensor import dtensor_like, local_of
 from zgraph.torch_compat.fake_values import fake_storage_key, is_fake
-from zgraph.torch_compat.modules import hook_steps
 
 T = TypeVar("T", bound=Tensor)
 
@@ -73,45 +70,9 @@ class Resting:
             device = torch.device(mesh.device_type, torch.accelerator.current_device_index())
         lanes = lanes_of(device)
         stores = {tier: lanes.stores.open(tier, lanes, mesh.get_rank()) for tier in options.tiers}
-        found = cls(options, stores, device=device)
-        if options.optimizer is not None or on_gpu:
-            found._follow_steps()
-        return found
+        return cls(options, stores, device=device)
 
-    def _follow_steps(self) -> None:
-        """Register optimizer hooks that move state created by `optimizer.step()` to the tier of optimizer state.
-
-        A captured step calls no hook: its graph contains these copies.
-        """
-        watched = weakref.ref(self)
-
-        def check(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
-            resting = watched()
-            if resting is not None and resting.options.moments_dtype is not None and optimizer not in resting.rounding:
-                own = {id(parameter) for root in resting.roots for parameter in root.parameters()}
-                if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
-                    raise ZgraphError(
-                        f"zgraph.Offload: a step of {type(optimizer).__name__}, whose moments must be "
-                        f"{resting.options.moments_dtype}, but which no zgraph.training_step was given; pass it to one "
-                        "first, or leave moments_dtype out."
-                    )
-
-        def settle(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
-            resting = watched()
-            if resting is not None:
-                resting.settle(optimizer, resting._names())
-
-        def join(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
-            resting = watched()
-            if resting is not None:
-                resting._join_parameters(optimizer, resting._names())
-
-        # The hooks must not be compiled if the optimizer's step is.
-        hook_steps(self, before=torch.compiler.disable(check), after=torch.compiler.disable(settle))
-        if self.computes_elsewhere:
-            hook_steps(self, before=torch.compiler.disable(join))
-
-    def _names(self) -> dict[int, str]:
+    def names(self) -> dict[int, str]:
         """Return the names of the sharded modules' parameters, by the parameters' ids."""
         named = (entry for root in self.roots for entry in root.named_parameters())
         return {id(parameter): name for name, parameter in named}
@@ -206,7 +167,7 @@ class Resting:
                     if isinstance(value, Tensor) and not value.ndim:
                         optimizer.state[parameter][key] = _moved(value, self.device)
 
-    def _join_parameters(self, optimizer: optim.Optimizer, names: dict[int, str]) -> None:
+    def join_parameters(self, optimizer: optim.Optimizer, names: dict[int, str]) -> None:
         """Move an optimizer's state to its parameters' device, where an uncaptured step computes.
 
         After the step `settle` moves the state back.
@@ -221,42 +182,6 @@ class Resting:
         """Return whether a host tensor is unpinned, such as a tensor from `load_state_dict`; copies of it block."""
         has_values = bool(local.numel()) and not is_fake(local)
         return self.computes_elsewhere and has_values and self.space_of(local) == HOST and not local.is_pinned()
-
-    def check_budget(self, params_bytes: int, state_bytes: int, step_bytes: int = 0, staging_bytes: int = 0) -> None:
-        """Refuse a step that keeps more on the host than the budget allows.
-
-        Args:
-            params_bytes: bytes of parameters stored on the host, on the rank with the most.
-            state_bytes: bytes of optimizer state stored on the host, on the rank with the most.
-            step_bytes: further bytes of the step on the host at its peak: activations and staging buffers.
-            staging_bytes: the part of `step_bytes` that staging buffers between disk and GPU use.
-
-        Raises:
-            ValueError: the step exceeds the budget; the message gives both sizes, and options that fit.
-        """
-        budget = self.options.host_budget_bytes
-        host_bytes = params_bytes + state_bytes + step_bytes
-        if budget is None or host_bytes <= budget:
-            return
-        activations_bytes = step_bytes - staging_bytes
-        parts = [f"{params_bytes} of parameters", f"{state_bytes} of the optimizer's state"]
-        parts += [f"{activations_bytes} of activations"] if activations_bytes else []
-        parts += [f"{staging_bytes} of buffers between disk and GPU"] if staging_bytes else []
-        most = MOST_STAGING_BYTES if self.computes_elsewhere or staging_bytes else 0  # for tensors moved to disk
-        choices = {
-            'With optimizer="disk", and a path,': params_bytes + activations_bytes + most,
-            'With params="disk", and a path,': state_bytes + activations_bytes + most,
-            "Without offload_activations": params_bytes + state_bytes + staging_bytes,
-            'With both on "disk", and a path,': activations_bytes + most,
-            'With both on "disk", a path, and without offload_activations': most,
-        }
-        fits = next((name for name, left in choices.items() if left <= budget and left < host_bytes), None)
-        ways = [f"{fits} {'at most ' if most else ''}{choices[fits]} bytes would be left there; or use"] if fits else []
-        raise ValueError(
-            f"zgraph.Offload: the step keeps {host_bytes} bytes on the host of each rank, {', '.join(parts[:-1])} and "
-            f"{parts[-1]}, and host_budget_bytes={budget}. {ways[0] if ways else 'Use'} more ranks, or "
-            f"host_budget_bytes={host_bytes}."
-        )
 
     def _placed(self, tensor: T, tier: Tier | None, name: str) -> T:
         local = _local(tensor)

@@ -1,0 +1,58 @@
+"""Hooks on plain `optimizer.step()` calls, which move state that a step has made to the tier of optimizer state.
+
+A captured step calls no hook: its graph contains these copies.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import optim
+
+from zgraph.errors import ZgraphError
+from zgraph.tiers.placement.resting import Resting
+from zgraph.torch_compat.modules import hook_steps
+
+
+def follow_steps(resting: Resting) -> None:
+    """Register hooks on all optimizers' steps, which last as long as `resting`, if steps make or read offloaded state.
+
+    Before a step, state is moved to its parameter's device if that is a GPU; after it, to the tier of optimizer state.
+    """
+    if resting.options.optimizer is None and not resting.computes_elsewhere:
+        return
+    watched = weakref.ref(resting)
+
+    # The hooks must not be compiled if the optimizer's step is.
+    @torch.compiler.disable
+    def before(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if (resting := watched()) is not None:
+            check_rounding(resting, optimizer)
+            if resting.computes_elsewhere:
+                resting.join_parameters(optimizer, resting.names())
+
+    @torch.compiler.disable
+    def after(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if (resting := watched()) is not None:
+            resting.settle(optimizer, resting.names())
+
+    hook_steps(resting, before=before, after=after)
+
+
+def check_rounding(resting: Resting, optimizer: optim.Optimizer) -> None:
+    """Refuse a step of an optimizer of this model that would not round moments as the options demand.
+
+    Raises:
+        ZgraphError: moments have a dtype of their own, and no training step was given the optimizer.
+    """
+    if resting.options.moments_dtype is None or optimizer in resting.rounding:
+        return
+    own = resting.names()
+    if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+        raise ZgraphError(
+            f"zgraph.Offload: a step of {type(optimizer).__name__}, whose moments must be "
+            f"{resting.options.moments_dtype}, but which no zgraph.training_step was given; pass it to one "
+            "first, or leave moments_dtype out."
+        )

@@ -19,8 +19,7 @@ zgraph      shards and AdamW's state on disk, streamed through whole steps
 
 With --step, zgraph's model is also trained without a limit, to compare losses, and the time of its step is compared
 with two that no step can be faster than: that of its transfers with nothing beside them, in the same process and limit,
-and that of its computing, which models with nothing on disk show: their time per layer, times the layers. Transfers
-take processors too, here those that compute: seconds of processors are given beside.
+and that of its computing, which models with nothing on disk show: their time per layer, times the layers.
 """
 
 import argparse
@@ -40,7 +39,7 @@ from typing import Any, cast
 import torch
 from builders import adamw, plain_step, shard_fully, whole_step
 from ranks import alone
-from record import about, parser_of, save
+from record import about, parser_of, save, spread
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from workload import LanguageModel, ModelConfig
@@ -176,11 +175,10 @@ def transfer_alone(model: nn.Module) -> None:
         writing.popleft().wait()
 
 
-def timed(run: Callable[[], Any]) -> tuple[Any, float, float]:
-    """What it returns, its seconds, and its seconds of processors."""
-    began, cpu_began = time.perf_counter(), time.process_time()
-    found = run()
-    return found, time.perf_counter() - began, time.process_time() - cpu_began
+def timed(run: Callable[[], Any]) -> tuple[Any, float]:
+    """What it returns, and its seconds."""
+    began = time.perf_counter()
+    return run(), time.perf_counter() - began
 
 
 def attempt(way: str, layers: str, width: str, steps: str, scratch: str) -> None:
@@ -195,11 +193,9 @@ def attempt(way: str, layers: str, width: str, steps: str, scratch: str) -> None
         found = {
             # DeepSpeed keeps the size of what it has partitioned beside an empty parameter.
             "numel": sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters()),
-            "losses": [loss for loss, _, _ in taken],
-            "seconds": [seconds for _, seconds, _ in taken],
-            "cpu_seconds": [seconds for _, _, seconds in taken],
-            "transfers_alone_s": [seconds for _, seconds, _ in transfers],
-            "transfers_alone_cpu_s": [seconds for _, _, seconds in transfers],
+            "losses": [loss for loss, _ in taken],
+            "seconds": [seconds for _, seconds in taken],
+            "transfers_alone_s": [seconds for _, seconds in transfers],
         }
         print(json.dumps(found), flush=True)
         os._exit(0)  # what is on disk goes with the process
@@ -286,28 +282,18 @@ def judged(best: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     """The step of a try beside its transfers alone, its computing alone, and the losses of a run without a limit."""
     layers, (few, more) = best["layers"], MEASURED_LAYERS
     steps = {count: tried("memory", count, options, STEPS + SLOW_STEPS, free=True) for count in MEASURED_LAYERS}
+    seconds = {count: statistics.median(one["seconds"][SLOW_STEPS:]) for count, one in steps.items()}
+    compute_s = seconds[few] + (layers - few) * (seconds[more] - seconds[few]) / (more - few)
     free = tried("zgraph", layers, options, STEPS, free=True)
-
-    def computing(which: str) -> float:
-        found = {count: statistics.median(one[which][SLOW_STEPS:]) for count, one in steps.items()}
-        return found[few] + (layers - few) * (found[more] - found[few]) / (more - few)
-
-    found: dict[str, Any] = {
-        **{which: best[which][SLOW_STEPS:] for which in ("seconds", "cpu_seconds")},
-        **{which: best[which] for which in ("transfers_alone_s", "transfers_alone_cpu_s")},
-        "compute_alone_s": computing("seconds"),
-        "compute_alone_cpu_s": computing("cpu_seconds"),
-        "same_losses": free is not None and free["losses"] == best["losses"][:STEPS],
-    }
-    step_s, transfers_s = (statistics.median(found[name]) for name in ("seconds", "transfers_alone_s"))
-    step_cpu_s, transfers_cpu_s = (statistics.median(found[name]) for name in ("cpu_seconds", "transfers_alone_cpu_s"))
+    step_s, transfers_s = best["seconds"][SLOW_STEPS:], best["transfers_alone_s"]
+    same = free is not None and free["losses"] == best["losses"][:STEPS]
+    longer = max(statistics.median(transfers_s), compute_s)
     print(
-        f"step {step_s:.1f} s, its transfers alone {transfers_s:.1f} s, its computing alone "
-        f"{found['compute_alone_s']:.1f} s, {step_s / max(transfers_s, found['compute_alone_s']):.2f} of the longer; "
-        f"of processors {step_cpu_s:.1f}, {transfers_cpu_s:.1f} and {found['compute_alone_cpu_s']:.1f} s; "
-        f"losses without a limit {'equal' if found['same_losses'] else 'differ'}"
+        f"step {spread(step_s, 1)} s, its transfers alone {spread(transfers_s, 1)} s, its computing alone "
+        f"{compute_s:.1f} s, {statistics.median(step_s) / longer:.2f} of the longer; losses without a limit "
+        f"{'equal' if same else 'differ'}"
     )
-    return found
+    return {"seconds": step_s, "transfers_alone_s": transfers_s, "compute_alone_s": compute_s, "same_losses": same}
 
 
 def main() -> None:

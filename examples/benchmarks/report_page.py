@@ -21,61 +21,50 @@ from record import about, parser_of, save, spread, table
 from zgraph.reporting.export.reading import load
 from zgraph.reporting.page.write_page import write_page
 
-ZOOM = """
-    const chart = document.getElementById("CHART");
-    if (!chart) return false;
-    chart.dispatchEvent(new KeyboardEvent("keydown", { key: ["+", "+", "+", "-", "0"][round % 5] }));"""
+
+def click(selector: str, stride: int = 1) -> str:
+    return f"""
+        const found = [...document.querySelectorAll("{selector}")];
+        if (!found.length) return false;
+        found[({stride} * round) % found.length].click();"""
+
+
+def enter(field: str, values: str, event: str = "input") -> str:
+    return f"""
+        const field = document.getElementById("{field}"), values = "{values}".split(" ");
+        if (!field) return false;
+        field.value = values[round % values.length];
+        field.dispatchEvent(new Event("{event}"));"""
+
+
+def zoom(chart: str) -> str:
+    return f"""
+        const chart = document.getElementById("{chart}");
+        if (!chart) return false;
+        chart.dispatchEvent(new KeyboardEvent("keydown", {{ key: ["+", "+", "+", "-", "0"][round % 5] }}));"""
+
+
 # What an interaction does, as the body of a function that yields false where there is nothing to do it with. `round`
 # counts the repetitions, so that none does what another has done.
 INTERACTIONS = {
-    "open a group of the graph": """
-        const closed = [...document.querySelectorAll("button.group[aria-expanded=false]")];
-        if (!closed.length) return false;
-        closed[(7 * round) % closed.length].click();""",
-    "close a group": """
-        const opened = [...document.querySelectorAll("button.group[aria-expanded=true]")];
-        if (!opened.length) return false;
-        opened[opened.length - 1].click();""",
-    "search the graph": """
-        const field = document.getElementById("graph-search");
-        field.value = `${"mm add view a e".split(" ")[round % 5]}`;
-        field.dispatchEvent(new Event("input"));""",
-    "go to what was found": """
-        const found = [...document.querySelectorAll("#graph-results button")];
-        if (!found.length) return false;
-        found[(11 * round) % found.length].click();""",
-    "colour the graph otherwise": """
-        const field = document.getElementById("graph-shade");
-        field.value = ["cost", "memory", "communication"][round % 3];
-        field.dispatchEvent(new Event("change"));""",
+    "open a group of the graph": click("button.group[aria-expanded=false]", stride=7),
+    "close a group": click("button.group[aria-expanded=true]", stride=7),
+    "search the graph": enter("graph-search", "mm add view a e"),
+    "go to what was found": click("#graph-results button", stride=11),
+    "colour the graph otherwise": enter("graph-shade", "cost memory communication", "change"),
     "show the other graph": """
         const field = document.getElementById("graph-direction");
         if (field.options.length < 2) return false;
         field.value = String((Number(field.value) + 1) % field.options.length);
         field.dispatchEvent(new Event("change"));""",
-    "collapse all": """document.getElementById("graph-collapse").click();""",
-    "zoom the timeline": ZOOM.replace("CHART", "timeline-chart"),
-    "zoom the memory curve": ZOOM.replace("CHART", "memory-chart"),
-    "select a collective": """
-        const buttons = [...document.querySelectorAll("#collectives-table tbody button")];
-        if (!buttons.length) return false;
-        buttons[round % buttons.length].click();""",
-    "sort the collectives": """
-        const heads = [...document.querySelectorAll("#collectives-table thead button")];
-        heads[round % heads.length].click();""",
-    "sort the parameters": """
-        const heads = [...document.querySelectorAll("#parameters-table thead button")];
-        if (!heads.length) return false;
-        heads[round % heads.length].click();""",
-    "filter the parameters": """
-        const field = document.getElementById("parameters-filter");
-        if (!field) return false;
-        field.value = String(round % 10);
-        field.dispatchEvent(new Event("input"));""",
-    "show the diff of a pass": """
-        const buttons = [...document.querySelectorAll("#passes-table tbody button")];
-        if (!buttons.length) return false;
-        buttons[round % buttons.length].click();""",
+    "collapse all": click("#graph-collapse"),
+    "zoom the timeline": zoom("timeline-chart"),
+    "zoom the memory curve": zoom("memory-chart"),
+    "select a collective": click("#collectives-table tbody button"),
+    "sort the collectives": click("#collectives-table thead button"),
+    "sort the parameters": click("#parameters-table thead button"),
+    "filter the parameters": enter("parameters-filter", "0 1 2 3 4 5 6 7 8 9"),
+    "show the diff of a pass": click("#passes-table tbody button"),
 }
 
 # Milliseconds until an action is answered, and until all is done: null where there was nothing to do it with.

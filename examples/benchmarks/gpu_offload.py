@@ -9,23 +9,25 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from builders import adamw, cast_to, plain_step, shard_fully, whole_step
+from builders import adamw, whole_step
 from gpu_setting import (
     Row,
     Setting,
     Step,
     attempt,
+    by_fsdp2,
+    by_torch,
     host_mib,
     local,
     lone_ms,
-    made_step,
     peak_of,
     repeatable,
     same_bits,
     steps_ms,
+    whole_zgraph,
 )
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy
 from workload import ModelConfig
 
 import zgraph
@@ -138,7 +140,7 @@ def offload(setting: Setting) -> Iterator[Row]:
     """Whole steps of 0.47 B parameters in bf16, weights and state in fp32."""
     config = setting.config(vocabulary=16384, width=2048, layers=8, heads=16, sequence=512, batch=8)
     with setting.alone():
-        yield attempt("torch.compile", _figures, setting, config, _plain)
+        yield attempt("torch.compile", _figures, setting, config, by_torch)
         for name, given in WAYS.items():
             yield attempt(f"zgraph, on the host: {name}", _figures, setting, config, _ours, given)
         for name, build in (("FSDP2, CPUOffloadPolicy", _fsdp2), ("torchao, CPUOffloadOptimizer", _torchao)):
@@ -153,28 +155,17 @@ def _figures(setting: Setting, config: ModelConfig, build: Callable[..., Step], 
     return figures | peak_of(setting, step) | host_mib()
 
 
-def _plain(setting: Setting, model: nn.Module, tokens: Tensor, optimizer: Any = None) -> Step:
-    called = torch.compile(cast_to(setting.dtype, model), backend=setting.compiler)
-    step = plain_step(called, optimizer or adamw(model))
-    return lambda: step(tokens)
-
-
 def _ours(setting: Setting, model: nn.Module, tokens: Tensor, offload: zgraph.Offload | None) -> Step:
-    model = zgraph.shard(model, setting.mesh(), param_dtype=setting.dtype, offload=offload)
     pipeline = zgraph.PassList(presets.planned(), target=zgraph.Target(hardware=setting.calibrated()))
-    return made_step(model, tokens, {"lowering": setting.lowerings[-1], "passes": pipeline})
+    return whole_zgraph(setting, model, tokens, {"passes": pipeline}, offload=offload)
 
 
 def _fsdp2(setting: Setting, model: Any, tokens: Tensor) -> Step:
-    options: dict[str, Any] = {"mesh": setting.mesh(), "mp_policy": MixedPrecisionPolicy(param_dtype=setting.dtype)}
-    if setting.on_cuda:
-        options["offload_policy"] = CPUOffloadPolicy()
-    shard_fully(model, model.blocks, setting.compiler, **options)
-    step = plain_step(model, adamw(model))
-    return lambda: step(tokens)
+    options = {"offload_policy": CPUOffloadPolicy()} if setting.on_cuda else {}
+    return by_fsdp2(setting, model, model.blocks, tokens, **options)
 
 
 def _torchao(setting: Setting, model: nn.Module, tokens: Tensor) -> Step:
     from torchao.optim import CPUOffloadOptimizer
 
-    return _plain(setting, model, tokens, CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, fused=True))
+    return by_torch(setting, model, tokens, CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, fused=True))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from gpu_setting import RANKS, Row, Setting, Step, attempt, host_mib, made_step, peak_of
+from gpu_setting import RANKS, Row, Setting, Step, attempt, host_mib, peak_of, whole_zgraph
 from loopback import Wire, loopback
 from workload import ModelConfig
 
@@ -80,8 +80,8 @@ def _measured(setting: Setting, config: ModelConfig, case: Case, taken: dict[tup
 def _step(setting: Setting, config: ModelConfig, case: Case, budget: int | None) -> tuple[Step, Callable[[], int]]:
     """A step, and what it is said to take, in bytes."""
     offload = None if case.offload is None else zgraph.Offload(**case.offload)
-    of_shard: dict[str, Any] = {"zero_stage": case.stage, "param_dtype": setting.dtype, "offload": offload}
-    model = zgraph.shard(setting.model(config), setting.mesh(case.ranks), **of_shard)
+    of_shard: dict[str, Any] = {"zero_stage": case.stage, "offload": offload}
+    model = setting.model(config)
     target = zgraph.Target(hardware=Hardware.preset("h100"), budget_bytes=budget)
     passes = (presets.planned if budget is not None else presets.default)(offload_activations=case.activations)
     report = zgraph.Report()
@@ -93,7 +93,8 @@ def _step(setting: Setting, config: ModelConfig, case: Case, budget: int | None)
         return max((graph.peak.bytes for graph in report.graphs if graph.peak is not None), default=0)
 
     if case.whole:
-        return made_step(model, tokens, options), predicted
+        return whole_zgraph(setting, model, tokens, options, **of_shard), predicted
+    model = zgraph.shard(model, setting.mesh(case.ranks), param_dtype=setting.dtype, **of_shard)
     called: Any = torch.compile(model, backend="zgraph", options=options)
 
     def forward_backward() -> None:

@@ -13,9 +13,10 @@ from typing import Any
 import ranks
 import torch
 import torch.nn.functional as F
-from builders import adamw, whole_step
+from builders import adamw, cast_to, plain_step, shard_fully, whole_step
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from workload import LanguageModel, ModelConfig, make_batch
@@ -97,18 +98,45 @@ class Dropping(nn.Module):
         return x.square().mean()
 
 
+# --- steps over the same inputs ---------------------------------------------------------------------------------------
+
+
+def whole_zgraph(setting: Setting, model: nn.Module, x: Tensor, options: dict[str, Any], **of_shard: Any) -> Step:
+    """A whole step by zgraph; the optimizer's state is made already."""
+    model = zgraph.shard(model, setting.mesh(), param_dtype=setting.dtype, **of_shard)
+    step = whole_step(model, adamw(model), {"lowering": setting.lowerings[-1], **options})
+    step.function(x)
+    return lambda: step(x)
+
+
+def by_torch(setting: Setting, model: nn.Module, x: Tensor, optimizer: Any = None) -> Step:
+    """By torch.compile."""
+    called: Any = torch.compile(cast_to(setting.dtype, model), backend=setting.compiler)
+    return looped(called, model, x, optimizer)
+
+
+def by_fsdp2(setting: Setting, model: nn.Module, blocks: Sequence[nn.Module], x: Tensor, **options: Any) -> Step:
+    """By FSDP2 with compiled blocks; without blocks the model is compiled whole."""
+    if not blocks:
+        model.compile(backend=setting.compiler)
+    policy = MixedPrecisionPolicy(param_dtype=setting.dtype)
+    shard_fully(model, blocks, setting.compiler, mesh=setting.mesh(), mp_policy=policy, **options)
+    return looped(model, model, x)
+
+
+def looped(called: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor, optimizer: Any = None) -> Step:
+    step = plain_step(called, optimizer or adamw(model))
+    return lambda: step(x)
+
+
+# --- bits -------------------------------------------------------------------------------------------------------------
+
+
 @contextlib.contextmanager
 def repeatable() -> Generator[None]:
     """Attention as plain products: other kernels add what they have split in the order in which it comes."""
     with sdpa_kernel(SDPBackend.MATH):
         yield
-
-
-def made_step(model: nn.Module, inputs: Tensor, options: dict[str, Any]) -> Step:
-    """A whole step by zgraph over the same inputs; the optimizer's state is made already."""
-    step = whole_step(model, adamw(model), options)
-    step.function(inputs)
-    return lambda: step(inputs)
 
 
 def local(tensor: Tensor) -> Tensor:

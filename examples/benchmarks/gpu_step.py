@@ -10,22 +10,24 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from builders import adamw, cast_to, plain_step, shard_fully
+from builders import cast_to
 from gpu_setting import (
     Row,
     Setting,
     Step,
     attempt,
+    by_fsdp2,
+    by_torch,
     interleaved,
     launches_ms,
     lone_ms,
-    made_step,
+    looped,
     peak_of,
     profiled,
+    whole_zgraph,
 )
 from record import quartiles
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import zgraph
 
@@ -156,14 +158,9 @@ def steps(setting: Setting) -> Iterator[Row]:
 # --- contenders -------------------------------------------------------------------------------------------------------
 
 
-def _torch_compile(setting: Setting, task: Task, model: nn.Module) -> Step:
-    return _loop(torch.compile(cast_to(setting.dtype, model), backend=setting.compiler), model, task)
-
-
 def _reduce_overhead(setting: Setting, task: Task, model: nn.Module) -> Step:
-    called = cast_to(setting.dtype, model)
-    compiled = torch.compile(called, mode="reduce-overhead") if setting.on_cuda else called
-    step = _loop(compiled, model, task)
+    called: Any = cast_to(setting.dtype, model)
+    step = looped(torch.compile(called, mode="reduce-overhead") if setting.on_cuda else called, model, task.inputs)
 
     def marked() -> None:
         torch.compiler.cudagraph_mark_step_begin()
@@ -172,40 +169,21 @@ def _reduce_overhead(setting: Setting, task: Task, model: nn.Module) -> Step:
     return marked
 
 
-def _fsdp2(setting: Setting, task: Task, model: nn.Module) -> Step:
-    parts = task.parts(model)
-    if not parts:
-        model.compile(backend=setting.compiler)
-    policy = MixedPrecisionPolicy(param_dtype=setting.dtype)
-    shard_fully(model, parts, setting.compiler, mesh=setting.mesh(), mp_policy=policy)
-    return _loop(model, model, task)
-
-
 def _zgraph(setting: Setting, task: Task, model: nn.Module) -> Step:
     model = zgraph.shard(model, setting.mesh(), param_dtype=setting.dtype)
     called: Any = torch.compile(model, backend="zgraph", options={"lowering": setting.lowerings[-1]})
-    return _loop(called, model, task)
-
-
-def _whole_step(setting: Setting, task: Task, model: nn.Module, **options: Any) -> Step:
-    model = zgraph.shard(model, setting.mesh(), param_dtype=setting.dtype)
-    return made_step(model, task.inputs, {"lowering": setting.lowerings[-1], **options})
+    return looped(called, model, task.inputs)
 
 
 def _recorded(setting: Setting, task: Task, model: nn.Module) -> Step:
-    return _whole_step(setting, task, model, **({"cuda_graph": True} if setting.on_cuda else {}))
-
-
-def _loop(called: Callable[[Tensor], Tensor], model: nn.Module, task: Task) -> Step:
-    step = plain_step(called, adamw(model))
-    return lambda: step(task.inputs)
+    return whole_zgraph(setting, model, task.inputs, {"cuda_graph": True} if setting.on_cuda else {})
 
 
 WAYS: dict[str, Callable[[Setting, Task, Any], Step]] = {
-    "torch.compile": _torch_compile,
+    "torch.compile": lambda setting, task, model: by_torch(setting, model, task.inputs),
     "zgraph": _zgraph,
-    "zgraph, whole step": _whole_step,
-    "FSDP2, compiled blocks": _fsdp2,
+    "zgraph, whole step": lambda setting, task, model: whole_zgraph(setting, model, task.inputs, {}),
+    "FSDP2, compiled blocks": lambda setting, task, model: by_fsdp2(setting, model, task.parts(model), task.inputs),
     "zgraph, whole step as a CUDA graph": _recorded,
     'torch.compile, mode="reduce-overhead"': _reduce_overhead,
 }

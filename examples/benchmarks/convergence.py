@@ -25,7 +25,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
-from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from types import ModuleType
@@ -54,7 +53,7 @@ def methods(ranks_per_host: int) -> dict[str, Callable[[Sequence[int], int], Mea
     """Means by name, made for the elements of each gradient and a number of ranks; None sends what it has."""
 
     def codes(method: CompressionMethod | TwoHop) -> Callable[[Sequence[int], int], Mean]:
-        return partial(CompressedMean, method, kernels=load_kernels())
+        return lambda numels, world: CompressedMean(method, numels, world, load_kernels())
 
     return {
         "none": None,

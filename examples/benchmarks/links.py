@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib.util
 import math
 import os
 import random
@@ -86,6 +87,22 @@ def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
     except ValueError as error:
         parser.error(str(error))
     return arguments
+
+
+def choose(
+    parser: argparse.ArgumentParser, names: Sequence[str] | None, table: Mapping[str, Strategy]
+) -> list[Strategy]:
+    """The named strategies, in the table's order; all that are installed when None."""
+    missing = {one.needs for one in table.values() if importlib.util.find_spec(one.needs) is None}
+    for module in sorted(missing) if names is None else ():
+        print(f"{module} is not installed: its strategies are left out", file=sys.stderr)
+    chosen = names or [name for name, strategy in table.items() if strategy.needs not in missing]
+    for name in chosen:
+        if name not in table:
+            parser.error(f"strategy {name!r} is unknown; choose from {', '.join(table)}")
+        if table[name].needs in missing:
+            parser.error(f"strategy {name!r} needs {table[name].needs}, which is not installed")
+    return [strategy for name, strategy in table.items() if name in chosen]
 
 
 def run_as_command(

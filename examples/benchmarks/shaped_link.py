@@ -7,11 +7,8 @@ rank, gloo, and one Ethernet link whose both directions are shaped. Exits with 1
 differ.
 """
 
-import argparse
-import importlib.util
 import sys
 import tempfile
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -34,7 +31,7 @@ from builders import (
     planned,
     scheduled_by_torch,
 )
-from links import Strategy, options_of, parsed, run_as_command, train_in_turns
+from links import Strategy, choose, options_of, parsed, run_as_command, train_in_turns
 from ranks import as_rank, say
 from torch.distributed.device_mesh import init_device_mesh
 from workload import ModelConfig
@@ -91,7 +88,7 @@ def main() -> int:
     return run_as_command(
         __file__,
         arguments,
-        choose_strategies(parser, arguments.strategies),
+        choose(parser, arguments.strategies, strategies()),
         hosts=[rank * nodes // arguments.ranks for rank in range(arguments.ranks)],
         tolerance=LOSS_TOLERANCE[arguments.lowering],
         # DeepSpeed is told that each rank is alone on its host, or it would go through shared memory.
@@ -149,22 +146,6 @@ def _ours(name: str, peers: tuple[str, ...], schedule: Schedule = planned, equal
         reduce_dtype=torch.bfloat16 if "reduce-bf16" in name else None,
     )
     return Strategy(f"zgraph-{name}", build, peers, "zgraph", equal_loss)
-
-
-def choose_strategies(parser: argparse.ArgumentParser, names: Sequence[str] | None) -> list[Strategy]:
-    """The named strategies, in the table's order; all that are installed when None."""
-    table = strategies()
-    missing = {module for module in ("zgraph", "deepspeed") if importlib.util.find_spec(module) is None}
-    if names is None:
-        names = [name for name, strategy in table.items() if strategy.needs not in missing]
-        for module in sorted(missing):
-            print(f"{module} is not installed: its strategies are left out", file=sys.stderr)
-    for name in names:
-        if name not in table:
-            parser.error(f"strategy {name!r} is unknown; choose from {', '.join(table)}")
-        if table[name].needs in missing:
-            parser.error(f"strategy {name!r} needs {table[name].needs}, which is not installed")
-    return [strategy for name, strategy in table.items() if name in names]
 
 
 def set_up(rank: int, plan: dict[str, Any], config: ModelConfig) -> Setting:

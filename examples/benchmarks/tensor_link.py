@@ -11,47 +11,37 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from builders import Setting, build_fsdp2, build_zgraph, by_rules, loco
-from links import Strategy, options_of, parsed, run_as_command, train_in_turns
+from links import Strategy, choose, options_of, parsed, run_as_command, train_in_turns
 from ranks import as_rank
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from workload import LanguageModel, ModelConfig
+from workload import Block, LanguageModel, ModelConfig
 
 HOST_OF = (0, 0, 1, 1)  # of each rank
 COLUMNS, ROWS = ("query", "key", "value", "up"), ("attention_out", "down")
 
 
-class Block(nn.Module):
-    """Causal attention and a feed-forward layer; counts its heads by what it is given."""
+class SplitBlock(Block):
+    """A block whose queries, keys and values come from a layer each; it counts the heads that it is given."""
 
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        width = config.width
-        self.head_width = width // config.heads
-        self.attention_norm, self.feed_forward_norm = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.query, self.key, self.value, self.attention_out = (nn.Linear(width, width) for _ in range(4))
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
+        super().__init__(config)
+        del self.query_key_value
+        self.query, self.key, self.value = (nn.Linear(config.width, config.width) for _ in range(3))
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        batch, sequence, _ = hidden.shape
-        normed = self.attention_norm(hidden)
-        query, key, value = (
-            layer(normed).view(batch, sequence, -1, self.head_width).transpose(1, 2)
+    def heads_of(self, normed: Tensor) -> list[Tensor]:
+        return [
+            layer(normed).unflatten(2, (-1, self.head_width)).transpose(1, 2)
             for layer in (self.query, self.key, self.value)
-        )
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        hidden = hidden + self.attention_out(mixed.transpose(1, 2).reshape(batch, sequence, -1))
-        return hidden + self.down(F.gelu(self.up(self.feed_forward_norm(hidden))))
+        ]
 
 
 def split_model(mesh: DeviceMesh, config: ModelConfig) -> LanguageModel:
     """The usual model with attention and feed-forward layers of its blocks split over the mesh."""
     model = LanguageModel(config)
-    model.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+    model.blocks = nn.ModuleList(SplitBlock(config) for _ in range(config.layers))
     ways: dict[str, Any] = {name: ColwiseParallel() for name in COLUMNS} | {name: RowwiseParallel() for name in ROWS}
     for block in model.blocks:
         parallelize_module(block, mesh, ways)
@@ -95,21 +85,13 @@ def set_up(config: ModelConfig) -> Setting:
 
 def main() -> int:
     as_rank(lambda rank, plan: train_in_turns(rank, plan, strategies(), set_up))
-    table = strategies()
-    parser = options_of(
-        (__doc__ or "").partition("\n\n")[0],
-        f"strategies: {', '.join(table)}",
-        ModelConfig(width=512, layers=10),
-        steps=2,
-    )
+    epilog = f"strategies: {', '.join(strategies())}"
+    parser = options_of((__doc__ or "").partition("\n\n")[0], epilog, ModelConfig(width=512, layers=10), steps=2)
     arguments = parsed(parser)
     arguments.lowering = "inductor"
-    names = arguments.strategies or list(table)
-    for name in names:
-        if name not in table:
-            parser.error(f"strategy {name!r} is unknown; choose from {', '.join(table)}")
+    chosen = choose(parser, arguments.strategies, strategies())
     # Inductor orders sums otherwise where collectives are part of a graph.
-    return run_as_command(__file__, arguments, [table[name] for name in names], HOST_OF, cores=HOST_OF, tolerance=1e-5)
+    return run_as_command(__file__, arguments, chosen, HOST_OF, cores=HOST_OF, tolerance=1e-5)
 
 
 if __name__ == "__main__":

@@ -77,7 +77,8 @@ Schedule = Callable[[], "list[GraphPass]"]
 
 
 def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), **{"lr": 1e-3, "fused": True, **options})
+    given: dict[str, Any] = {"lr": 1e-3, "fused": True, **options}
+    return torch.optim.AdamW(model.parameters(), **given)
 
 
 def cast_to(dtype: torch.dtype | None, model: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -113,13 +114,13 @@ def whole_step(model: nn.Module, optimizer: Optimizer, options: dict[str, Any]) 
     return zgraph.training_step(model, given, options=options)(plain_step(cast(Any, model), optimizer))
 
 
-def shard_fully(model: nn.Module, blocks: Iterable[nn.Module], compiler: str | None, **options: Any) -> nn.Module:
+def shard_fully(model: nn.Module, blocks: Iterable[nn.Module], compiler: str | None, **options: Any) -> None:
     """FSDP2 as its manual has it: each block is compiled alone, and a unit, and the rest of the model is another."""
     for block in blocks:
         if compiler is not None:
             block.compile(backend=compiler, fullgraph=True)
         fully_shard(block, **options)
-    return fully_shard(model, **options)
+    fully_shard(model, **options)
 
 
 # --- the peers --------------------------------------------------------------------------------------------------------

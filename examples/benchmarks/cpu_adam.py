@@ -49,7 +49,7 @@ def triad(elements: int) -> Step:
     return lambda: torch.add(b, c, alpha=0.5, out=a)
 
 
-def by_torch(weights: Sequence[Tensor], **options: bool) -> Step:
+def by_torch(weights: Sequence[Tensor], **options: Any) -> Step:
     return optim.AdamW(weights, lr=1e-4, **options).step
 
 

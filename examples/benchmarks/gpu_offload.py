@@ -105,7 +105,7 @@ def offload_bits(setting: Setting) -> Iterator[Row]:
 
 
 def _steps(
-    setting: Setting, config: ModelConfig, offload: zgraph.Offload | None, *, captured: bool = True, **of_preset: bool
+    setting: Setting, config: ModelConfig, offload: zgraph.Offload | None, *, captured: bool = True, **of_preset: Any
 ) -> Found:
     model = zgraph.shard(setting.model(config), setting.mesh(), offload=offload)
     optimizer = adamw(model)

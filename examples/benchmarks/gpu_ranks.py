@@ -98,8 +98,8 @@ def _built(device: str, width: int, lowering: str, passes: zgraph.PassList, **of
     torch.manual_seed(3)
     mesh = init_device_mesh(device, (2,), mesh_dim_names=("dp",))
     model = zgraph.shard(Dropping(width).to(device), mesh, **of_shard)
-    called = torch.compile(model, backend="zgraph", options={"lowering": lowering, "passes": passes})
-    return model, called, adamw(model)
+    options: dict[str, Any] = {"lowering": lowering, "passes": passes}
+    return model, torch.compile(model, backend="zgraph", options=options), adamw(model)
 
 
 def _resume(rank: int, lowering: str, device: str, width: int, work: Path) -> None:

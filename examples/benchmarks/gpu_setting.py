@@ -1,5 +1,7 @@
 """What the parts of gpu.py share: where they run, what they build from, and timing on a busy device."""
 
+# pyright: reportPrivateImportUsage=false
+
 from __future__ import annotations
 
 import contextlib
@@ -80,7 +82,7 @@ class Setting:
     def tokens(self, config: ModelConfig, step: int = 0) -> Tensor:
         return make_batch(config, step, 0).to(self.device)
 
-    def calibrated(self, **options: bool) -> zgraph.Hardware:
+    def calibrated(self, **options: Any) -> zgraph.Hardware:
         """This machine, measured once for all parts."""
         return zgraph.calibrate(cache=self.scratch.parent / "calibrated", **options)
 

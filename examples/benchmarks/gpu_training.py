@@ -92,7 +92,8 @@ def _trained(setting: Setting, config: ModelConfig, precision: Precision, loweri
         losses.append(local(loss))
 
     for step in range(STEPS):
-        figures = peak_of(setting, lambda step=step: forward_backward(setting.tokens(config, step)))
+        tokens = setting.tokens(config, step)
+        figures = peak_of(setting, lambda tokens=tokens: forward_backward(tokens))
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()

@@ -203,7 +203,7 @@ def _find_failures(chosen: Sequence[Strategy], rows: dict[str, dict[str, Any]], 
     return [
         f"{name} ends with the loss {rows[name]['loss']!r}, {other} with {rows[other]['loss']!r}"
         for name, other in pairs
-        if other is not None and not math.isclose(rows[name]["loss"], rows[other]["loss"], rel_tol=tolerance)
+        if not math.isclose(rows[name]["loss"], rows[other]["loss"], rel_tol=tolerance)
     ]
 
 

@@ -164,7 +164,7 @@ def main() -> int:
         parser.error(f"--layers {arguments.layers}: blocks must fill {2 * RANKS} chunks; take a multiple of that")
     config = replace(USUAL, **{name: getattr(arguments, name) for name in sizes})
     plan = {name: getattr(arguments, name) for name in ("micro_batches", "steps", "repeats")}
-    report = {**about(), "model": asdict(config), **plan}
+    report: dict[str, Any] = {**about(), "model": asdict(config), **plan}
     report |= run_ranks(__file__, {**plan, "model": asdict(config)}, cores=range(RANKS))
     for row in report["rows"]:
         row["step_ms_low"], row["step_ms_median"], row["step_ms_high"] = quartiles(row["step_ms"])

@@ -129,16 +129,34 @@ def run_as_command(
     # A plain kill cleans up as Ctrl-C does, and Ctrl-C also where a shell had a background job ignore it.
     signal.signal(signal.SIGTERM, _interrupt)
     signal.signal(signal.SIGINT, _interrupt)
-    name = Path(script).stem
+    name, where = Path(script).stem, about()
+    agreed = {"lowering": arguments.lowering, "steps": arguments.steps, "repeats": arguments.repeats}
+    agreed["model"] = asdict(arguments.model)
+    plan = {**agreed, "bits_per_second": parse_rate(arguments.rate), "strategies": [one.name for one in chosen]}
     try:
-        report = _run(script, arguments, chosen, hosts, cores or range(len(hosts)), environment)
+        with ShapedNetwork(len(set(hosts)), arguments.rate) as network:
+            measured = run_ranks(script, plan, cores or range(len(hosts)), network, hosts, environment)
     except (NetworkError, BenchmarkError) as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"{name}: interrupted; namespaces and ranks are gone", file=sys.stderr)
         return 130
-    report["failures"] = _find_failures(chosen, report["rows"], tolerance)
+    with torch.device("meta"):
+        numel = sum(parameter.numel() for parameter in LanguageModel(arguments.model).parameters())
+    rows = _compared(chosen, measured["strategies"], arguments.steps)
+    report = {
+        "rate": arguments.rate,
+        "ranks": len(hosts),
+        "nodes": len(set(hosts)),
+        **agreed,
+        **where,
+        "steps_in_all": WARM_UP_STEPS + arguments.steps * arguments.repeats,
+        "parameters": numel,
+        "link": measured["link"],
+        "rows": rows,
+        "failures": _find_failures(chosen, rows, tolerance),
+    }
     print(render(report))
     save(arguments.json, report)
     return 1 if report["failures"] else 0
@@ -146,31 +164,6 @@ def run_as_command(
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
-
-
-def _run(
-    script: str,
-    arguments: argparse.Namespace,
-    chosen: Sequence[Strategy],
-    hosts: Sequence[int],
-    cores: Sequence[int],
-    environment: Mapping[str, str] | None,
-) -> dict[str, Any]:
-    where = about()
-    agreed = {"lowering": arguments.lowering, "steps": arguments.steps, "repeats": arguments.repeats}
-    agreed["model"] = asdict(arguments.model)
-    plan = {**agreed, "bits_per_second": parse_rate(arguments.rate), "strategies": [one.name for one in chosen]}
-    with ShapedNetwork(len(set(hosts)), arguments.rate) as network:
-        measured = run_ranks(script, plan, cores, network, hosts, environment)
-    with torch.device("meta"):
-        numel = sum(parameter.numel() for parameter in LanguageModel(arguments.model).parameters())
-    return {
-        **{"rate": arguments.rate, "ranks": len(hosts), "nodes": len(set(hosts)), **agreed, **where},
-        "steps_in_all": WARM_UP_STEPS + arguments.steps * arguments.repeats,
-        "parameters": numel,
-        "link": measured["link"],
-        "rows": _compared(chosen, measured["strategies"], arguments.steps),
-    }
 
 
 def _compared(chosen: Sequence[Strategy], rows: dict[str, dict[str, Any]], steps: int) -> dict[str, dict[str, Any]]:

@@ -77,10 +77,7 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Columns as wide as their widest cell, the first aligned to the left."""
     lines = [[str(cell) for cell in cells] for cells in (heads, *rows)]
     first, *others = (max(map(len, column)) for column in zip(*lines, strict=True))
-    return "\n".join(
-        "  ".join([line[0].ljust(first), *(cell.rjust(width) for cell, width in zip(line[1:], others, strict=True))])
-        for line in lines
-    )
+    return "\n".join("  ".join([name.ljust(first), *map(str.rjust, cells, others)]).rstrip() for name, *cells in lines)
 
 
 def save(path: Path | None, found: dict[str, Any]) -> None:

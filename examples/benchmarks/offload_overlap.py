@@ -127,7 +127,7 @@ def main() -> None:
                 try:
                     built.append(build(config, hardware, way, int(share * free.predicted_bytes)))
                 except Exception as error:  # too small a budget for recomputation alone
-                    print(f"{way} at {share:.2f}: {str(error).splitlines()[1][:200]}")
+                    print(f"{way} at {share:.2f}: {' '.join(str(error).split())[:300]}")
         take_turns(built, lanes, options.turns)
     rows = [row for row, _ in built]
     base = statistics.median(free.ms)

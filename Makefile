@@ -96,7 +96,7 @@ types: $(VENV)/.installed-dev
 docs: $(VENV)/.installed-docs
 	$(BIN)/python docs/tools/draw_rooms.py
 	$(BIN)/python docs/tools/fill_tables.py
-	$(BIN)/python examples/benchmarks/draw_ratios.py
+	$(BIN)/python docs/tools/draw_ratios.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # make page    the page of a report, from its sources in zgraph/reporting/page; the built file is committed

@@ -42,10 +42,8 @@ LABELS = (
     ("simplefsdp-overlap", "SimpleFSDP's graph, PyTorch's overlap scheduler"),
     ("torch-overlap", "zgraph's collectives, PyTorch's overlap scheduler"),
     ("zgraph-0", "zgraph, stage 0"),
-    ("zgraph-0-rules", "zgraph, stage 0, by rules"),
     ("zgraph-0-reduce-bf16", "zgraph, stage 0, `reduce_dtype=bf16`"),
     ("zgraph-0-loco", "zgraph, stage 0, `LoCo()`"),
-    ("zgraph-0-loco-means8", "zgraph, stage 0, `LoCo()`, means of 8 bits"),
     ("zgraph-0-loco-means4", "zgraph, stage 0, `LoCo()`, means of 4 bits"),
     ("zgraph-0-lowrank1", "zgraph, stage 0, `LowRank(rank=1)`"),
     ("zgraph-0-lowrank4", "zgraph, stage 0, `LowRank(rank=4)`"),
@@ -63,7 +61,6 @@ LABELS = (
     ("zgraph-2-step", "zgraph, stage 2, whole step"),
     ("zgraph-3-step", "zgraph, stage 3, whole step"),
     ("zgraph-3-bf16-step", "zgraph, stage 3, bf16, whole step"),
-    ("zgraph-3-bf16-loco", "zgraph, stage 3, bf16, `LoCo()`"),
 )
 # What each column of the table of methods is made of; where two files have a row, the first one's is taken.
 METHODS = (
@@ -85,8 +82,6 @@ MODELS = {
     "whisper": "Whisper",
     "clip": "CLIP",
 }
-# Ways of other projects, to which zgraph's are compared.
-PEERS = tuple(name for name, _ in LABELS if not name.startswith("zgraph"))
 
 
 def main() -> int:
@@ -101,8 +96,8 @@ def filled(page: str) -> str:
 def table(name: str) -> str:
     if name == "methods":
         return methods([[load(name) for name in names] for names in METHODS])
-    kinds = {"convergence": convergence, "zoo": zoo}
-    kinds |= {"offload_states": states, "offload_inference": inference, "offload_capacity": capacity}
+    kinds = {"convergence": convergence, "zoo": zoo, "offload_states": states}
+    kinds |= {"offload_inference": inference, "offload_capacity": capacity}
     return kinds.get(name, steps)(load(name))
 
 
@@ -112,59 +107,37 @@ def load(name: str) -> dict[str, Any]:
 
 def steps(result: dict[str, Any]) -> str:
     """Steps over links of one rate, what they send and hold, and how many times as fast as its peers each row is."""
-    labels = dict(LABELS)
-    has_peaks = all("peak_bytes" in row for _, row in labelled(result))
+    labels = {name: label for name, label in LABELS if name in result["rows"]}  # those of compute alone have none
+    has_peaks = all("peak_bytes" in result["rows"][name] for name in labels)
     heads = ("", "step ms (quartiles)", "sent MB", *(["peak MiB"] if has_peaks else []), "times as fast as")
     rows: list[tuple[str, ...]] = []
-    for label, row in labelled(result):
+    for name, label in labels.items():
+        row = result["rows"][name]
         compared = [
             f"{labels[peer]} {ratio:.2f} ({low:.2f}-{high:.2f})"
             for peer, (ratio, low, high) in row["times_faster"].items()
-            if peer in PEERS and low < high  # a single repetition leaves no interval
+            if not peer.startswith("zgraph") and low < high  # a single repetition leaves no interval
         ]
-        rows.append(
-            (
-                label,
-                f"{row['step_ms_median']:.0f} ({row['step_ms_low']:.0f}-{row['step_ms_high']:.0f})",
-                f"{row['sent_bytes'] / 1e6:.1f}",
-                *([f"{row['peak_bytes'] / 2**20:.0f}"] if has_peaks else []),
-                "; ".join(compared),
-            )
-        )
+        peak = [f"{row['peak_bytes'] / 2**20:.0f}"] if has_peaks else []
+        spread = f"{row['step_ms_median']:.0f} ({row['step_ms_low']:.0f}-{row['step_ms_high']:.0f})"
+        rows.append((label, spread, f"{row['sent_bytes'] / 1e6:.1f}", *peak, "; ".join(compared)))
     return markdown(heads, rows) + provenance([result])
 
 
-def labelled(result: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """The rows that have a label, in the order of the labels: those of compute alone have none."""
-    return [(label, result["rows"][name]) for name, label in LABELS if name in result["rows"]]
-
-
 def methods(columns: Sequence[Sequence[dict[str, Any]]]) -> str:
-    """Median steps of each method over links of several rates."""
-    merged = [joined(results) for results in columns]
-    heads = ("step ms", "sent MB", *map(written, merged))
+    """Median steps of each method over links of several rates; of two results the first one's row is taken."""
+    merged = [dict(row for result in reversed(results) for row in result["rows"].items()) for results in columns]
+    heads = ("step ms", "sent MB", *(spelled(results[0]["rate"]) for results in columns))
     rows = [
         (
             label,
-            f"{merged[0]['rows'][name]['sent_bytes'] / 1e6:.1f}",
-            *(f"{result['rows'][name]['step_ms_median']:.0f}" for result in merged),
+            f"{merged[0][name]['sent_bytes'] / 1e6:.1f}",
+            *(f"{rows[name]['step_ms_median']:.0f}" for rows in merged),
         )
         for name, label in LABELS
-        if all(name in result["rows"] for result in merged)
+        if all(name in rows for rows in merged)
     ]
     return markdown(heads, rows) + provenance([result for results in columns for result in results])
-
-
-def joined(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One result with the rows of several, those of the first before those of others."""
-    rows: dict[str, Any] = {}
-    for result in results:
-        rows = result["rows"] | rows
-    return {**results[0], "rows": rows}
-
-
-def written(result: dict[str, Any]) -> str:
-    return spelled(result["rate"])
 
 
 def spelled(rate: str) -> str:
@@ -175,18 +148,12 @@ def spelled(rate: str) -> str:
 def convergence(result: dict[str, Any]) -> str:
     """Losses at the end of training, and how they compare with those of none."""
     heads = ("method", "final loss", "relative to none, and each seed", "held out", "relative to none")
-    rows = [
-        (
-            row["method"],
-            f"{row['loss']:.4f}",
-            ""
-            if row["relative"] is None
-            else f"{percent(row['relative'])} ({', '.join(f'{100 * seed:+.2f}' for seed in row['relative_by_seed'])})",
-            f"{row['held_out_loss']:.4f}",
-            "" if row["held_out_relative"] is None else percent(row["held_out_relative"]),
-        )
-        for row in result["rows"]
-    ]
+    rows: list[tuple[str, ...]] = []
+    for row in result["rows"]:
+        seeds = ", ".join(f"{100 * seed:+.2f}" for seed in row["relative_by_seed"] or ())
+        relative = "" if row["relative"] is None else f"{percent(row['relative'])} ({seeds})"
+        held_out = "" if row["held_out_relative"] is None else percent(row["held_out_relative"])
+        rows.append((row["method"], f"{row['loss']:.4f}", relative, f"{row['held_out_loss']:.4f}", held_out))
     return markdown(heads, rows) + provenance([result])
 
 
@@ -221,16 +188,15 @@ def states(result: dict[str, Any]) -> str:
     free = statistics.median(result["rows"][0]["ms"])
     rows: list[tuple[str, ...]] = []
     for row in result["rows"]:
-        low, middle, high = statistics.quantiles(row["ms"], n=4)
         is_free = row is result["rows"][0]
         rows.append(
             (
                 "nothing" if is_free else row["rests"],
                 "" if is_free else row["way"],
                 f"{row['predicted_bytes'] / 1e6:.0f}",
-                f"{middle:.0f} ({low:.0f}-{high:.0f})",
+                spread_of(row["ms"]),
                 "" if row["way"] == "without prefetch" else f"{row['predicted_ms']:.0f}",
-                f"{middle / free:.2f}",
+                f"{statistics.median(row['ms']) / free:.2f}",
             )
         )
     return markdown(heads, rows) + provenance([result])
@@ -243,13 +209,12 @@ def inference(result: dict[str, Any]) -> str:
     lost = {f"{one['bits']} bits": one for one in result["errors"]}
     rows: list[tuple[str, ...]] = []
     for row in result["rows"]:
-        low, middle, high = statistics.quantiles(row["ms"], n=4)
         error = lost.get(row["way"])
         rows.append(
             (
                 row["way"],
                 f"{row['read_bytes'] / 1e6:.0f}",
-                f"{middle:.0f} ({low:.0f}-{high:.0f})",
+                spread_of(row["ms"]),
                 f"{1e3 * row['read_bytes'] / row['disk_bytes_per_s']:.0f}" if row["read_bytes"] else "",
                 f"{row['peak_bytes'] / 1e6:.0f}",
                 "" if error is None else percent(error["loss"] / exact - 1),
@@ -285,6 +250,12 @@ def capacity(result: dict[str, Any]) -> str:
 
 def percent(share: float) -> str:
     return f"{100 * share:+.2f} %" if share else "0.00 %"
+
+
+def spread_of(ms: Sequence[float]) -> str:
+    """The median, with quartiles."""
+    low, middle, high = statistics.quantiles(ms, n=4)
+    return f"{middle:.0f} ({low:.0f}-{high:.0f})"
 
 
 def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

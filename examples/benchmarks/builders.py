@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 import torch
@@ -17,18 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 from workload import SEED, LanguageModel, ModelConfig
 
 if TYPE_CHECKING:  # the other strategies run where zgraph is not installed
-    from prediction import Prediction
-
     from zgraph import GraphPass, Hardware
 
-POWERSGD_RANKS = (1, 4)
-POWERSGD_MIN_COMPRESSION = 2
-# All gradients in one bucket: with several in flight torch's hook fails on gloo ("Received data size doesn't match"),
-# for it starts its second exchange when the first has come, which is at other times on other ranks.
-POWERSGD_BUCKET_MIB = 4096
-Lowering = Literal["fx", "inductor"]
-# Error feedback and warm start need two plain steps first; the benchmark's own warm-up is longer.
-POWERSGD_START_STEP = 2
+# All gradients in one bucket: with several in flight torch's PowerSGD hook fails on gloo ("Received data size doesn't
+# match"), for it starts its second exchange when the first has come, which is at other times on other ranks.
+ONE_BUCKET_MIB = 4096
 
 
 class Optimizer(Protocol):
@@ -44,13 +37,13 @@ class Trainer:
     """What one strategy holds between steps.
 
     Attributes:
-        predictions: what zgraph expects of each graph that it plans by costs; filled when the first step compiles.
+        predicted: the sharded model, where zgraph has planned its graphs by costs.
     """
 
     loss: Callable[[Tensor], Tensor]
     optimizer: Optimizer
     backward: Callable[[Tensor], object] = Tensor.backward
-    predictions: list[Prediction] = field(default_factory=list["Prediction"])
+    predicted: nn.Module | None = None
 
 
 @dataclass(frozen=True)
@@ -58,77 +51,95 @@ class Setting:
     """What every strategy is built from.
 
     Attributes:
+        mesh: of the data-parallel ranks.
         lowering: "inductor": every row is compiled by Inductor, the peers as their manuals say. "fx": none is, and
             graphs run node by node.
-        hardware: zgraph's measure of this machine and its links.
+        hardware: zgraph's measure of this machine and its links; None: nothing is planned by costs.
+        make_model: the model, with weights as the generator has them.
     """
 
     config: ModelConfig
     mesh: DeviceMesh
-    nodes: int
-    lowering: Lowering = "fx"
+    lowering: Literal["fx", "inductor"] = "fx"
     hardware: Hardware | None = None
+    make_model: Callable[[ModelConfig], LanguageModel] = LanguageModel
 
     def new_model(self) -> LanguageModel:
         torch.manual_seed(SEED)
-        return LanguageModel(self.config)
-
-    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """By plain torch.compile, where rows are compiled."""
-        return torch.compile(function) if self.lowering == "inductor" else function
-
-    def compiled_by_zgraph(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        return torch.compile(function, backend="zgraph", options={"lowering": self.lowering, **options})
-
-    def compile_blocks(self, model: LanguageModel) -> None:
-        """Compile block by block, as FSDP2 asks for: its hooks run between the blocks."""
-        backend = "inductor" if self.lowering == "inductor" else "aot_eager"
-        for index, block in enumerate(model.blocks):
-            model.blocks[index] = cast(nn.Module, torch.compile(block, backend=backend, fullgraph=True))
+        return self.make_model(self.config)
 
 
-def build_alone(dtype: torch.dtype, *, compiled: bool = False) -> Callable[[Setting], Trainer]:
-    """The whole model on one rank: the arithmetic of a step and no communication.
-
-    Parameters stay fp32 and are cast for use, as under mixed-precision sharding.
-    """
-
-    def build(setting: Setting) -> Trainer:
-        model = setting.new_model()
-
-        def loss(tokens: Tensor) -> Tensor:
-            if dtype == torch.float32:
-                return model(tokens)
-            parameters = {name: parameter.to(dtype) for name, parameter in model.named_parameters()}
-            return cast(Tensor, functional_call(model, parameters, (tokens,)))
-
-        run = setting.compiled_by_zgraph(loss) if compiled else setting.compiled(loss)
-        return Trainer(cast(Callable[[Tensor], Tensor], run), _adamw(model))
-
-    return build
+Build = Callable[[Setting], Trainer]
+Schedule = Callable[[], "list[GraphPass]"]
 
 
-def build_alone_with_compiled_blocks(setting: Setting) -> Trainer:
-    model = setting.new_model()
-    setting.compile_blocks(model)
-    return Trainer(model, _adamw(model))
+# --- what all of them are made of, on CPUs and on GPUs ----------------------------------------------------------------
 
 
-def build_ddp(
-    register_hook: Callable[[DistributedDataParallel], None] | None, *, bucket_mib: float | None = None
-) -> Callable[[Setting], Trainer]:
-    """DDP, with a communication hook where one is named; `bucket_mib=None`: buckets of DDP's own size."""
+def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    given: dict[str, Any] = {"lr": 1e-3, "fused": True, **options}
+    return torch.optim.AdamW(model.parameters(), **given)
+
+
+def cast_to(dtype: torch.dtype | None, model: nn.Module) -> Callable[[Tensor], Tensor]:
+    """The model as it computes with parameters and inputs of that dtype, as under mixed-precision sharding."""
+    if dtype is None:
+        return model
+
+    def called(x: Tensor) -> Tensor:
+        parameters = {name: parameter.to(dtype) for name, parameter in model.named_parameters()}
+        return cast(Tensor, functional_call(model, parameters, (x.to(dtype) if x.is_floating_point() else x,)))
+
+    return called
+
+
+def plain_step(called: Callable[[Tensor], Tensor], optimizer: Optimizer) -> Callable[[Tensor], Tensor]:
+    """Forward, backward and update; returns the loss."""
+
+    def step(x: Tensor) -> Tensor:
+        loss = called(x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def whole_step(model: nn.Module, optimizer: Optimizer, options: dict[str, Any]) -> Any:
+    """The same as one graph, by zgraph; its attribute `function` is the plain step."""
+    import zgraph
+
+    given: Any = optimizer
+    return zgraph.training_step(model, given, options=options)(plain_step(cast(Any, model), optimizer))
+
+
+def shard_fully(model: nn.Module, blocks: Iterable[nn.Module], compiler: str | None, **options: Any) -> None:
+    """FSDP2 as its manual has it: each block is compiled alone, and a unit, and the rest of the model is another."""
+    for block in blocks:
+        if compiler is not None:
+            block.compile(backend=compiler, fullgraph=True)
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+
+
+# --- the peers --------------------------------------------------------------------------------------------------------
+
+
+def build_ddp(register: Callable[[Any], None] | None = None, *, one_bucket: bool = False) -> Build:
+    """DDP, with a communication hook where one is named; in buckets of its own size, or in one."""
 
     def build(setting: Setting) -> Trainer:
         model = DistributedDataParallel(
             setting.new_model(),
             process_group=setting.mesh.get_group(),
             gradient_as_bucket_view=True,
-            bucket_cap_mb=bucket_mib,
+            bucket_cap_mb=ONE_BUCKET_MIB if one_bucket else None,
         )
-        if register_hook is not None:
-            register_hook(model)
-        return Trainer(setting.compiled(model), _adamw(model))
+        if register is not None:
+            register(model)
+        called: Any = torch.compile(model) if setting.lowering == "inductor" else model
+        return Trainer(called, adamw(model))
 
     return build
 
@@ -146,30 +157,29 @@ def hook_powersgd(rank: int, model: DistributedDataParallel) -> None:
     state = PowerSGDState(
         model.process_group,
         matrix_approximation_rank=rank,
-        start_powerSGD_iter=POWERSGD_START_STEP,
-        min_compression_rate=POWERSGD_MIN_COMPRESSION,
+        start_powerSGD_iter=2,  # error feedback and warm start need two plain steps first; the warm-up is longer
     )
     model.register_comm_hook(state, powerSGD_hook)
 
 
-def build_fsdp2(param_dtype: torch.dtype, *, compiled: bool = False) -> Callable[[Setting], Trainer]:
-    """Each block and the rest of the model are one unit, gathered again for backward, gradients reduced in fp32."""
+def build_fsdp2(
+    param_dtype: torch.dtype | None = None, *, reduce_dtype: torch.dtype = torch.float32, gathers_again: bool = True
+) -> Build:
+    """Blocks and the rest are gathered again for backward, or where they are not, from then on kept as at stage 2."""
 
     def build(setting: Setting) -> Trainer:
         model = setting.new_model()
-        if compiled or setting.lowering == "inductor":
-            setting.compile_blocks(model)
-        policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
-        for block in model.blocks:
-            fully_shard(block, mesh=setting.mesh, mp_policy=policy)
+        policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+        compiler = "inductor" if setting.lowering == "inductor" else None
         # By default the root is kept from forward to backward; gathered again, it sends what stage 3 sends.
-        fully_shard(model, mesh=setting.mesh, mp_policy=policy, reshard_after_forward=True)
-        return Trainer(model, _adamw(model))
+        options: dict[str, Any] = {"mesh": setting.mesh, "mp_policy": policy, "reshard_after_forward": gathers_again}
+        shard_fully(model, model.blocks, compiler, **options)
+        return Trainer(model, adamw(model))
 
     return build
 
 
-def build_deepspeed(zero_stage: int) -> Callable[[Setting], Trainer]:
+def build_deepspeed(zero_stage: int) -> Build:
     """ZeRO with the overlap that DeepSpeed offers, and buckets of the size that zgraph's rules use on such a link."""
 
     def build(setting: Setting) -> Trainer:
@@ -192,7 +202,7 @@ def build_deepspeed(zero_stage: int) -> Callable[[Setting], Trainer]:
             },
         }
         engine: Any
-        engine, *_ = deepspeed.initialize(model=model, optimizer=_adamw(model), config=config)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model), config=config)
         # Stage 3 runs node by node: its hooks, compiled, make Dynamo recompile past any limit (0.19.8).
         if setting.lowering == "inductor" and zero_stage < 3:
             engine.compile()
@@ -214,135 +224,82 @@ class _EngineOptimizer:
         pass
 
 
-def build_zgraph(
-    zero_stage: int,
-    param_dtype: torch.dtype,
-    schedule: Callable[[], list[GraphPass]] | None,
-    *,
-    predicts: bool = False,
-    reduce_dtype: torch.dtype | None = None,
-    whole_step: bool = False,
-) -> Callable[[Setting], Trainer]:
-    """Sharded by zgraph and compiled with the passes of `schedule`, for this machine; None: not compiled.
+# --- zgraph -----------------------------------------------------------------------------------------------------------
 
-    With `whole_step` the optimizer is part of the graph, and nothing is left to do after its call.
+
+def build_zgraph(schedule: Schedule, *, whole: bool = False, predicts: bool = True, **of_shard: Any) -> Build:
+    """Sharded by zgraph and compiled with the passes of `schedule`, for this machine where it was measured.
+
+    With `whole` the optimizer is part of the graph, and nothing is left to do after its call.
     """
 
     def build(setting: Setting) -> Trainer:
         import zgraph
 
-        model = zgraph.shard(
-            setting.new_model(),
-            setting.mesh,
-            zero_stage=zero_stage,
-            param_dtype=None if param_dtype == torch.float32 else param_dtype,
-            reduce_dtype=reduce_dtype,
-        )
-        optimizer = zgraph.step_on_shards(_adamw(model))
-        if schedule is None:
-            return Trainer(model, optimizer)
-        from prediction import Predict
-
-        assert setting.hardware is not None
-        predictions: list[Prediction] = []
-        passes = schedule()
-        if predicts:
-            passes.append(Predict(into=predictions))
-        target = zgraph.Target(hardware=setting.hardware, time_kernels=True)
-        pipeline = zgraph.PassList(passes, target=target)
-        if whole_step:
-            step = _whole_step(model, _adamw(model), {"lowering": setting.lowering, "passes": pipeline})
+        model = zgraph.shard(setting.new_model(), setting.mesh, **of_shard)
+        measured = setting.hardware
+        target = None if measured is None else zgraph.Target(hardware=measured, time_kernels=True)
+        options: dict[str, Any] = {"lowering": setting.lowering, "passes": zgraph.PassList(schedule(), target=target)}
+        if whole:
             nothing_left = torch.optim.SGD([torch.zeros(1)])
-            return Trainer(step, nothing_left, backward=lambda loss: None)
-        run = setting.compiled_by_zgraph(model, passes=pipeline)
-        return Trainer(run, optimizer, predictions=predictions)
+            return Trainer(whole_step(model, adamw(model), options), nothing_left, backward=lambda loss: None)
+        run: Any = torch.compile(model, backend="zgraph", options=options)
+        return Trainer(
+            run, zgraph.step_on_shards(adamw(model)), predicted=model if predicts and target is not None else None
+        )
 
     return build
 
 
-def _whole_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, options: dict[str, Any]
-) -> Callable[[Tensor], Tensor]:
-    import zgraph
-
-    @zgraph.training_step(model, optimizer, options=options)
-    def step(tokens: Tensor, /) -> Tensor:
-        loss = cast(Tensor, model(tokens))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
-
-
-def planned() -> list[GraphPass]:
+def planned(**options: Any) -> list[GraphPass]:
     """What a user gets who names the hardware."""
     from zgraph.passes import presets
 
-    return presets.planned()
+    return presets.planned(**options)
+
+
+def by_rules(**options: Any) -> list[GraphPass]:
+    """What a user gets who does not; the costs are for the prediction alone."""
+    from zgraph.passes import presets
+
+    return presets.default(**options)
 
 
 def all_reduced() -> list[GraphPass]:
     """Planned, and gloo reduces in an order of its own, as it does for DDP: equal up to rounding."""
     from zgraph.passes import LowerReductions
 
-    return [LowerReductions(algorithm="all_reduce") if isinstance(one, LowerReductions) else one for one in planned()]
-
-
-def compressed() -> list[GraphPass]:
-    """Planned, and gradients travel as codes of 4 bits."""
-    from zgraph.passes import LoCo, presets
-
-    return presets.planned(compression=LoCo())
+    return [replace(one, algorithm="all_reduce") if isinstance(one, LowerReductions) else one for one in planned()]
 
 
 def low_rank(rank: int) -> list[GraphPass]:
     """Planned, and gradients travel as factors."""
-    from zgraph.passes import LowRank, presets
+    from zgraph.passes import LowRank
 
-    return presets.planned(compression=LowRank(rank=rank))
+    return planned(compression=LowRank(rank=rank))
 
 
-def compressed_with_means(bits: int) -> list[GraphPass]:
-    """The same, and the means of replicated parameters come back in so many bits, with errors of their own."""
+def loco(means_bits: int | None = None, *, preset: Callable[..., list[GraphPass]] = planned) -> list[GraphPass]:
+    """Gradients travel as codes of 4 bits, and means of replicated ones in bf16, or in so many bits."""
     from zgraph.passes import CompressGradients, LoCo
 
-    means = CompressGradients(mean_codec=LoCo(bits=bits))
-    return [means if isinstance(entry, CompressGradients) else entry for entry in compressed()]
+    passes = preset(compression=LoCo())
+    if means_bits is None:
+        return passes
+    means = CompressGradients(mean_codec=LoCo(bits=means_bits))
+    return [means if isinstance(one, CompressGradients) else one for one in passes]
 
 
-def by_rules() -> list[GraphPass]:
-    """What a user gets who does not; the costs are for the prediction alone."""
-    from zgraph.passes import presets
+def scheduled_by_torch(algorithm: Any) -> list[GraphPass]:
+    """A gather for each parameter, a reduction for each gradient, bucketed and scheduled by PyTorch.
 
-    return presets.default()
-
-
-def simple_fsdp() -> list[GraphPass]:
-    """One gather for each parameter just before its use, one reduce_scatter for each gradient, as in SimpleFSDP."""
-    return _each_apart("reduce_scatter")
-
-
-def simple_fsdp_with_overlap() -> list[GraphPass]:
-    """The same, bucketed and scheduled by PyTorch, which is told what things cost here."""
+    With "reduce_scatter" the graph is SimpleFSDP's; with "all_to_all" collectives are those that zgraph takes on gloo.
+    """
     from torch_overlap import TorchOverlap
 
-    return [*_each_apart("reduce_scatter"), TorchOverlap()]
-
-
-def torch_overlap() -> list[GraphPass]:
-    """The collectives that zgraph takes on gloo, bucketed and scheduled by PyTorch."""
-    from torch_overlap import TorchOverlap
-
-    return [*_each_apart("all_to_all"), TorchOverlap()]
-
-
-def _each_apart(algorithm: Literal["all_to_all", "reduce_scatter"]) -> list[GraphPass]:
     from zgraph.passes import ChooseLifetimes, DedupeGathers, LowerGathers, LowerReductions
 
-    return [DedupeGathers(), ChooseLifetimes(), LowerGathers(), LowerReductions(algorithm=algorithm)]
-
-
-def _adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    return [
+        *(DedupeGathers(), ChooseLifetimes(), LowerGathers(), LowerReductions(algorithm=algorithm)),
+        TorchOverlap(),
+    ]

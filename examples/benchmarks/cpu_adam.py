@@ -22,19 +22,14 @@ turns, and medians of the ratios to the triad of the same turn. Threads that mee
 aside: where other processes run, put `sudo chrt --fifo 10` in front, so that none is.
 """
 
-import argparse
-import json
-import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from provenance import commit, processor
+from record import about, parser_of, quartiles, save, spread, table
 from torch import Tensor, optim
 
 from zgraph.codegen import adam_kernels as adam_kernels
@@ -43,34 +38,26 @@ from zgraph.torch_compat.bindings import FUNCTIONS
 ADAM_BYTES, ROUNDED_BYTES, TRIAD_BYTES = 28, 20, 12  # per element
 PARAMETER = 1 << 20  # elements: a weight of 1024 x 1024
 BUCKET = 2 << 20  # bytes of gradients, the default of zgraph's buckets
-ADAMW = torch.ops.aten._fused_adamw_.tensor_lr
 TRIAD, ROUNDED = "triad", "bf16 moments"
 BYTES = {TRIAD: TRIAD_BYTES, ROUNDED: ROUNDED_BYTES}
+OPTIONS: dict[str, Any] = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.01, "eps": 1e-8}
+Step = Callable[[], object]
 
 
-def parameters(elements: int) -> list[Tensor]:
-    """Weights with gradients, of a model of so many parameters."""
-    found = [torch.randn(PARAMETER) for _ in range(-(-elements // PARAMETER))]
-    for one in found:
-        one.grad = torch.randn(PARAMETER)
-    return found
-
-
-def triad(elements: int) -> Callable[[], object]:
+def triad(elements: int) -> Step:
     b, c, a = torch.randn(elements), torch.randn(elements), torch.zeros(elements)
     return lambda: torch.add(b, c, alpha=0.5, out=a)
 
 
-def deepspeed(weights: Sequence[Tensor]) -> Callable[[], object]:
+def by_torch(weights: Sequence[Tensor], **options: Any) -> Step:
+    return optim.AdamW(weights, lr=1e-4, **options).step
+
+
+def deepspeed(weights: Sequence[Tensor]) -> Step:
     """One step of DeepSpeed's; raises whatever keeps it from being built."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam  # pyright: ignore[reportMissingImports]
 
     return DeepSpeedCPUAdam(weights, lr=1e-4).step
-
-
-def in_buckets(weights: Sequence[Tensor]) -> Callable[[], object]:
-    buckets = [optim.AdamW(bucket, lr=1e-4, fused=True) for bucket in bucketed(weights)]
-    return lambda: [bucket.step() for bucket in buckets]
 
 
 def bucketed(weights: Sequence[Tensor]) -> list[Sequence[Tensor]]:
@@ -78,54 +65,61 @@ def bucketed(weights: Sequence[Tensor]) -> list[Sequence[Tensor]]:
     return [weights[first : first + count] for first in range(0, len(weights), count)]
 
 
-def compiled(buckets: Sequence[Sequence[Tensor]]) -> Callable[[], object]:
+def in_buckets(build: Callable[[Sequence[Tensor]], Step], weights: Sequence[Tensor]) -> Step:
+    steps = [build(bucket) for bucket in bucketed(weights)]
+    return lambda: [step() for step in steps]
+
+
+def lists_of(weights: Sequence[Tensor], dtype: torch.dtype) -> tuple[list[Tensor], ...]:
+    """What an update of all weights in one call is given: weights, gradients, moments of that dtype and steps."""
+    grads = [one.grad for one in weights if one.grad is not None]
+    moments = ([torch.zeros_like(one, dtype=dtype) for one in weights] for _ in range(2))
+    return (list(weights), grads, *moments, [torch.zeros(()) for _ in weights])
+
+
+def compiled(weights: Sequence[Tensor]) -> Step:
     """One step by calls of torch's kernel, as a compiled step makes them."""
-    options = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.01, "eps": 1e-8}
-    lists: list[tuple[list[Tensor], ...]] = []
-    for bucket in buckets:
-        grads = [one.grad for one in bucket if one.grad is not None]
-        moments = ([torch.zeros_like(one) for one in bucket] for _ in range(2))
-        lists.append((list(bucket), grads, *moments, [], [torch.zeros(()) for _ in bucket]))
-    count, update = FUNCTIONS[torch.ops.aten._foreach_add_.Scalar], FUNCTIONS[ADAMW]
+    *lists, steps = lists_of(weights, torch.float32)
+    count = FUNCTIONS[torch.ops.aten._foreach_add_.Scalar]
+    update = FUNCTIONS[torch.ops.aten._fused_adamw_.tensor_lr]
 
     def step() -> None:
-        for given in lists:
-            count(given[-1], 1)
-            update(*given, **options, amsgrad=False, maximize=False)
+        count(steps, 1)
+        update(*lists, [], steps, **OPTIONS, amsgrad=False, maximize=False)
 
     return step
 
 
-def rounded(weights: Sequence[Tensor]) -> Callable[[], object]:
+def rounded(weights: Sequence[Tensor]) -> Step:
     """One step with bf16 moments, all parameters in one call."""
-    moments = [[torch.zeros_like(one, dtype=torch.bfloat16) for one in weights] for _ in range(2)]
-    grads = [one.grad for one in weights if one.grad is not None]
-    steps, places = [torch.zeros(()) for _ in weights], [*range(len(weights))]
-    options: dict[str, Any] = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.01, "eps": 1e-8}
+    *lists, steps = lists_of(weights, torch.bfloat16)
+    places = [*range(len(weights))]
 
     def step() -> None:
         torch.ops.aten._foreach_add_.Scalar(steps, 1)
         operator = torch.ops.zgraph.fused_adam_.default
-        operator(weights, grads, *moments, steps, places, places, **options, decoupled=True, maximize=False)
+        operator(*lists, steps, places, places, **OPTIONS, decoupled=True, maximize=False)
 
     return step
 
 
-WAYS: dict[str, Callable[[Sequence[Tensor]], Callable[[], object]]] = {
-    "fused": lambda weights: optim.AdamW(weights, lr=1e-4, fused=True).step,
-    "fused, buckets": in_buckets,
-    "zgraph": lambda weights: compiled([weights]),
-    "zgraph, buckets": lambda weights: compiled(bucketed(weights)),
+WAYS: dict[str, Callable[[Sequence[Tensor]], Step]] = {
+    "fused": lambda weights: by_torch(weights, fused=True),
+    "fused, buckets": lambda weights: in_buckets(lambda bucket: by_torch(bucket, fused=True), weights),
+    "zgraph": compiled,
+    "zgraph, buckets": lambda weights: in_buckets(compiled, weights),
     ROUNDED: rounded,
-    "foreach": lambda weights: optim.AdamW(weights, lr=1e-4, foreach=True).step,
-    "for loop": lambda weights: optim.AdamW(weights, lr=1e-4, foreach=False).step,
+    "foreach": lambda weights: by_torch(weights, foreach=True),
+    "for loop": lambda weights: by_torch(weights, foreach=False),
     "DeepSpeed": deepspeed,
 }
 
 
 def measure(elements: int, turns: int, ways: Sequence[str]) -> dict[str, list[float]]:
     """Seconds of each turn, by way; weights and gradients are shared, moments are not."""
-    weights = parameters(elements)
+    weights = [torch.randn(PARAMETER) for _ in range(-(-elements // PARAMETER))]
+    for one in weights:
+        one.grad = torch.randn(PARAMETER)
     sides = {TRIAD: triad(elements)}
     for name in ways:
         try:
@@ -143,65 +137,39 @@ def measure(elements: int, turns: int, ways: Sequence[str]) -> dict[str, list[fl
     return taken
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One way at one size: medians over the turns."""
-
-    way: str
-    million: int  # parameters, in 2^20
-    ms: float
-    quartiles_ms: tuple[float, float]
-    gb_per_s: float
-    share_of_triad: float
-    shares: list[float]  # of each turn
-
-
-def rows(million: int, taken: dict[str, list[float]]) -> list[Row]:
-    elements, found = million * PARAMETER, list[Row]()
+def rows(million: int, taken: dict[str, list[float]]) -> list[dict[str, Any]]:
+    """Each way at one size, of so many times 2^20 parameters: medians over the turns."""
+    elements, found = million * PARAMETER, list[dict[str, Any]]()
     for name, seconds in taken.items():
         moved = elements * BYTES.get(name, ADAM_BYTES)
-        shares = [
-            (moved / one) / (elements * TRIAD_BYTES / other) for one, other in zip(seconds, taken[TRIAD], strict=True)
-        ]
-        low, middle, high = statistics.quantiles(seconds, n=4)
+        pairs = zip(seconds, taken[TRIAD], strict=True)
+        shares = [(moved / one) / (elements * TRIAD_BYTES / other) for one, other in pairs]
+        ms = [1e3 * one for one in seconds]
+        low, middle, high = quartiles(ms)
+        speeds = {"gb_per_s": moved / middle / 1e6, "share_of_triad": statistics.median(shares), "shares": shares}
         found.append(
-            Row(
-                way=name,
-                million=million,
-                ms=1e3 * middle,
-                quartiles_ms=(1e3 * low, 1e3 * high),
-                gb_per_s=moved / middle / 1e9,
-                share_of_triad=statistics.median(shares),
-                shares=shares,
-            )
+            {"way": name, "million": million, "ms": middle, "quartiles_ms": (low, high), "all_ms": ms, **speeds}
         )
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, turns=9, threads=torch.get_num_threads())
     parser.add_argument("--million", type=int, nargs="+", default=[50, 200], help="parameters, in millions of 2^20")
-    parser.add_argument("--turns", type=int, default=9, help="at least 2")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
-    parser.add_argument("--json", type=Path, help="where the figures are written, too")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    table: list[Row] = []
+    where = about()
+    found: list[dict[str, Any]] = []
     for million in options.million:
-        table += rows(million, measure(million * PARAMETER, options.turns, options.ways))
-    print(f"{options.threads} threads, {processor()}, torch {torch.__version__}")
-    print(f"{'way':17} {'million':>8} {'ms':>9} {'quartiles':>17} {'GB/s':>7} {'of the triad':>13}")
-    for row in table:
-        low, high = row.quartiles_ms
-        print(
-            f"{row.way:17} {row.million:8} {row.ms:9.1f} {low:8.1f}-{high:<8.1f} {row.gb_per_s:7.1f} "
-            f"{row.share_of_triad:13.2f}"
-        )
-    if options.json is not None:
-        about = {"commit": commit(), "processor": processor(), "cores": os.cpu_count()}
-        found = {**about, "threads": options.threads, "torch": torch.__version__}
-        options.json.write_text(json.dumps({**found, "rows": [asdict(row) for row in table]}, indent=2) + "\n")
+        found += rows(million, measure(million * PARAMETER, options.turns, options.ways))
+    print(f"{options.threads} threads, {where['processor']}, torch {torch.__version__}")
+    cells = [
+        (row["way"], row["million"], spread(row["all_ms"], 1), f"{row['gb_per_s']:.1f}", f"{row['share_of_triad']:.2f}")
+        for row in found
+    ]
+    print(table(("way", "million", "ms (quartiles)", "GB/s", "of the triad"), cells))
+    save(options.json, {**where, "threads": options.threads, "torch": torch.__version__, "rows": found})
 
 
 if __name__ == "__main__":

@@ -26,19 +26,60 @@ $OUT is the folder that comes back. Two runs are better than one: T=170 B=160 P=
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from gpu_jobs import Job, Runner
-from gpu_parts import ALONE, PARTS, TOGETHER
-from gpu_results import Results
+from gpu_jobs import Job, Results, Runner
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
+TOGETHER, ALONE, ON_REQUEST = "A", "B", ""
+SAID = 2000  # characters of an error
+
+
+@dataclass(frozen=True)
+class Part:
+    """One process.
+
+    Attributes:
+        phase: "A", whose parts time nothing and run together; "B", one by one; "" runs where it is named alone.
+        expected_s: on an H100 with empty caches.
+        limit_s: after which it is killed.
+        function: "module:function", which takes a Setting and yields rows.
+        about: what `--list` says of it.
+    """
+
+    phase: str
+    expected_s: float
+    limit_s: float
+    function: str
+    about: str
+
+
+PARTS: dict[str, Part] = {
+    "bits-kernels": Part(TOGETHER, 60, 110, "gpu_kernels:bits", "kernels against the CPU reference, bit for bit"),
+    "train-bits": Part(TOGETHER, 90, 110, "gpu_training:train_bits", "README's script against plain PyTorch"),
+    "loopback-bits": Part(TOGETHER, 70, 110, "gpu_loopback:loopback_bits", "8 ranks on one GPU: late is the same bits"),
+    "offload-bits": Part(TOGETHER, 90, 110, "gpu_offload:offload_bits", "on host and disk: the same bits"),
+    "graph-bits": Part(TOGETHER, 60, 110, "gpu_training:graph_bits", "steps as CUDA graphs: the same bits"),
+    "gloo-two": Part(TOGETHER, 40, 110, "gpu_ranks:gloo_two", "two gloo ranks: resumed bitwise"),
+    "nccl-two": Part(TOGETHER, 60, 110, "gpu_ranks:nccl_two", "two NCCL ranks on one GPU: the bits of gloo"),
+    "ceilings": Part(ALONE, 15, 30, "gpu_ceilings:ceilings", "what the machine can do at most; calibrate()"),
+    "kernels": Part(ALONE, 25, 45, "gpu_kernels:times", "compression kernels beside a copy of as many bytes"),
+    "step": Part(ALONE, 120, 160, "gpu_step:steps", "GPT-2 small and a Llama 3 8B layer beside torch.compile, FSDP2"),
+    "peaks": Part(ALONE, 50, 70, "gpu_peaks:peaks", "predicted and measured peaks"),
+    "offload": Part(ALONE, 60, 90, "gpu_offload:offload", "state on the host, hidden or not, beside FSDP2"),
+    "overlap": Part(ALONE, 90, 120, "gpu_loopback:overlap", "8 ranks and an emulated link: exposed time"),
+    "large-bucket": Part(ON_REQUEST, 15, 60, "gpu_kernels:large_bucket", "one bucket above 2^31 elements"),
+    "sanitizer": Part(ON_REQUEST, 240, 420, "gpu_kernels:sanitizer", "the kernels under compute-sanitizer"),
+}
 
 
 def environment(scratch: Path, *, together: bool) -> dict[str, str]:
@@ -63,7 +104,7 @@ def jobs(names: Sequence[str], given: argparse.Namespace, started: float, *, tog
     return [
         Job(
             name=name,
-            command=[sys.executable, str(HERE / "gpu_worker.py"), name, *flags],
+            command=[sys.executable, __file__, "--work-on", name, *flags],
             expected_s=PARTS[name].expected_s,
             limit_s=PARTS[name].limit_s * given.patience,
             environment=environment(given.scratch, together=together),
@@ -81,6 +122,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--scratch", type=Path, help="folder of all other files; default: gpu_scratch beside --out")
     parser.add_argument("--patience", type=float, default=1.0, help="factor of the parts' limits, on slow machines")
     parser.add_argument("--dry-run", action="store_true", help="toy sizes, on the CPU")
+    parser.add_argument("--work-on", choices=list(PARTS), help=argparse.SUPPRESS)  # in the process of a part
+    parser.add_argument("--started", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--list", action="store_true", help="say what the parts are")
     given = parser.parse_args()
     given.out = given.out.resolve()
@@ -88,8 +131,33 @@ def arguments() -> argparse.Namespace:
     return given
 
 
+def work(name: str, given: argparse.Namespace) -> int:
+    """Run a part in this process: add each row as soon as it is known; an error is one more."""
+    import torch
+    from gpu_setting import Setting
+
+    scratch = given.scratch / name
+    scratch.mkdir(parents=True, exist_ok=True)
+    setting = Setting(torch.device("cpu" if given.dry_run else "cuda"), given.dry_run, scratch)
+    results = Results(given.out, given.started)
+    device = torch.cuda.get_device_name() if setting.on_cuda else "CPU"
+    module, _, function = PARTS[name].function.partition(":")
+    try:
+        for row in getattr(importlib.import_module(module), function)(setting):
+            figures = {key: value for key, value in row.items() if key not in ("what", "ok")}
+            results.add(name, row["what"], row.get("ok"), figures, device)
+            print(row, flush=True)
+    except Exception as error:
+        traceback.print_exc()
+        results.add(name, f"error: {type(error).__name__}", False, {"said": traceback.format_exc()[-SAID:]}, device)
+        return 1
+    return 0
+
+
 def main() -> int:
     given = arguments()
+    if given.work_on:
+        return work(given.work_on, given)
     if given.list:
         for name, part in PARTS.items():
             print(f"{part.phase or '-'} {name:<14} {part.expected_s:>4.0f} s  {part.about}")

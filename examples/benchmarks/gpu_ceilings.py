@@ -6,34 +6,31 @@ import mmap
 import os
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from gpu_setting import Row, Setting, attempt, host_mib, launches_ms
 
-import zgraph
-
 MIB = 2**20
 
 
 def ceilings(setting: Setting) -> Iterator[Row]:
-    yield attempt("copy on the device", lambda: _copy(setting))
+    yield attempt("copy on the device", _copy, setting)
     for dtype in (torch.bfloat16, torch.float32):
         name = str(dtype).removeprefix("torch.")
-        yield attempt(f"product of random matrices, {name}", lambda dtype=dtype: _product(setting, dtype))
-    yield attempt("pinned host memory to the device, and back", lambda: _host_links(setting))
-    yield attempt("what four tensors of 2.25 MiB take, pinned", lambda: _pinned_sizes(setting))
-    yield attempt("O_DIRECT into pinned memory", lambda: _direct_into_pinned(setting))
-    yield attempt("disk, through O_DIRECT", lambda: _disk(setting))
-    yield attempt("calibrate", lambda: _calibrated(setting))
+        yield attempt(f"product of random matrices, {name}", _product, setting, dtype)
+    yield attempt("pinned host memory to the device, and back", _host_links, setting)
+    yield attempt("what four tensors of 2.25 MiB take, pinned", _pinned_sizes, setting)
+    yield attempt("O_DIRECT into pinned memory", _direct_into_pinned, setting)
+    yield attempt("disk, through O_DIRECT", _disk, setting)
+    yield attempt("calibrate", _calibrated, setting)
 
 
 def _copy(setting: Setting) -> Row:
     size = MIB if setting.dry else 1024 * MIB
     source = torch.randint(256, (size,), dtype=torch.uint8, device=setting.device)
     target = torch.empty_like(source)
-    spent = launches_ms(setting, [lambda: target.copy_(source)])
+    spent = launches_ms(setting, lambda: target.copy_(source))
     return {"ms": round(spent, 3), "TB/s read and written": round(2 * size / spent / 1e9, 3)}
 
 
@@ -41,7 +38,7 @@ def _product(setting: Setting, dtype: torch.dtype) -> Row:
     """Of random numbers: with ones or zeros a GPU draws less power and is faster than in training."""
     size = 64 if setting.dry else 8192
     left, right = (torch.randn(size, size, device=setting.device).to(dtype) for _ in range(2))
-    spent = launches_ms(setting, [lambda: left @ right], launches=20)
+    spent = launches_ms(setting, lambda: left @ right, launches=20)
     return {"ms": round(spent, 3), "TFLOP/s": round(2 * size**3 / spent / 1e9, 1)}
 
 
@@ -49,8 +46,8 @@ def _host_links(setting: Setting) -> Row:
     size = MIB if setting.dry else 256 * MIB
     host = torch.empty(size, dtype=torch.uint8, pin_memory=setting.on_cuda)
     device = torch.empty(size, dtype=torch.uint8, device=setting.device)
-    there = launches_ms(setting, [lambda: device.copy_(host, non_blocking=True)], launches=4)
-    back = launches_ms(setting, [lambda: host.copy_(device, non_blocking=True)], launches=4)
+    there = launches_ms(setting, lambda: device.copy_(host, non_blocking=True), launches=4)
+    back = launches_ms(setting, lambda: host.copy_(device, non_blocking=True), launches=4)
     return {"GB/s to device": round(size / there / 1e6, 1), "GB/s to host": round(size / back / 1e6, 1)}
 
 
@@ -70,7 +67,8 @@ def _direct_into_pinned(setting: Setting) -> Row:
         buffer = torch.zeros(MIB, dtype=torch.uint8, pin_memory=True)
     else:  # a page is all that O_DIRECT asks of it
         buffer = torch.frombuffer(mmap.mmap(-1, MIB), dtype=torch.uint8)
-    path = _file(setting, MIB)
+    path = setting.scratch / "sevens"
+    path.write_bytes(bytes([7]) * MIB)
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
     try:
         memory: Any = buffer.numpy()
@@ -99,15 +97,9 @@ def _disk(setting: Setting) -> Row:
     return rates
 
 
-def _file(setting: Setting, size: int) -> Path:
-    path = setting.scratch / "sevens"
-    path.write_bytes(bytes([7]) * size)
-    return path
-
-
 def _calibrated(setting: Setting) -> Row:
     """Plans that are made elsewhere use this text: `zgraph.Hardware.from_json`."""
-    hardware = zgraph.calibrate(cache=setting.scratch.parent / "calibrated", refresh=True)
+    hardware = setting.calibrated(refresh=True)
     return {
         "memory TB/s": round(hardware.memory_bytes_per_us / 1e6, 3),
         "bf16 TFLOP/s": round(hardware.flops_per_us[torch.bfloat16] / 1e6, 1),

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from gpu_setting import Row, Setting, attempt, host_us, launches_ms, same_bits
-from kernels import Bucket, Implementation, copy_of, differences, implementations
+from kernels import Bucket, Implementation, call_of, copy_of, differences, implementations
 from torch import Tensor
 
 from zgraph.codegen import adam_kernels
@@ -37,24 +37,20 @@ def bits(setting: Setting) -> Iterator[Row]:
             continue
         for exponent, world in ((12, 1), (12, 3)) if setting.dry else ((12, 1), (16, 3), (20, 8)):
             numel = 2**exponent // world * world
-            yield attempt(
-                f"{name}: quantize and dequantize, {numel} elements, {world} ranks",
-                lambda implementation=implementation, numel=numel, world=world: _differ(
-                    differences(implementation, numel, world, setting.device)
-                ),
-            )
+            what = f"{name}: quantize and dequantize, {numel} elements, {world} ranks"
+            yield attempt(what, _differ, setting, implementation, numel, world)
     for world in (1, 3, 8):
         for numel in (63, 1000, 4096):
-            yield attempt(f"dequantize each, {world} x {numel}", lambda w=world, n=numel: _each(setting, w, n))
+            yield attempt(f"dequantize each, {world} x {numel}", _each, setting, world, numel)
             for dtype in DTYPES:
                 what = f"sum_pieces, {world} x {numel}, {str(dtype).removeprefix('torch.')}"
-                yield attempt(what, lambda w=world, n=numel, d=dtype: _sums(setting, w, n, d))
+                yield attempt(what, _sums, setting, world, numel, dtype)
     for offset in (0, 1):
-        what = f"adam of bf16 moments, {'aligned' if not offset else 'not aligned'}"
-        yield attempt(what, lambda offset=offset: _adam(setting, offset))
+        yield attempt(f"adam of bf16 moments, {'not ' if offset else ''}aligned", _adam, setting, offset)
 
 
-def _differ(wrong: Sequence[str]) -> Row:
+def _differ(setting: Setting, implementation: Implementation, numel: int, world: int) -> Row:
+    wrong = differences(implementation, numel, world, setting.device)
     return {"said": f"differs in {', '.join(wrong)}" if wrong else None, "ok": not wrong}
 
 
@@ -74,7 +70,7 @@ def _each(setting: Setting, world: int, numel: int) -> Row:
     found = torch.empty(world, numel, device=setting.device)
     by = dequantize_blocks if setting.on_cuda else reference
     by.dequantize_each_bucket(payload.to(setting.device), layout, RngKey(0), [found])
-    return _without_name(same_bits("", [found], [expected]))
+    return same_bits("", [found], [expected])
 
 
 def _sums(setting: Setting, world: int, numel: int, dtype: torch.dtype) -> Row:
@@ -82,9 +78,7 @@ def _sums(setting: Setting, world: int, numel: int, dtype: torch.dtype) -> Row:
     received = torch.randn(world * numel).to(dtype)
     expected = sum_pieces(received, world, world, torch.float32)
     operator = torch.ops.zgraph.sum_ranks
-    return _without_name(
-        same_bits("", [operator(received.to(setting.device), world, world, torch.float32)], [expected])
-    )
+    return same_bits("", [operator(received.to(setting.device), world, world, torch.float32)], [expected])
 
 
 def _adam(setting: Setting, offset: int) -> Row:
@@ -107,16 +101,12 @@ def _adam(setting: Setting, offset: int) -> Row:
             run: Any = adam_kernels.fused_adam_on_cuda if device.type == "cuda" else adam_kernels.fused_adam_
             run(*lists, steps, [1, 2, 3], [0, 5, 0], **ADAM)
         sides.append([tensor for tensors in lists for tensor in tensors])
-    return _without_name(same_bits("", sides[1], sides[0]))
+    return same_bits("", sides[1], sides[0])
 
 
 def _behind(offset: int, value: Tensor, device: torch.device) -> Tensor:
     room = torch.empty(value.numel() + offset, dtype=value.dtype, device=device)
     return room[offset:].copy_(value)
-
-
-def _without_name(row: Row) -> Row:
-    return {key: value for key, value in row.items() if key != "what"}
 
 
 def times(setting: Setting) -> Iterator[Row]:
@@ -126,27 +116,19 @@ def times(setting: Setting) -> Iterator[Row]:
         for name, implementation in implementations(setting.device).items():
             buckets = [Bucket.draw(2**exponent, world, setting.device) for _ in range(4 if exponent < 28 else 1)]
             for kind in ("quantize", "dequantize"):
-                calls = [_call(bucket, kind, implementation) for bucket in buckets]
-                yield _timed(setting, f"{kind} of 2^{exponent} by {name}", calls, _moved(buckets[0], kind))
+                calls = [call_of(bucket, kind, implementation) for bucket in buckets]
+                what = f"{kind} of 2^{exponent} by {name}"
+                yield {"what": what, **_timed(setting, calls, buckets[0].moved_bytes(kind))}
             del buckets
     yield from _peer(setting, world)
 
 
-def _call(bucket: Bucket, kind: str, implementation: Implementation) -> Callable[[], object]:
-    return lambda: getattr(bucket, kind)(implementation)
-
-
-def _moved(bucket: Bucket, kind: str) -> int:
-    return bucket.quantize_bytes() if kind == "quantize" else bucket.dequantize_bytes()
-
-
-def _timed(setting: Setting, what: str, calls: Sequence[Callable[[], object]], moved: int) -> Row:
+def _timed(setting: Setting, calls: Sequence[Callable[[], object]], moved: int) -> Row:
     for call in calls:
         call()
     copies = [copy_of(moved, setting.device) for _ in calls]
-    spent, copied = launches_ms(setting, calls), launches_ms(setting, copies)
+    spent, copied = launches_ms(setting, *calls), launches_ms(setting, *copies)
     return {
-        "what": what,
         "ms": round(spent, 4),
         "GB/s": round(moved / spent / 1e6, 1),
         "copy ms": round(copied, 4),
@@ -165,8 +147,8 @@ def _peer(setting: Setting, world: int) -> Iterator[Row]:
     for kind in ("quantize", "dequantize"):
         what = f"{kind} of 2^{exponent} by torch.compile of the reference"
         bucket = Bucket.draw(2**exponent, world, setting.device)
-        row = attempt(what, lambda b=bucket, k=kind, w=what: _timed(setting, w, [_call(b, k, compiled)], _moved(b, k)))
-        yield row | {"ok": None}  # a peer's
+        calls = [call_of(bucket, kind, compiled)]
+        yield attempt(what, _timed, setting, calls, bucket.moved_bytes(kind)) | {"ok": None}  # a peer's
 
 
 def large_bucket(setting: Setting) -> Iterator[Row]:

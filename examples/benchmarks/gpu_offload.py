@@ -1,128 +1,171 @@
-"""Part of gpu.py: what it costs to keep parameters and state on the host, beside FSDP2 and torchao."""
+"""Parts of gpu.py: what rests on the host or on disk is trained to the same bits, and what that costs beside peers."""
 
-# pyright: reportPrivateImportUsage=false, reportMissingImports=false
+# pyright: reportMissingImports=false
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from builders import adamw, whole_step
 from gpu_setting import (
     Row,
     Setting,
-    alone,
+    Step,
     attempt,
-    built,
-    cast_to,
-    config_of,
+    by_fsdp2,
+    by_torch,
     host_mib,
+    local,
     lone_ms,
     peak_of,
-    requested_mib,
+    repeatable,
+    same_bits,
     steps_ms,
+    whole_zgraph,
 )
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from workload import ModelConfig, make_batch
+from torch.distributed.fsdp import CPUOffloadPolicy
+from workload import ModelConfig
 
 import zgraph
 from zgraph.passes import presets
 
-ALL = {"params": "host", "optimizer": "host"}
-OURS: dict[str, dict[str, Any] | None] = {
+STEPS = 3
+CLOSE = 1e-3  # of losses, where an update rounds as another device does
+STATE = zgraph.Offload(optimizer="host", update="device")
+ALL = zgraph.Offload(params="host", optimizer="host")
+ALL_TO_DEVICE = replace(ALL, update="device")
+WAYS = {
     "nothing on the host": None,
-    "state, updated on the device": {"optimizer": "host", "update": "device"},
-    "all, updated on the device": {**ALL, "update": "device"},
-    "all, updated there": {**ALL, "update": "host"},
+    "state, updated on the device": STATE,
+    "all, updated on the device": ALL_TO_DEVICE,
+    "all, updated there": replace(ALL, update="host"),
     "all, updated where it is faster": ALL,
 }
-Step = Callable[[], object]
+
+
+# --- bits -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Found:
+    """Losses, and parameters and state at the end, on the host."""
+
+    losses: list[Tensor]
+    tensors: list[Tensor]
+
+    def beside(self, what: str, plain: Found) -> Row:
+        """A row that holds if losses are close."""
+        off = max(float(abs(one / other - 1)) for one, other in zip(self.losses, plain.losses, strict=True))
+        return {"what": what, "losses differ by": f"{off:.1e}", "ok": off < CLOSE}
+
+
+def offload_bits(setting: Setting) -> Iterator[Row]:
+    """Steps of AdamW, of which the first is plain and the others are captured.
+
+    A GPU's update rounds otherwise than a CPU's. What is updated on the host is compared with a plain loop whose
+    parameters rest there. Moments of bf16 are updated to the same bits everywhere.
+    """
+    config = setting.config(vocabulary=8192, width=512, layers=4, heads=8, sequence=128, batch=4)
+    disk = zgraph.Offload(params="disk", optimizer="disk", path=setting.scratch / "rests")
+
+    def steps(offload: zgraph.Offload | None, **options: Any) -> Found:
+        return _steps(setting, config, offload, **options)
+
+    def row(what: str, expected: Found, offload: zgraph.Offload | None, **options: Any) -> Row:
+        def run() -> Row:
+            found = steps(offload, **options)
+            pair = ([*one.losses, *one.tensors] for one in (found, expected))
+            return same_bits(what, *pair, **host_mib())
+
+        return attempt(what, run)
+
+    with setting.alone(), repeatable():
+        plain = steps(None)
+        yield row("control: nothing on the host, twice", plain, None)
+        for name, offload in {
+            "state on the host": STATE,
+            "all on the host": ALL_TO_DEVICE,
+            "all on disk": disk,
+        }.items():
+            yield row(f"{name}, updated on the device", plain, offload)
+        yield row("activations on the host", plain, None, offload_activations=True)
+        on_host = steps(ALL, captured=False)
+        yield row("all on the host, updated there", on_host, ALL)
+        yield on_host.beside("updated there, beside updates on the device", plain)
+        expected = steps(replace(ALL_TO_DEVICE, moments_dtype=torch.bfloat16))
+        yield expected.beside("bf16 moments, beside moments of fp32", plain)
+        for name, offload in {"all on the host, updated there": ALL, "all on disk": disk}.items():
+            yield row(f"bf16 moments, {name}", expected, replace(offload, moments_dtype=torch.bfloat16))
+        calls = _three_calls(setting, config, None)
+        yield same_bits("in three calls, all on the host", _three_calls(setting, config, ALL), calls)
+
+
+def _steps(
+    setting: Setting, config: ModelConfig, offload: zgraph.Offload | None, *, captured: bool = True, **of_preset: Any
+) -> Found:
+    model = zgraph.shard(setting.model(config), setting.mesh(), offload=offload)
+    optimizer = adamw(model)
+    step = whole_step(model, optimizer, {"lowering": "fx", "passes": zgraph.PassList(presets.default(**of_preset))})
+    losses: list[Tensor] = []
+    for number in range(STEPS):
+        # Moments of bf16 are made by a captured step alone.
+        is_plain = not captured or (number == 0 and (offload is None or offload.moments_dtype is None))
+        losses.append(local((step.function if is_plain else step)(setting.tokens(config, number))))
+    state = [value for entries in optimizer.state.values() for value in entries.values() if isinstance(value, Tensor)]
+    return Found(losses, [local(one) for one in (*model.parameters(), *state)])
+
+
+def _three_calls(setting: Setting, config: ModelConfig, offload: zgraph.Offload | None) -> list[Tensor]:
+    """Losses, gradients and their last rows, of compiled calls; no step, which would be another device's."""
+    model = zgraph.shard(setting.model(config), setting.mesh(), offload=offload)
+    called: Any = torch.compile(model, backend="zgraph", options={"lowering": "fx"})
+    found: list[Tensor] = []
+    for number in range(2):
+        loss = called(setting.tokens(config, number))
+        loss.backward()
+        grads = [one.grad for one in model.parameters() if one.grad is not None]
+        found += [local(loss), *(local(grad) for grad in grads), *(local(grad[-1:]) for grad in grads)]
+        model.zero_grad()
+    return found
+
+
+# --- time and memory --------------------------------------------------------------------------------------------------
 
 
 def offload(setting: Setting) -> Iterator[Row]:
     """Whole steps of 0.47 B parameters in bf16, weights and state in fp32."""
-    config = config_of(setting, vocabulary=16384, width=2048, layers=8, heads=16, sequence=512, batch=8)
-    with alone(setting):
-        yield attempt("torch.compile", lambda: _figures(setting, config, _plain))
-        for name, given in OURS.items():
-            build = lambda s, c, o=given: _ours(s, c, o)  # noqa: E731
-            yield attempt(f"zgraph, on the host: {name}", lambda b=build: _figures(setting, config, b))
+    config = setting.config(vocabulary=16384, width=2048, layers=8, heads=16, sequence=512, batch=8)
+    with setting.alone():
+        yield attempt("torch.compile", _figures, setting, config, by_torch)
+        for name, given in WAYS.items():
+            yield attempt(f"zgraph, on the host: {name}", _figures, setting, config, _ours, given)
         for name, build in (("FSDP2, CPUOffloadPolicy", _fsdp2), ("torchao, CPUOffloadOptimizer", _torchao)):
-            yield attempt(name, lambda b=build: _figures(setting, config, b)) | {"ok": None}  # a peer's
+            yield attempt(name, _figures, setting, config, build) | {"ok": None}  # a peer's
 
 
-def _figures(setting: Setting, config: ModelConfig, build: Callable[[Setting, ModelConfig], Step]) -> Row:
-    step = build(setting, config)
+def _figures(setting: Setting, config: ModelConfig, build: Callable[..., Step], *given: Any) -> Row:
+    step = build(setting, setting.model(config), setting.tokens(config), *given)
     for _ in range(2):
         step()
-    held = requested_mib(setting)
     figures: Row = {"ms": round(steps_ms(setting, step, steps=3), 2), "alone ms": round(lone_ms(setting, step, 3), 2)}
-    return figures | {"held MiB": round(held, 1)} | peak_of(setting, step) | host_mib()
+    return figures | peak_of(setting, step) | host_mib()
 
 
-def _plain(setting: Setting, config: ModelConfig) -> Step:
-    model = built(setting, config)
-    called = torch.compile(cast_to(_dtype(setting), model), backend=setting.compiler)
-    return _loop(called, model, torch.optim.AdamW(model.parameters(), fused=True), _tokens(setting, config))
+def _ours(setting: Setting, model: nn.Module, tokens: Tensor, offload: zgraph.Offload | None) -> Step:
+    pipeline = zgraph.PassList(presets.planned(), target=zgraph.Target(hardware=setting.calibrated()))
+    return whole_zgraph(setting, model, tokens, {"passes": pipeline}, offload=offload)
 
 
-def _ours(setting: Setting, config: ModelConfig, given: dict[str, Any] | None) -> Step:
-    offload = None if given is None else zgraph.Offload(**given)
-    mesh = init_device_mesh(setting.device.type, (1,), mesh_dim_names=("dp",))
-    model = zgraph.shard(built(setting, config), mesh, param_dtype=_dtype(setting), offload=offload)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    hardware = zgraph.calibrate(cache=setting.scratch.parent / "calibrated")
-    pipeline = zgraph.PassList(presets.planned(), target=zgraph.Target(hardware=hardware))
-
-    @zgraph.training_step(model, optimizer, options={"lowering": setting.lowerings[-1], "passes": pipeline})
-    def step(tokens: Tensor) -> Tensor:
-        loss = model(tokens)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    tokens = _tokens(setting, config)
-    step.function(tokens)  # makes the state
-    return lambda: step(tokens)
+def _fsdp2(setting: Setting, model: Any, tokens: Tensor) -> Step:
+    options = {"offload_policy": CPUOffloadPolicy()} if setting.on_cuda else {}
+    return by_fsdp2(setting, model, model.blocks, tokens, **options)
 
 
-def _fsdp2(setting: Setting, config: ModelConfig) -> Step:
-    model = built(setting, config)
-    mesh = init_device_mesh(setting.device.type, (1,), mesh_dim_names=("dp",))
-    options: dict[str, Any] = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=_dtype(setting))}
-    if setting.on_cuda:
-        options["offload_policy"] = CPUOffloadPolicy()
-    for block in model.blocks:
-        block.compile(backend=setting.compiler)
-        fully_shard(block, **options)
-    fully_shard(model, **options)
-    return _loop(model, model, torch.optim.AdamW(model.parameters(), fused=True), _tokens(setting, config))
-
-
-def _torchao(setting: Setting, config: ModelConfig) -> Step:
+def _torchao(setting: Setting, model: nn.Module, tokens: Tensor) -> Step:
     from torchao.optim import CPUOffloadOptimizer
 
-    model = built(setting, config)
-    called = torch.compile(cast_to(_dtype(setting), model), backend=setting.compiler)
-    optimizer = CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, fused=True)
-    return _loop(called, model, optimizer, _tokens(setting, config))
-
-
-def _loop(called: Callable[[Tensor], Tensor], model: nn.Module, optimizer: Any, tokens: Tensor) -> Step:
-    def step() -> None:
-        called(tokens).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
-def _tokens(setting: Setting, config: ModelConfig) -> Tensor:
-    return make_batch(config, 0, 0).to(setting.device)
-
-
-def _dtype(setting: Setting) -> torch.dtype | None:
-    return torch.bfloat16 if setting.on_cuda else None
+    return by_torch(setting, model, tokens, CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, fused=True))

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from gpu_setting import RANKS, Row, Setting, alone, attempt, built, config_of, host_mib, peak_of
+from gpu_setting import RANKS, Row, Setting, Step, attempt, host_mib, peak_of, whole_zgraph
 from loopback import Wire, loopback
-from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from workload import ModelConfig, make_batch
+from workload import ModelConfig
 
 import zgraph
 from zgraph.analysis.hardware import Hardware
@@ -49,12 +46,12 @@ CASES = {
 
 def peaks(setting: Setting) -> Iterator[Row]:
     """The third step of each: kernels are tuned, and the optimizer's state made, in the ones before."""
-    config = config_of(setting, vocabulary=8192, width=512, layers=4, heads=8, sequence=512, batch=8)
+    config = setting.config(vocabulary=8192, width=512, layers=4, heads=8, sequence=512, batch=8)
     taken: dict[tuple[int, bool], int] = {}  # bytes predicted without a budget, by stage and kind of step
     for name, case in CASES.items():
         if case.lowering not in setting.lowerings:
             continue
-        row = attempt(name, lambda case=case: _measured(setting, config, case, taken))
+        row = attempt(name, _measured, setting, config, case, taken)
         # Who asks for less than can be had is told what would do: nothing is wrong with that.
         refused = case.budget is not None and "smallest budget" in row.get("said", "")
         yield row | {"what": f"{name}: refused", "ok": None} if refused else row
@@ -62,7 +59,8 @@ def peaks(setting: Setting) -> Iterator[Row]:
 
 def _measured(setting: Setting, config: ModelConfig, case: Case, taken: dict[tuple[int, bool], int]) -> Row:
     budget = None if case.budget is None else int(case.budget * taken[case.stage, case.whole])
-    with _world(setting, case):
+    wire = Wire(backend="nccl", when="started", poisons=False)
+    with setting.alone() if case.ranks == 1 else loopback(case.ranks, wire):
         step, predicted = _step(setting, config, case, budget)
         for _ in range(2):
             step()
@@ -79,47 +77,28 @@ def _measured(setting: Setting, config: ModelConfig, case: Case, taken: dict[tup
     return row
 
 
-def _world(setting: Setting, case: Case) -> AbstractContextManager[None]:
-    if case.ranks == 1:
-        return alone(setting)
-    return loopback(case.ranks, Wire(backend="nccl", when="started", poisons=False))
-
-
-def _step(
-    setting: Setting, config: ModelConfig, case: Case, budget: int | None
-) -> tuple[Callable[[], object], Callable[[], int]]:
+def _step(setting: Setting, config: ModelConfig, case: Case, budget: int | None) -> tuple[Step, Callable[[], int]]:
     """A step, and what it is said to take, in bytes."""
-    mesh = init_device_mesh(setting.device.type, (case.ranks,), mesh_dim_names=("dp",))
     offload = None if case.offload is None else zgraph.Offload(**case.offload)
-    dtype = torch.bfloat16 if setting.on_cuda else None
-    model = zgraph.shard(built(setting, config), mesh, zero_stage=case.stage, param_dtype=dtype, offload=offload)
+    of_shard: dict[str, Any] = {"zero_stage": case.stage, "offload": offload}
+    model = setting.model(config)
     target = zgraph.Target(hardware=Hardware.preset("h100"), budget_bytes=budget)
     passes = (presets.planned if budget is not None else presets.default)(offload_activations=case.activations)
     report = zgraph.Report()
     pipeline = zgraph.PassList(passes, target=target)
     options: dict[str, Any] = {"lowering": case.lowering, "passes": pipeline, "report": report}
-    tokens = make_batch(config, 0, 0).to(setting.device)
+    tokens = setting.tokens(config)
 
     def predicted() -> int:
         return max((graph.peak.bytes for graph in report.graphs if graph.peak is not None), default=0)
 
-    if not case.whole:
-        called: Any = torch.compile(model, backend="zgraph", options=options)
+    if case.whole:
+        return whole_zgraph(setting, model, tokens, options, **of_shard), predicted
+    model = zgraph.shard(model, setting.mesh(case.ranks), param_dtype=setting.dtype, **of_shard)
+    called: Any = torch.compile(model, backend="zgraph", options=options)
 
-        def forward_backward() -> None:
-            called(tokens).backward()
-            model.zero_grad()
+    def forward_backward() -> None:
+        called(tokens).backward()
+        model.zero_grad()
 
-        return forward_backward, predicted
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-
-    @zgraph.training_step(model, optimizer, options=options)
-    def step(tokens: Tensor) -> Tensor:
-        loss = model(tokens)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    step.function(tokens)  # makes the optimizer's state
-    return lambda: step(tokens), predicted
+    return forward_backward, predicted

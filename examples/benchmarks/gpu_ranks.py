@@ -15,28 +15,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from gpu_setting import Row, Setting, differing, local
-from torch import Tensor, nn
+from builders import adamw
+from gpu_setting import Dropping, Row, Setting, differing, local
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import zgraph
 from zgraph.passes import LoCo, presets
 
 TIMEOUT = timedelta(seconds=45)  # of a collective; a rank that waits for a dead one says so within the part's limit
-
-
-class Dropping(nn.Module):
-    """Layers with dropout, so that a resumed run needs the random generators as they were."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + F.dropout(torch.tanh(layer(x)), 0.2, self.training)
-        return x.square().mean()
 
 
 def gloo_two(setting: Setting) -> Iterator[Row]:
@@ -105,6 +92,16 @@ def _batch(rank: int, step: int, width: int, device: str) -> Tensor:
     return torch.randn(8, width, generator=generator).to(device)
 
 
+def _built(device: str, width: int, lowering: str, passes: zgraph.PassList, **of_shard: Any) -> tuple[Any, Any, Any]:
+    """The sharded model, what is called, and the optimizer."""
+    torch.compiler.reset()
+    torch.manual_seed(3)
+    mesh = init_device_mesh(device, (2,), mesh_dim_names=("dp",))
+    model = zgraph.shard(Dropping(width).to(device), mesh, **of_shard)
+    options: dict[str, Any] = {"lowering": lowering, "passes": passes}
+    return model, torch.compile(model, backend="zgraph", options=options), adamw(model)
+
+
 def _resume(rank: int, lowering: str, device: str, width: int, work: Path) -> None:
     """Train, save and go on.
 
@@ -112,17 +109,10 @@ def _resume(rank: int, lowering: str, device: str, width: int, work: Path) -> No
         AssertionError: what was resumed is not what went on.
     """
 
-    def built() -> tuple[Any, Any, torch.optim.Optimizer]:
-        torch.compiler.reset()
-        torch.manual_seed(3)
-        mesh = init_device_mesh(device, (2,), mesh_dim_names=("dp",))
-        model = zgraph.shard(Dropping(width).to(device), mesh, zero_stage=2)
-        pipeline = zgraph.PassList(presets.default(compression=LoCo()))
-        options: dict[str, Any] = {"lowering": lowering, "passes": pipeline}
-        called = torch.compile(model, backend="zgraph", options=options)
-        return model, called, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    def built() -> tuple[Any, Any, Any]:
+        return _built(device, width, lowering, zgraph.PassList(presets.default(compression=LoCo())), zero_stage=2)
 
-    def train(called: Any, optimizer: torch.optim.Optimizer, steps: range) -> list[Tensor]:
+    def train(model: Any, called: Any, optimizer: Any, steps: range) -> list[Tensor]:
         losses: list[Tensor] = []
         for step in steps:
             loss = called(_batch(rank, step, width, device))
@@ -130,18 +120,18 @@ def _resume(rank: int, lowering: str, device: str, width: int, work: Path) -> No
             optimizer.step()
             optimizer.zero_grad()
             losses.append(local(loss))
-        return losses
+        return [*losses, *(local(parameter) for parameter in model.parameters())]
 
     model, called, optimizer = built()
     torch.manual_seed(100 + rank)
-    train(called, optimizer, range(3))
+    train(model, called, optimizer, range(3))
     zgraph.save_checkpoint(work / "checkpoints", model, optimizer, step=3)
-    expected = train(called, optimizer, range(3, 6)) + [local(parameter) for parameter in model.parameters()]
+    expected = train(model, called, optimizer, range(3, 6))
     model, called, optimizer = built()
     latest = zgraph.latest_checkpoint(work / "checkpoints")
     assert latest is not None
     assert zgraph.load_checkpoint(latest, model, optimizer).step == 3
-    found = train(called, optimizer, range(3, 6)) + [local(parameter) for parameter in model.parameters()]
+    found = train(model, called, optimizer, range(3, 6))
     assert not differing(found, expected), f"{differing(found, expected)} of {len(found)} losses and parameters differ"
 
 
@@ -161,15 +151,8 @@ def _train(rank: int, lowering: str, device: str, width: int, work: Path) -> Non
 def _steps(
     rank: int, lowering: str, device: str, width: int, passes: Any = presets.default, windows: int = 1, **of_shard: Any
 ) -> list[Tensor]:
-    torch.compiler.reset()
-    torch.manual_seed(3)
-    mesh = init_device_mesh(device, (2,), mesh_dim_names=("dp",))
-    model = zgraph.shard(Dropping(width).to(device), mesh, **of_shard)
     target = zgraph.Target(hardware=zgraph.Hardware.preset("h100")) if passes is presets.planned else None
-    pipeline = zgraph.PassList(passes(), target=target)
-    options: dict[str, Any] = {"lowering": lowering, "passes": pipeline}
-    called: Any = torch.compile(model, backend="zgraph", options=options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    model, called, optimizer = _built(device, width, lowering, zgraph.PassList(passes(), target=target), **of_shard)
     torch.manual_seed(100 + rank)
     losses: list[Tensor] = []
     for step in range(3):

@@ -1,11 +1,10 @@
-"""What the parts of gpu.py share: where they run, groups of one rank, sizes, and timing on a busy device."""
+"""What the parts of gpu.py share: where they run, what they build from, and timing on a busy device."""
 
 # pyright: reportPrivateImportUsage=false
 
 from __future__ import annotations
 
 import contextlib
-import math
 import statistics
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -13,28 +12,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ranks
 import torch
-import torch.distributed as dist
+import torch.nn.functional as F
+from builders import adamw, cast_to, plain_step, shard_fully, whole_step
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
-from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from workload import LanguageModel, ModelConfig
+from workload import LanguageModel, ModelConfig, make_batch
+
+import zgraph
 
 Row = dict[str, Any]
+Step = Callable[[], object]
 RANKS = 8  # of a loopback group
 SLEEP_CYCLES = 20_000_000  # about 10 ms of a GPU: the host is ahead of it for as long
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Where a part runs.
-
-    Attributes:
-        device: cuda or cpu.
-        dry: with toy sizes.
-        scratch: folder of its own.
-    """
+    """Where a part runs: on the device, with toy sizes where it is `dry`, and with a scratch folder of its own."""
 
     device: torch.device
     dry: bool
@@ -50,28 +49,89 @@ class Setting:
         return ("fx",) if self.dry else ("fx", "inductor")
 
     @property
-    def backend(self) -> str:
-        """Of groups of one rank."""
-        return "nccl" if self.on_cuda else "gloo"
-
-    @property
     def compiler(self) -> str:
         """Of peers, as torch.compile names it: what zgraph's last lowering uses."""
         return "aot_eager" if self.dry else "inductor"
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """In which models compute; None: as their parameters are."""
+        return torch.bfloat16 if self.on_cuda else None
 
     def synchronize(self) -> None:
         if self.on_cuda:
             torch.cuda.synchronize()
 
+    def alone(self) -> contextlib.AbstractContextManager[None]:
+        """This process as the only rank."""
+        return ranks.alone("nccl" if self.on_cuda else "gloo")
 
-@contextlib.contextmanager
-def alone(setting: Setting, **options: Any) -> Generator[None]:
-    """This process as the only rank."""
-    dist.init_process_group(setting.backend, store=dist.HashStore(), rank=0, world_size=1, **options)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+    def mesh(self, world: int = 1) -> DeviceMesh:
+        return init_device_mesh(self.device.type, (world,), mesh_dim_names=("dp",))
+
+    def config(self, **sizes: int) -> ModelConfig:
+        toy = ModelConfig(vocabulary=32, width=16, layers=1, heads=2, sequence=8, batch=2)
+        return toy if self.dry else ModelConfig(**sizes)
+
+    def model(self, config: ModelConfig) -> LanguageModel:
+        """The same weights each time, in fp32, on the device; what was compiled before is forgotten."""
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        return LanguageModel(config).to(self.device)
+
+    def tokens(self, config: ModelConfig, step: int = 0) -> Tensor:
+        return make_batch(config, step, 0).to(self.device)
+
+    def calibrated(self, **options: Any) -> zgraph.Hardware:
+        """This machine, measured once for all parts."""
+        return zgraph.calibrate(cache=self.scratch.parent / "calibrated", **options)
+
+
+class Dropping(nn.Module):
+    """Layers with dropout, which draws from the device's generator."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + F.dropout(torch.tanh(layer(x)), 0.2, self.training)
+        return x.square().mean()
+
+
+# --- steps over the same inputs ---------------------------------------------------------------------------------------
+
+
+def whole_zgraph(setting: Setting, model: nn.Module, x: Tensor, options: dict[str, Any], **of_shard: Any) -> Step:
+    """A whole step by zgraph; the optimizer's state is made already."""
+    model = zgraph.shard(model, setting.mesh(), param_dtype=setting.dtype, **of_shard)
+    step = whole_step(model, adamw(model), {"lowering": setting.lowerings[-1], **options})
+    step.function(x)
+    return lambda: step(x)
+
+
+def by_torch(setting: Setting, model: nn.Module, x: Tensor, optimizer: Any = None) -> Step:
+    """By torch.compile."""
+    called: Any = torch.compile(cast_to(setting.dtype, model), backend=setting.compiler)
+    return looped(called, model, x, optimizer)
+
+
+def by_fsdp2(setting: Setting, model: nn.Module, blocks: Sequence[nn.Module], x: Tensor, **options: Any) -> Step:
+    """By FSDP2 with compiled blocks; without blocks the model is compiled whole."""
+    if not blocks:
+        model.compile(backend=setting.compiler)
+    policy = MixedPrecisionPolicy(param_dtype=setting.dtype)
+    shard_fully(model, blocks, setting.compiler, mesh=setting.mesh(), mp_policy=policy, **options)
+    return looped(model, model, x)
+
+
+def looped(called: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor, optimizer: Any = None) -> Step:
+    step = plain_step(called, optimizer or adamw(model))
+    return lambda: step(x)
+
+
+# --- bits -------------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -81,31 +141,6 @@ def repeatable() -> Generator[None]:
         yield
 
 
-def config_of(setting: Setting, **sizes: int) -> ModelConfig:
-    if setting.dry:
-        return ModelConfig(vocabulary=32, width=16, layers=1, heads=2, sequence=8, batch=2)
-    return ModelConfig(**sizes)
-
-
-def built(setting: Setting, config: ModelConfig) -> LanguageModel:
-    """The same weights each time, in fp32, on the device; what was compiled before is forgotten."""
-    torch.compiler.reset()
-    torch.manual_seed(0)
-    return LanguageModel(config).to(setting.device)
-
-
-def cast_to(dtype: torch.dtype | None, model: nn.Module) -> Callable[[Tensor], Tensor]:
-    """The model as it computes with parameters and inputs of that dtype."""
-    if dtype is None:
-        return model
-
-    def called(x: Tensor) -> Tensor:
-        cast = {name: parameter.to(dtype) for name, parameter in model.named_parameters()}
-        return functional_call(model, cast, (x.to(dtype) if x.is_floating_point() else x,))
-
-    return called
-
-
 def local(tensor: Tensor) -> Tensor:
     """A copy on the host of what this rank has of a tensor."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
@@ -113,8 +148,7 @@ def local(tensor: Tensor) -> Tensor:
 
 def differing(one: Iterable[Tensor], other: Iterable[Tensor]) -> int:
     """How many tensors of two equally long lists differ in a bit; NaNs equal those of the same bits."""
-    pairs = zip(map(_bytes, one), map(_bytes, other), strict=True)
-    return sum(not torch.equal(left, right) for left, right in pairs)
+    return sum(not torch.equal(_bytes(left), _bytes(right)) for left, right in zip(one, other, strict=True))
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -127,20 +161,15 @@ def same_bits(what: str, one: Sequence[Tensor], other: Sequence[Tensor], **figur
     return {"what": what, "tensors": len(one), "that differ": wrong, **figures, "ok": not wrong and bool(one)}
 
 
-def attempt(what: str, run: Callable[[], Row]) -> Row:
+def attempt(what: str, run: Callable[..., Row], *given: Any, **options: Any) -> Row:
     """A row, also where it cannot be had: the next one may."""
     try:
-        return {"what": what, **run()}
+        return {**run(*given, **options), "what": what}
     except Exception as error:
         return {"what": what, "said": f"{type(error).__name__}: {str(error)[-600:]}", "ok": False}
 
 
-def requested_mib(setting: Setting) -> float:
-    """MiB that tensors ask for on the GPU."""
-    return torch.cuda.memory_stats()["requested_bytes.all.current"] / 2**20 if setting.on_cuda else 0.0
-
-
-def peak_of(setting: Setting, step: Callable[[], object]) -> dict[str, float]:
+def peak_of(setting: Setting, step: Step) -> dict[str, float]:
     """How far a step rises above what is there before, in MiB asked for and reserved; nothing on a CPU."""
     if not setting.on_cuda:
         step()
@@ -151,12 +180,10 @@ def peak_of(setting: Setting, step: Callable[[], object]) -> dict[str, float]:
     step()
     torch.cuda.synchronize()
     after = torch.cuda.memory_stats()
-    rise = after["requested_bytes.all.peak"] - before["requested_bytes.all.current"]
-    return {
-        "held MiB": round(before["requested_bytes.all.current"] / 2**20, 1),
-        "rise MiB": round(rise / 2**20, 1),
-        "reserved MiB": round(after["reserved_bytes.all.peak"] / 2**20, 1),
-    }
+    held = before["requested_bytes.all.current"]
+    found = {"held MiB": held, "rise MiB": after["requested_bytes.all.peak"] - held}
+    found["reserved MiB"] = after["reserved_bytes.all.peak"]
+    return {name: round(value / 2**20, 1) for name, value in found.items()}
 
 
 def host_mib() -> dict[str, float]:
@@ -170,7 +197,7 @@ def host_mib() -> dict[str, float]:
 # --- time -----------------------------------------------------------------------------------------------------------
 
 
-def span_ms(setting: Setting, run: Callable[[], object]) -> float:
+def span_ms(setting: Setting, run: Step) -> float:
     """Milliseconds of the device from the first operator of a run to the end of its last one."""
     if not setting.on_cuda:
         started = time.perf_counter()
@@ -184,25 +211,16 @@ def span_ms(setting: Setting, run: Callable[[], object]) -> float:
     return begin.elapsed_time(end)
 
 
-def launches_ms(setting: Setting, calls: Sequence[Callable[[], object]], launches: int = 10) -> float:
+def launches_ms(setting: Setting, *calls: Step, launches: int = 10) -> float:
     """Milliseconds of one of these calls, which take turns, while the host is ahead of the device."""
-
-    def run() -> None:
-        for number in range(launches):
-            calls[number % len(calls)]()
-
     calls[0]()
-    setting.synchronize()
-    if setting.on_cuda:
-        torch.cuda._sleep(SLEEP_CYCLES)  # pyright: ignore[reportPrivateUsage]
-    return span_ms(setting, run) / launches
+    _sleep(setting)
+    return span_ms(setting, lambda: [calls[number % len(calls)]() for number in range(launches)]) / launches
 
 
-def host_us(setting: Setting, call: Callable[[], object], calls: int = 10) -> float:
+def host_us(setting: Setting, call: Step, calls: int = 10) -> float:
     """Microseconds of the host that a call takes before it returns."""
-    setting.synchronize()
-    if setting.on_cuda:
-        torch.cuda._sleep(SLEEP_CYCLES)  # pyright: ignore[reportPrivateUsage]
+    _sleep(setting)
     started = time.perf_counter()
     for _ in range(calls):
         call()
@@ -211,17 +229,19 @@ def host_us(setting: Setting, call: Callable[[], object], calls: int = 10) -> fl
     return 1e6 * spent / calls
 
 
-def steps_ms(setting: Setting, step: Callable[[], object], steps: int = 5) -> float:
+def _sleep(setting: Setting) -> None:
+    setting.synchronize()
+    if setting.on_cuda:
+        torch.cuda._sleep(SLEEP_CYCLES)  # pyright: ignore[reportPrivateUsage]
+
+
+def steps_ms(setting: Setting, step: Step, steps: int = 5) -> float:
     """Milliseconds of a step among others, each of which begins while the device is busy with the one before."""
-
-    def run() -> None:
-        for _ in range(1 if setting.dry else steps):
-            step()
-
-    return span_ms(setting, run) / (1 if setting.dry else steps)
+    count = 1 if setting.dry else steps
+    return span_ms(setting, lambda: [step() for _ in range(count)]) / count
 
 
-def lone_ms(setting: Setting, step: Callable[[], object], repeats: int = 7) -> float:
+def lone_ms(setting: Setting, step: Step, repeats: int = 7) -> float:
     """Median milliseconds of a step that begins and ends with an idle device."""
     found: list[float] = []
     for _ in range(2 if setting.dry else repeats):
@@ -233,26 +253,19 @@ def lone_ms(setting: Setting, step: Callable[[], object], repeats: int = 7) -> f
     return statistics.median(found)
 
 
-def quartiles(times: Sequence[float]) -> Row:
-    low, middle, high = statistics.quantiles(times, n=4) if len(times) > 1 else (times[0],) * 3
-    return {"ms": round(middle, 3), "quartiles": [round(low, 3), round(high, 3)]}
-
-
-def interleaved(setting: Setting, steps: Mapping[str, Callable[[], object]], rounds: int = 7) -> dict[str, list[float]]:
+def interleaved(setting: Setting, steps: Mapping[str, Step], rounds: int) -> dict[str, list[float]]:
     """Milliseconds of a step of each contender, who take turns, after a round that does not count."""
     found: dict[str, list[float]] = {name: [] for name in steps}
-    for round_number in range(2 if setting.dry else rounds + 1):
+    for _ in range(2 if setting.dry else rounds + 1):
         for name, step in steps.items():
-            spent = steps_ms(setting, step)
-            if round_number:
-                found[name].append(spent)
-    return found
+            found[name].append(steps_ms(setting, step))
+    return {name: times[1:] for name, times in found.items()}
 
 
 # --- what a profiler saw ----------------------------------------------------------------------------------------------
 
 
-def profiled(setting: Setting, step: Callable[[], object], steps: int = 3) -> Row:
+def profiled(setting: Setting, step: Step, steps: int = 3) -> Row:
     """Of a step: kernels, how long any runs, and how long none does in between."""
     if not setting.on_cuda:
         return {}
@@ -280,15 +293,10 @@ def kernel_spans(events: Iterable[Any]) -> list[tuple[float, float]]:
 def gaps_of(spans: list[tuple[float, float]]) -> Mapping[str, float]:
     """From sorted [(begin, end)] in microseconds: how many, how long anything runs, and how long nothing does."""
     busy = gaps = 0.0
-    wide = 0
-    end = -math.inf
+    wide, end = 0, spans[0][0] if spans else 0.0
     for begin, finish in spans:
-        if begin > end:
-            if end > -math.inf:
-                gaps += begin - end
-                wide += begin - end > 5
-            busy += finish - begin
-        else:
-            busy += max(0.0, finish - end)
+        gap = max(0.0, begin - end)
+        gaps, wide = gaps + gap, wide + (gap > 5)
+        busy += max(0.0, finish - max(begin, end))
         end = max(end, finish)
     return {"kernels": len(spans), "busy ms": busy / 1e3, "gaps ms": gaps / 1e3, "gaps above 5 us": wide}

@@ -1,11 +1,8 @@
 """Part of gpu.py: a step of GPT-2 small, head not tied, and of a Llama 3 8B layer, beside torch.compile and FSDP2."""
 
-# pyright: reportPrivateImportUsage=false
-
 from __future__ import annotations
 
 import copy
-import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -13,27 +10,27 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from builders import cast_to
 from gpu_setting import (
     Row,
     Setting,
-    alone,
-    cast_to,
-    config_of,
+    Step,
+    attempt,
+    by_fsdp2,
+    by_torch,
     interleaved,
     launches_ms,
     lone_ms,
+    looped,
     peak_of,
     profiled,
-    quartiles,
+    whole_zgraph,
 )
+from record import quartiles
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from workload import LanguageModel, make_batch
 
 import zgraph
 
-Step = Callable[[], object]
 MOST_VARIANTS = 64  # contenders compile the same code
 
 
@@ -75,7 +72,7 @@ class Task:
         inputs: of every step.
         tokens: in them.
         attention_flops: of a forward, the part that is not products with weights.
-        parts: modules that FSDP2 shards and compiles one by one.
+        parts: modules that FSDP2 shards and compiles one by one; none: the model is compiled whole.
     """
 
     name: str
@@ -84,18 +81,29 @@ class Task:
     tokens: int
     attention_flops: float
     parts: Callable[[Any], list[nn.Module]]
-    dtype: torch.dtype | None
 
     @property
     def flops(self) -> float:
         """Of a step: six for each weight that is multiplied and token, and attention three times."""
-        looked_up = [part.weight for part in self.model.modules() if isinstance(part, nn.Embedding)]
-        parameters = [one for one in self.model.parameters() if one.ndim > 1]
-        weights = sum(one.numel() for one in parameters) - sum(one.numel() for one in looked_up)
+        looked_up = sum(part.weight.numel() for part in self.model.modules() if isinstance(part, nn.Embedding))
+        weights = sum(one.numel() for one in self.model.parameters() if one.ndim > 1) - looked_up
         return 6.0 * weights * self.tokens + 3 * self.attention_flops
 
-    def copy(self) -> Any:
-        return copy.deepcopy(self.model)
+
+def _gpt(setting: Setting) -> Task:
+    config = setting.config(vocabulary=50304, width=768, layers=12, heads=12, sequence=1024, batch=8)
+    tokens = config.batch * config.sequence
+    flops = 4.0 * config.layers * tokens * config.sequence * config.width / 2  # causal
+    model, inputs = setting.model(config), setting.tokens(config)
+    return Task("GPT-2 small", model, inputs, tokens, flops, lambda model: [*model.blocks])
+
+
+def _llama(setting: Setting) -> Task:
+    width, heads, kv_heads, inner, length = (32, 4, 2, 48, 8) if setting.dry else (4096, 32, 8, 14336, 4096)
+    torch.manual_seed(0)
+    model = LlamaLayer(width, heads, kv_heads, inner).to(setting.device)
+    x = torch.randn(1, length, width, device=setting.device)
+    return Task("a layer of Llama 3 8B", model, x, length, 4.0 * length * length * width / 2, lambda model: [])
 
 
 @dataclass
@@ -107,19 +115,14 @@ class Contenders:
     peak_flops: float
     steps: dict[str, Step] = field(default_factory=dict[str, Step])
 
-    def add(self, name: str, build: Callable[[Setting, Task], Step]) -> Row:
+    def add(self, name: str, build: Callable[[Setting, Task, Any], Step]) -> Row:
         """A row of its compile, and of a step alone."""
-        what = f"{self.task.name}, {name}"
         started = time.perf_counter()
-        try:
-            step = build(self.setting, self.task)
-            for _ in range(5):  # a CUDA graph is recorded in the fourth
-                step()
-            self.setting.synchronize()
-        except Exception as error:
-            ok = False if name.startswith("zgraph") else None
-            return {"what": what, "said": f"{type(error).__name__}: {str(error)[-600:]}", "ok": ok}
-        row: Row = {"what": what, "first steps s": round(time.perf_counter() - started, 1)}
+        step = build(self.setting, self.task, copy.deepcopy(self.task.model))
+        for _ in range(5):  # a CUDA graph is recorded in the fourth
+            step()
+        self.setting.synchronize()
+        row: Row = {"first steps s": round(time.perf_counter() - started, 1)}
         row |= {"alone ms": round(lone_ms(self.setting, step), 3)} | peak_of(self.setting, step)
         self.steps[name] = step
         return row | profiled(self.setting, step)
@@ -127,10 +130,14 @@ class Contenders:
     def compared(self) -> Iterator[Row]:
         """Rows of steps that begin while the one before still runs; contenders take turns."""
         for name, times in interleaved(self.setting, self.steps, rounds=5).items():
-            row = quartiles(times)
-            row["tokens/s"] = round(1e3 * self.task.tokens / row["ms"])
-            row["share of the product's FLOP/s"] = round(1e3 * self.task.flops / row["ms"] / self.peak_flops, 3)
-            yield {"what": f"{self.task.name}, {name}, in turns", **row}
+            low, ms, high = quartiles(times)
+            yield {
+                "what": f"{self.task.name}, {name}, in turns",
+                "ms": round(ms, 3),
+                "quartiles": [round(low, 3), round(high, 3)],
+                "tokens/s": round(1e3 * self.task.tokens / ms),
+                "share of the product's FLOP/s": round(1e3 * self.task.flops / ms / self.peak_flops, 3),
+            }
 
 
 def steps(setting: Setting) -> Iterator[Row]:
@@ -138,51 +145,22 @@ def steps(setting: Setting) -> Iterator[Row]:
     torch._dynamo.config.recompile_limit = MOST_VARIANTS  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
     size = 64 if setting.dry else 8192
     product = torch.randn(size, size, device=setting.device, dtype=torch.bfloat16)
-    peak_flops = 1e3 * 2 * size**3 / launches_ms(setting, [lambda: product @ product], launches=20)
-    with alone(setting):
+    peak_flops = 1e3 * 2 * size**3 / launches_ms(setting, lambda: product @ product, launches=20)
+    with setting.alone():
         for task in (_gpt(setting), _llama(setting)):
             found = Contenders(setting, task, peak_flops)
             for name, build in WAYS.items():
-                yield found.add(name, build)
+                row = attempt(f"{task.name}, {name}", found.add, name, build)
+                yield row if name.startswith("zgraph") else row | {"ok": None}  # a peer's
             yield from found.compared()
-
-
-def _gpt(setting: Setting) -> Task:
-    config = config_of(setting, vocabulary=50304, width=768, layers=12, heads=12, sequence=1024, batch=8)
-    torch.manual_seed(0)
-    model = LanguageModel(config).to(setting.device)
-    tokens = config.batch * config.sequence
-    flops = 4.0 * config.layers * tokens * config.sequence * config.width / 2  # causal
-    inputs = make_batch(config, 0, 0).to(setting.device)
-    return Task("GPT-2 small", model, inputs, tokens, flops, lambda model: [*model.blocks], _dtype(setting))
-
-
-def _llama(setting: Setting) -> Task:
-    width, heads, kv_heads, inner, length = (32, 4, 2, 48, 8) if setting.dry else (4096, 32, 8, 14336, 4096)
-    torch.manual_seed(0)
-    model = LlamaLayer(width, heads, kv_heads, inner).to(setting.device)
-    x = torch.randn(1, length, width, device=setting.device)
-    flops = 4.0 * length * length * width / 2
-    return Task("a layer of Llama 3 8B", model, x, math.prod(x.shape[:2]), flops, lambda model: [], _dtype(setting))
-
-
-def _dtype(setting: Setting) -> torch.dtype | None:
-    return torch.bfloat16 if setting.on_cuda else None
 
 
 # --- contenders -------------------------------------------------------------------------------------------------------
 
 
-def _torch_compile(setting: Setting, task: Task) -> Step:
-    model = task.copy()
-    return _loop(torch.compile(cast_to(task.dtype, model), backend=setting.compiler), model, task)
-
-
-def _reduce_overhead(setting: Setting, task: Task) -> Step:
-    model = task.copy()
-    called: Any = cast_to(task.dtype, model)
-    compiled = torch.compile(called, mode="reduce-overhead") if setting.on_cuda else called
-    step = _loop(compiled, model, task)
+def _reduce_overhead(setting: Setting, task: Task, model: nn.Module) -> Step:
+    called: Any = cast_to(setting.dtype, model)
+    step = looped(torch.compile(called, mode="reduce-overhead") if setting.on_cuda else called, model, task.inputs)
 
     def marked() -> None:
         torch.compiler.cudagraph_mark_step_begin()
@@ -191,66 +169,21 @@ def _reduce_overhead(setting: Setting, task: Task) -> Step:
     return marked
 
 
-def _fsdp2(setting: Setting, task: Task) -> Step:
-    model = task.copy()
-    mesh = init_device_mesh(setting.device.type, (1,), mesh_dim_names=("dp",))
-    policy = MixedPrecisionPolicy(param_dtype=task.dtype)
-    for part in task.parts(model) or [model]:
-        part.compile(backend=setting.compiler)
-        if part is not model:
-            fully_shard(part, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    return _loop(model, model, task)
-
-
-def _zgraph(setting: Setting, task: Task) -> Step:
-    model = _sharded(setting, task)
+def _zgraph(setting: Setting, task: Task, model: nn.Module) -> Step:
+    model = zgraph.shard(model, setting.mesh(), param_dtype=setting.dtype)
     called: Any = torch.compile(model, backend="zgraph", options={"lowering": setting.lowerings[-1]})
-    return _loop(called, model, task)
+    return looped(called, model, task.inputs)
 
 
-def _whole_step(setting: Setting, task: Task, *, recorded: bool = False) -> Step:
-    model = _sharded(setting, task)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    options: dict[str, Any] = {"lowering": setting.lowerings[-1], **({"cuda_graph": True} if recorded else {})}
-
-    @zgraph.training_step(model, optimizer, options=options)
-    def step(x: Tensor) -> Tensor:
-        loss = model(x)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    step.function(task.inputs)  # makes the optimizer's state
-    return lambda: step(task.inputs)
+def _recorded(setting: Setting, task: Task, model: nn.Module) -> Step:
+    return whole_zgraph(setting, model, task.inputs, {"cuda_graph": True} if setting.on_cuda else {})
 
 
-def _recorded(setting: Setting, task: Task) -> Step:
-    return _whole_step(setting, task, recorded=setting.on_cuda)
-
-
-def _sharded(setting: Setting, task: Task) -> nn.Module:
-    mesh = init_device_mesh(setting.device.type, (1,), mesh_dim_names=("dp",))
-    return zgraph.shard(task.copy(), mesh, param_dtype=task.dtype)
-
-
-def _loop(called: Callable[[Tensor], Tensor], model: nn.Module, task: Task) -> Step:
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-
-    def step() -> None:
-        called(task.inputs).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
-WAYS: dict[str, Callable[[Setting, Task], Step]] = {
-    "torch.compile": _torch_compile,
+WAYS: dict[str, Callable[[Setting, Task, Any], Step]] = {
+    "torch.compile": lambda setting, task, model: by_torch(setting, model, task.inputs),
     "zgraph": _zgraph,
-    "zgraph, whole step": _whole_step,
-    "FSDP2, compiled blocks": _fsdp2,
+    "zgraph, whole step": lambda setting, task, model: whole_zgraph(setting, model, task.inputs, {}),
+    "FSDP2, compiled blocks": lambda setting, task, model: by_fsdp2(setting, model, task.parts(model), task.inputs),
     "zgraph, whole step as a CUDA graph": _recorded,
     'torch.compile, mode="reduce-overhead"': _reduce_overhead,
 }

@@ -6,26 +6,12 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.nn.functional as F
-from gpu_setting import (
-    Row,
-    Setting,
-    alone,
-    attempt,
-    built,
-    cast_to,
-    config_of,
-    local,
-    peak_of,
-    repeatable,
-    same_bits,
-)
+from builders import adamw, cast_to, whole_step
+from gpu_setting import Dropping, Row, Setting, attempt, local, peak_of, repeatable, same_bits
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from workload import ModelConfig, make_batch
+from workload import ModelConfig
 
 import zgraph
 
@@ -65,41 +51,35 @@ PRECISIONS = {
 
 def train_bits(setting: Setting) -> Iterator[Row]:
     """The script of the README, against the same steps in plain PyTorch, which first repeats itself."""
-    config = config_of(setting, vocabulary=8192, width=512, layers=4, heads=8, sequence=256, batch=8)
+    config = setting.config(vocabulary=8192, width=512, layers=4, heads=8, sequence=256, batch=8)
     plain: dict[str, Trained] = {}
-    with alone(setting), repeatable():
+    with setting.alone(), repeatable():
         for lowering in setting.lowerings:
             for precision in PRECISIONS[lowering]:
-                if precision.name not in plain:
-                    plain[precision.name] = _trained(setting, config, precision, None)
-                    again = _trained(setting, config, precision, None)
-                    what = f"control: plain PyTorch twice, {precision.name}"
-                    yield same_bits(what, again.weights, plain[precision.name].weights)
-                expected = plain[precision.name]
-                yield attempt(
-                    f"{precision.name}, {lowering}",
-                    lambda p=precision, by=lowering, e=expected: _compared(p, _trained(setting, config, p, by), e),
-                )
+                name = precision.name
+                if name not in plain:
+                    plain[name], again = (_trained(setting, config, precision, None) for _ in range(2))
+                    yield same_bits(f"control: plain PyTorch twice, {name}", again.weights, plain[name].weights)
+                yield attempt(f"{name}, {lowering}", _compared, setting, config, precision, lowering, plain[name])
 
 
-def _compared(precision: Precision, found: Trained, expected: Trained) -> Row:
+def _compared(setting: Setting, config: ModelConfig, precision: Precision, lowering: str, expected: Trained) -> Row:
+    found = _trained(setting, config, precision, lowering)
     off = [float(abs(one / other - 1)) for one, other in zip(found.losses, expected.losses, strict=True)]
     same = all(map(torch.equal, found.weights, expected.weights))
     held = off[0] <= precision.first and max(off) <= precision.later
-    return {"first loss off by": f"{off[0]:.1e}", "all": f"{max(off):.1e}", "same bits": same, **found.figures} | {
-        "ok": held
-    }
+    row: Row = {"first loss off by": f"{off[0]:.1e}", "all": f"{max(off):.1e}", "same bits": same}
+    return row | found.figures | {"ok": held}
 
 
 def _trained(setting: Setting, config: ModelConfig, precision: Precision, lowering: str | None) -> Trained:
     """Some steps by zgraph, or for None by plain PyTorch."""
-    model: nn.Module = built(setting, config)
+    model: nn.Module = setting.model(config)
     called: Callable[..., Tensor] = cast_to(precision.param_dtype, model)
     if lowering is not None:
-        mesh = init_device_mesh(setting.device.type, (1,), mesh_dim_names=("dp",))
-        model = zgraph.shard(model, mesh, param_dtype=precision.param_dtype)
+        model = zgraph.shard(model, setting.mesh(), param_dtype=precision.param_dtype)
         called = torch.compile(model, backend="zgraph", options={"lowering": lowering})
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    optimizer = adamw(model)
     kind = zgraph.GradScaler if lowering else torch.amp.GradScaler
     scaler = kind(setting.device.type, 2.0**10, enabled=precision.scales)
     losses: list[Tensor] = []
@@ -112,7 +92,7 @@ def _trained(setting: Setting, config: ModelConfig, precision: Precision, loweri
         losses.append(local(loss))
 
     for step in range(STEPS):
-        tokens = make_batch(config, step, 0).to(setting.device)
+        tokens = setting.tokens(config, step)
         figures = peak_of(setting, lambda tokens=tokens: forward_backward(tokens))
         scaler.step(optimizer)
         scaler.update()
@@ -129,22 +109,9 @@ def _trained(setting: Setting, config: ModelConfig, precision: Precision, loweri
 # --- CUDA graphs ----------------------------------------------------------------------------------------------------
 
 
-class Dropping(nn.Module):
-    """Layers with dropout, which draws from the GPU's generator."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + F.dropout(torch.tanh(layer(x)), 0.2, self.training)
-        return x.square().mean()
-
-
 def graph_bits(setting: Setting) -> Iterator[Row]:
     """Eight steps; eight with another learning rate; eight with optimizer state that was loaded."""
-    with alone(setting), repeatable():
+    with setting.alone(), repeatable():
         for lowering in setting.lowerings:
             expected, _ = _graphed(setting, lowering, recorded=False)
             found, said = _graphed(setting, lowering, recorded=setting.on_cuda)
@@ -160,19 +127,9 @@ def _graphed(setting: Setting, lowering: str, *, recorded: bool) -> tuple[list[l
     torch.compiler.reset()
     torch.manual_seed(0)
     width = 16 if setting.dry else 512
-    mesh = init_device_mesh(setting.device.type, (1,), mesh_dim_names=("dp",))
-    model = zgraph.shard(Dropping(width).to(setting.device), mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    options: dict[str, Any] = {"lowering": lowering, **({"cuda_graph": True} if recorded else {})}
-
-    @zgraph.training_step(model, optimizer, options=options)
-    def step(x: Tensor) -> Tensor:
-        loss = model(x)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
+    model = zgraph.shard(Dropping(width).to(setting.device), setting.mesh())
+    optimizer = adamw(model)
+    step = whole_step(model, optimizer, {"lowering": lowering, **({"cuda_graph": True} if recorded else {})})
     inputs = torch.randn(8, 8, width, generator=torch.Generator().manual_seed(1)).to(setting.device)
     torch.manual_seed(2)
     found: list[list[Tensor]] = []

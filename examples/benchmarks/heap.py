@@ -7,7 +7,6 @@ Python's small objects live elsewhere and do not disturb the count. Needs glibc 
 
 import ctypes
 import threading
-from types import TracebackType
 from typing import Self
 
 # Far shorter than a step; a buffer that lives for less can be missed.
@@ -61,9 +60,7 @@ class HeapPeak:
         self._sampler.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._done.set()
         self._sampler.join()
 

@@ -26,8 +26,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal, Protocol
@@ -185,9 +185,7 @@ class LoopbackGroup(dist.ProcessGroup):
     def group_name(self) -> str:
         return self._name
 
-    @property
-    def group_desc(self) -> str:
-        return self._name
+    group_desc = group_name
 
     def _get_backend(self, device: torch.device) -> LoopbackGroup:
         return self
@@ -202,9 +200,9 @@ class LoopbackGroup(dist.ProcessGroup):
     ) -> dist.Work:
         def copy(sent: Sequence[Tensor]) -> None:
             for output, shard in zip(outputs, sent, strict=True):
-                output.view(self._world, *shard.shape).copy_(shard.expand(self._world, *shard.shape))
+                self._repeat(output, shard)
 
-        return self._start("all_gather", inputs, outputs, copy, sent_bytes=_bytes(inputs) * (self._world - 1))
+        return self._start("all_gather", inputs, outputs, copy, _bytes(inputs) * (self._world - 1))
 
     def _allgather_base(self, output: Tensor, shard: Tensor, opts: object = None) -> dist.Work:
         return self.allgather_into_tensor_coalesced([output], [shard])
@@ -218,31 +216,21 @@ class LoopbackGroup(dist.ProcessGroup):
                     part.copy_(shard)
 
         filled = [part for parts in outputs for part in parts]
-        return self._start("all_gather", inputs, filled, copy, sent_bytes=_bytes(inputs) * (self._world - 1))
+        return self._start("all_gather", inputs, filled, copy, _bytes(inputs) * (self._world - 1))
 
     def alltoall_base(
-        self,
-        output: Tensor,
-        pieces: Tensor,
-        output_splits: Sequence[int],
-        input_splits: Sequence[int],
-        opts: object = None,
+        self, output: Tensor, pieces: Tensor, filled_rows: Sequence[int], sent_rows: Sequence[int], opts: Any = None
     ) -> dist.Work:
-        rows = pieces.shape[0] // self._world
-        begin = sum(input_splits[: self._place]) if input_splits else self._place * rows
-        length = input_splits[self._place] if input_splits else rows
-        if any(split != length for split in output_splits):
+        splits = sent_rows or [pieces.shape[0] // self._world] * self._world
+        begin, length = sum(splits[: self._place]), splits[self._place]
+        if any(split != length for split in filled_rows):
             raise ValueError(
                 f"loopback: rank {self._place} sends itself {length} rows, as every rank sends it, and expects "
-                f"{list(output_splits)}; no such exchange can be looped back."
+                f"{list(filled_rows)}; no such exchange can be looped back."
             )
-
-        def copy(sent: Sequence[Tensor]) -> None:
-            piece = sent[0][begin : begin + length]
-            output.view(self._world, *piece.shape).copy_(piece.expand(self._world, *piece.shape))
-
         sent_bytes = (pieces.shape[0] - length) * pieces[:1].numel() * pieces.dtype.itemsize
-        return self._start("all_to_all", [pieces], [output], copy, sent_bytes=sent_bytes)
+        copy: Copy = lambda sent: self._repeat(output, sent[0][begin : begin + length])  # noqa: E731
+        return self._start("all_to_all", [pieces], [output], copy, sent_bytes)
 
     all_to_all_single = alltoall_base
 
@@ -251,11 +239,9 @@ class LoopbackGroup(dist.ProcessGroup):
     ) -> dist.Work:
         def copy(sent: Sequence[Tensor]) -> None:
             for output, pieces in zip(outputs, sent, strict=True):
-                chunk = pieces.view(self._world, *output.shape)[self._place]
-                output.copy_(_reduced(chunk, self._world, opts))
+                output.copy_(self._reduced(pieces.view(self._world, *output.shape)[self._place], opts))
 
-        sent_bytes = _bytes(inputs) * (self._world - 1) // self._world
-        return self._start("reduce_scatter", inputs, outputs, copy, sent_bytes=sent_bytes)
+        return self._start("reduce_scatter", inputs, outputs, copy, _bytes(inputs) * (self._world - 1) // self._world)
 
     def _reduce_scatter_base(self, output: Tensor, pieces: Tensor, opts: Any = None) -> dist.Work:
         return self.reduce_scatter_tensor_coalesced([output], [pieces], opts)
@@ -265,15 +251,14 @@ class LoopbackGroup(dist.ProcessGroup):
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         def copy(sent: Sequence[Tensor]) -> None:
             for tensor in sent:
-                tensor.copy_(_reduced(tensor, self._world, opts))
+                tensor.copy_(self._reduced(tensor, opts))
 
-        sent_bytes = 2 * _bytes(tensors) * (self._world - 1) // self._world
-        return self._start("all_reduce", tensors, tensors, copy, sent_bytes=sent_bytes)
+        return self._start("all_reduce", tensors, tensors, copy, 2 * _bytes(tensors) * (self._world - 1) // self._world)
 
     allreduce_coalesced = allreduce
 
     def broadcast(self, tensors: list[Tensor], opts: object = None) -> dist.Work:
-        return self._start("broadcast", tensors, tensors, None, sent_bytes=_bytes(tensors))
+        return self._start("broadcast", tensors, tensors, None, _bytes(tensors))
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: object = None) -> dist.Work:
         """Scatter from the rank that has something to scatter; another one is left with what it has."""
@@ -283,28 +268,35 @@ class LoopbackGroup(dist.ProcessGroup):
             for output, piece in zip(outputs, sent, strict=False):
                 output.copy_(piece)
 
-        return self._start("scatter", mine, outputs if mine else [], copy, sent_bytes=_bytes(mine))
+        return self._start("scatter", mine, outputs if mine else [], copy, _bytes(mine))
 
     def barrier(self, opts: object = None) -> dist.Work:
-        return self._start("barrier", [], [], None, sent_bytes=0)
+        return self._start("barrier", [], [], None, 0)
+
+    def _repeat(self, output: Tensor, piece: Tensor) -> None:
+        output.view(self._world, *piece.shape).copy_(piece.expand(self._world, *piece.shape))
+
+    def _reduced(self, term: Tensor, options: Any) -> Tensor:
+        """N equal terms, reduced one after the other."""
+        reduction = dist.ReduceOp.SUM if options is None else options.reduceOp
+        if not (reduction == dist.ReduceOp.SUM or reduction == dist.ReduceOp.AVG):  # no `in`: options hold another type
+            return term  # MAX, MIN, BAND, BOR
+        total = term.clone()
+        for _ in range(self._world - 1):
+            total += term
+        return total / self._world if reduction == dist.ReduceOp.AVG else total
 
     # --- lanes --------------------------------------------------------------------------------------------------------
 
     def _start(
-        self,
-        kind: str,
-        sent: Sequence[Tensor],
-        filled: Sequence[Tensor],
-        copy: Copy | None,
-        *,
-        sent_bytes: int,
+        self, kind: str, sent: Sequence[Tensor], filled: Sequence[Tensor], copy: Copy | None, sent_bytes: int
     ) -> dist.Work:
         transfer = Transfer(kind, self._started, list(sent), list(filled), copy, sent_bytes)
         self._started += 1
         if self.wire.poisons and copy is not None:
-            overwritten = [tensor for tensor in filled if not any(tensor is other for other in sent)]
-            for tensor in overwritten:
-                _poison(tensor)
+            for tensor in filled:
+                if not any(tensor is other for other in sent) and tensor.is_contiguous() and tensor.numel():
+                    tensor.detach().view(-1).view(torch.uint8).fill_(_POISON)
         if self.wire.watcher is not None:
             self.wire.watcher.started(transfer)
         transfer.sent = held(transfer.sent)
@@ -337,56 +329,42 @@ class _Threads:
 
     def __init__(self, wire: Wire, world: int) -> None:
         self.wire, self.world = wire, world
-        self._waiting: deque[Transfer] = deque()
-        self._changed = threading.Condition()
-        self._closed = False
-        self._thread = threading.Thread(target=self._serve, daemon=True)
-        self._thread.start()
+        self._thread = ThreadPoolExecutor(1)
+        self._waiting: list[Transfer] = []
+        self._free_at = 0.0
 
     def put(self, transfer: Transfer) -> None:
         if self.wire.when != "waited":
             transfer.may_run.set()
-        with self._changed:
-            self._waiting.append(transfer)
-            self._changed.notify()
+        self._waiting.append(transfer)
+        self._thread.submit(self._run, transfer)
 
     def wait_for(self, transfer: Transfer) -> None:
-        with self._changed:
-            for earlier in self._waiting:
-                if earlier.number <= transfer.number:
-                    earlier.may_run.set()
+        for earlier in [*self._waiting]:
+            if earlier.number <= transfer.number:
+                earlier.may_run.set()
         transfer.done.wait()
+        with contextlib.suppress(ValueError):  # it was waited for before
+            self._waiting.remove(transfer)
 
     def close(self) -> None:
-        with self._changed:
-            self._closed = True
-            for left in self._waiting:
-                left.may_run.set()
-            self._changed.notify()
-        self._thread.join()
+        for left in self._waiting:
+            left.may_run.set()
+        self._thread.shutdown()
 
     @torch.no_grad()
-    def _serve(self) -> None:
-        free_at = 0.0
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._closed)
-                if not self._waiting:
-                    return
-                transfer = self._waiting[0]
-            transfer.may_run.wait()
-            if self.wire.when == "timed":
-                needed_us = self.wire.transfer_us(transfer.kind, transfer.sent_bytes, self.world)
-                free_at = max(free_at, transfer.started_at) + needed_us / 1e6
-                time.sleep(max(0.0, free_at - time.perf_counter()))
-            try:
-                if transfer.copy is not None:
-                    transfer.copy(transfer.sent)
-            except BaseException as error:
-                transfer.error = error
-            with self._changed:
-                self._waiting.popleft()
-            transfer.done.set()
+    def _run(self, transfer: Transfer) -> None:
+        transfer.may_run.wait()
+        if self.wire.when == "timed":
+            needed_us = self.wire.transfer_us(transfer.kind, transfer.sent_bytes, self.world)
+            self._free_at = max(self._free_at, transfer.started_at) + needed_us / 1e6
+            time.sleep(max(0.0, self._free_at - time.perf_counter()))
+        try:
+            if transfer.copy is not None:
+                transfer.copy(transfer.sent)
+        except BaseException as error:
+            transfer.error = error
+        transfer.done.set()
 
 
 class _Streams:
@@ -430,22 +408,6 @@ def _cycles_per_us() -> float:
 def held(sent: list[Tensor]) -> list[Tensor]:
     """What a transfer holds until it is waited for, so that its memory stays, as NCCL's groups do (2.11 - 2.13)."""
     return sent
-
-
-def _reduced(term: Tensor, world: int, options: Any) -> Tensor:
-    """N equal terms, reduced one after the other."""
-    reduction = dist.ReduceOp.SUM if options is None else options.reduceOp
-    if not (reduction == dist.ReduceOp.SUM or reduction == dist.ReduceOp.AVG):  # no `in`: options hold another type
-        return term  # MAX, MIN, BAND, BOR
-    total = term.clone()
-    for _ in range(world - 1):
-        total += term
-    return total / world if reduction == dist.ReduceOp.AVG else total
-
-
-def _poison(tensor: Tensor) -> None:
-    if tensor.is_contiguous() and tensor.numel():
-        tensor.detach().view(-1).view(torch.uint8).fill_(_POISON)
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:

@@ -20,15 +20,10 @@ import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 # One name serves in every namespace: each host sees only its own link.
 INTERFACE = "link0"
-
-# An Ethernet frame carries 1500 bytes behind 14 of header; IPv4 and TCP with timestamps take 52 of the 1500.
-FRAME_BYTES = 1514
-TCP_PAYLOAD_BYTES = 1448
 
 _UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 
@@ -120,9 +115,7 @@ class ShapedNetwork:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -132,13 +125,10 @@ class ShapedNetwork:
             for process in self._processes:
                 process.terminate()
             for process in self._processes:
-                try:
+                with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(timeout=5)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
-                if process.stdin is not None:
-                    process.stdin.close()
+                process.kill()
+                process.communicate()
             self._processes.clear()
             while self._created:
                 namespace = self._created.pop()
@@ -188,9 +178,9 @@ class ShapedNetwork:
 def _kill_inside(namespace: str) -> None:
     """End what is left in a namespace, such as the ranks of a launcher that was killed before it could end them."""
     listed = subprocess.run(["ip", "netns", "pids", namespace], check=False, capture_output=True, text=True)
-    for process in listed.stdout.split():
+    for process in map(int, listed.stdout.split()):
         with contextlib.suppress(ProcessLookupError):
-            os.kill(int(process), signal.SIGKILL)
+            os.kill(process, signal.SIGKILL)
 
 
 def _run(*command: str) -> None:

@@ -19,12 +19,8 @@ zgraph      shards and AdamW's state on disk, streamed through whole steps
 
 With --step, zgraph's model is also trained without a limit, to compare losses, and the time of its step is compared
 with two that no step can be faster than: that of its transfers with nothing beside them, in the same process and limit,
-and that of its computing, which models with nothing on disk show: their time per layer, times the layers. Transfers
-take processors too, here those that compute: seconds of processors are given beside.
+and that of its computing, which models with nothing on disk show: their time per layer, times the layers.
 """
-
-# HashStore is exported, though not listed.
-# pyright: reportPrivateImportUsage=false
 
 import argparse
 import contextlib
@@ -36,136 +32,126 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
-from provenance import commit, processor
+from builders import adamw, plain_step, shard_fully, whole_step
+from ranks import alone
+from record import about, parser_of, save, spread
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from workload import Block, LanguageModel, ModelConfig
+from workload import LanguageModel, ModelConfig
 
 CGROUP = Path("/sys/fs/cgroup/memory")
 VOCABULARY, SEQUENCE, BATCH, STEPS = 512, 64, 2, 4
-WAYS = ("plain", "fsdp2", "deepspeed-cpu", "deepspeed-nvme", "zgraph")
 GLIBC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 18), "MALLOC_TRIM_THRESHOLD_": str(1 << 20)}
 HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
 SLOW_STEPS = 2  # the first two are compiled, and write blocks of the disk that were reserved only
 IN_FLIGHT_BYTES, UPDATE_BYTES = 2**28, 2**27
 MEASURED_LAYERS = (4, 8)  # of models that are not on disk
 IN_FLIGHT = 3  # transfers of each direction where nothing computes
-
-
-def config_of(layers: int, width: int) -> ModelConfig:
-    return ModelConfig(
-        vocabulary=VOCABULARY, width=width, layers=layers, heads=width // 64, sequence=SEQUENCE, batch=BATCH
-    )
+Built = tuple[nn.Module, Callable[[Tensor], Tensor]]  # the model, and a step
 
 
 # --- a try ------------------------------------------------------------------------------------------------------------
 
 
-def plain(config: ModelConfig, scratch: str) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
-    torch.manual_seed(0)
+def plain(config: ModelConfig, scratch: str) -> Built:
     model = LanguageModel(config)
-    return model, loop(model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))
+    return model, plain_step(model, adamw(model))
 
 
-def fsdp2(config: ModelConfig, scratch: str) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
-    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+def fsdp2(config: ModelConfig, scratch: str) -> Built:
+    from torch.distributed.fsdp import CPUOffloadPolicy
 
-    torch.manual_seed(0)
     model = LanguageModel(config)
-    for block in filter(lambda part: isinstance(part, Block), list(model.modules())):
-        fully_shard(block, offload_policy=CPUOffloadPolicy(pin_memory=False))
-    fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
-    return model, loop(model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))
+    shard_fully(model, model.blocks, None, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    return model, plain_step(model, adamw(model))
 
 
-def deepspeed(device: str) -> Callable[[ModelConfig, str], tuple[nn.Module, Callable[[Tensor], Tensor]]]:
+def deepspeed(device: str, config: ModelConfig, scratch: str) -> Built:
     """ZeRO-3 with all that can rest elsewhere on "cpu" or "nvme"."""
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    import deepspeed  # pyright: ignore[reportMissingImports]  # optional
 
-    def build(config: ModelConfig, scratch: str) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
-        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-        import deepspeed  # pyright: ignore[reportMissingImports]  # optional
+    largest = max(VOCABULARY, 4 * config.width) * config.width  # numbers of a parameter
+    place: dict[str, Any] = {"device": device, "pin_memory": False}
+    if device == "nvme":
+        place["nvme_path"] = os.path.abspath(scratch)
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "gradient_clipping": 0.0,  # as zgraph; the default became 1.0 with DeepSpeed#8068
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": place,
+            "offload_param": place | {"buffer_size": largest, "buffer_count": 16},
+            "sub_group_size": 4 * largest,
+            "stage3_max_live_parameters": 8 * largest,
+            "stage3_max_reuse_distance": 0,
+            "stage3_prefetch_bucket_size": 2 * largest,
+            "reduce_bucket_size": 2 * largest,
+        },
+    }
+    with deepspeed.zero.Init(config_dict_or_path=settings):
+        model = LanguageModel(config)
+    engine: Any
+    engine, *_ = deepspeed.initialize(model=model, config=settings)
 
-        largest = max(VOCABULARY, 4 * config.width) * config.width  # numbers of a parameter
-        place: dict[str, Any] = {"device": device, "pin_memory": False}
-        if device == "nvme":
-            place["nvme_path"] = os.path.abspath(scratch)
-        settings: dict[str, Any] = {
-            "train_micro_batch_size_per_gpu": BATCH,
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-            "gradient_clipping": 0.0,  # as zgraph; the default became 1.0 with DeepSpeed#8068
-            "zero_optimization": {
-                "stage": 3,
-                "offload_optimizer": place,
-                "offload_param": place | {"buffer_size": largest, "buffer_count": 16},
-                "sub_group_size": 4 * largest,
-                "stage3_max_live_parameters": 8 * largest,
-                "stage3_max_reuse_distance": 0,
-                "stage3_prefetch_bucket_size": 2 * largest,
-                "reduce_bucket_size": 2 * largest,
-            },
-        }
-        torch.manual_seed(0)
-        with deepspeed.zero.Init(config_dict_or_path=settings):
-            model = LanguageModel(config)
-        engine: Any
-        engine, *_ = deepspeed.initialize(model=model, config=settings)
+    def step(tokens: Tensor) -> Tensor:
+        loss = engine(tokens)
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
 
-        def step(tokens: Tensor) -> Tensor:
-            loss = engine(tokens)
-            engine.backward(loss)
-            engine.step()
-            return loss.detach()
-
-        return model, step
-
-    return build
+    return model, step
 
 
-def on_disk(config: ModelConfig, scratch: str) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
+def on_disk(config: ModelConfig, scratch: str) -> Built:
     import zgraph
 
-    torch.manual_seed(0)
     with torch.device("meta"):
         model = LanguageModel(config)
     offload = zgraph.Offload(params="disk", optimizer="disk", path=scratch)
     model = zgraph.shard(model, zero_stage=3, offload=offload)
     zgraph.materialize(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     # Two uses ahead, which takes memory that this limit has: where reading and computing take about as long, one use
     # ahead lets the disk rest whenever they differ.
     ahead = zgraph.passes.StreamStates(prefetch=2, in_flight_bytes=IN_FLIGHT_BYTES, update_bytes=UPDATE_BYTES)
     passes = [ahead if one.name == ahead.name else one for one in zgraph.passes.presets.default()]
-    options = {"lowering": "fx", "passes": zgraph.PassList(passes)}
-    return model, zgraph.training_step(model, optimizer, options=options)(loop(model, optimizer))
+    return model, whole_step(model, adamw(model), {"lowering": "fx", "passes": zgraph.PassList(passes)})
 
 
-def in_memory(config: ModelConfig, scratch: str) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
+def in_memory(config: ModelConfig, scratch: str) -> Built:
     """The same step with nothing on disk: how long it computes."""
     import zgraph
 
-    torch.manual_seed(0)
     model = zgraph.shard(LanguageModel(config), zero_stage=3)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    return model, zgraph.training_step(model, optimizer, options={"lowering": "fx"})(loop(model, optimizer))
+    return model, whole_step(model, adamw(model), {"lowering": "fx"})
 
 
-def transfer_alone(model: nn.Module) -> tuple[float, float]:
-    """Seconds, and of processors, of a step's transfers with nothing beside them, which leave parameters as they are.
+WAYS: dict[str, Callable[[ModelConfig, str], Built]] = {
+    "plain": plain,
+    "fsdp2": fsdp2,
+    "deepspeed-cpu": lambda config, scratch: deepspeed("cpu", config, scratch),
+    "deepspeed-nvme": lambda config, scratch: deepspeed("nvme", config, scratch),
+    "zgraph": on_disk,
+    "memory": in_memory,
+}
+
+
+def transfer_alone(model: nn.Module) -> None:
+    """Make a step's transfers with nothing beside them, which leave parameters as they are.
 
     A step reads each parameter for forward and for backward, whose copy the update writes to, and two moments; it
     writes the last three.
     """
     from zgraph.tiers.copy_lanes import lanes_of
-    from zgraph.tiers.thread_lanes import ThreadLanes
 
     lanes = lanes_of(torch.device("cpu"))
-    assert isinstance(lanes, ThreadLanes)
+    assert lanes is not None
     shards = [cast("DTensor", parameter).to_local() for parameter in model.parameters()]
     reading: deque[tuple[Any, Tensor, bool]] = deque()
     writing: deque[Any] = deque()
@@ -178,7 +164,6 @@ def transfer_alone(model: nn.Module) -> tuple[float, float]:
         if len(writing) > IN_FLIGHT:
             writing.popleft().wait()
 
-    began, cpu_began = time.perf_counter(), time.process_time()
     for turn in range(4):
         for shard in shards:
             reading.append((lanes.reload(shard), shard, turn >= 1))
@@ -188,55 +173,37 @@ def transfer_alone(model: nn.Module) -> tuple[float, float]:
         finish_read()
     while writing:
         writing.popleft().wait()
-    return time.perf_counter() - began, time.process_time() - cpu_began
 
 
-def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Tensor], Tensor]:
-    def step(tokens: Tensor) -> Tensor:
-        loss = model(tokens)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
+def timed(run: Callable[[], Any]) -> tuple[Any, float]:
+    """What it returns, and its seconds."""
+    began = time.perf_counter()
+    return run(), time.perf_counter() - began
 
 
-def attempt(way: str, layers: int, width: int, scratch: str, steps: int) -> None:
+def attempt(way: str, layers: str, width: str, steps: str, scratch: str) -> None:
     """Train, and print what became of it as one line of JSON."""
     torch.set_num_threads(2)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    builds = {
-        "plain": plain,
-        "fsdp2": fsdp2,
-        "deepspeed-cpu": deepspeed("cpu"),
-        "deepspeed-nvme": deepspeed("nvme"),
-        "zgraph": on_disk,
-        "memory": in_memory,
-    }
-    model, step = builds[way](config_of(layers, width), scratch)
-    tokens = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(1))
-    losses: list[float] = []
-    seconds: list[float] = []
-    cpu_seconds: list[float] = []
-    for _ in range(steps):
-        began, cpu_began = time.perf_counter(), time.process_time()
-        losses.append(step(tokens).item())
-        seconds.append(time.perf_counter() - began)
-        cpu_seconds.append(time.process_time() - cpu_began)
-    # DeepSpeed keeps the size of what it has partitioned beside an empty parameter.
-    numel = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters())
-    alone = [transfer_alone(model) for _ in range(steps - STEPS)] if way == "zgraph" else []
-    found = {
-        "numel": numel,
-        "losses": losses,
-        "seconds": seconds,
-        "cpu_seconds": cpu_seconds,
-        "transfers_alone_s": [one for one, _ in alone],
-        "transfers_alone_cpu_s": [cpu for _, cpu in alone],
-    }
-    print(json.dumps(found), flush=True)
-    os._exit(0)  # what is on disk goes with the process
+    with alone():
+        torch.manual_seed(0)
+        model, step = WAYS[way](config_of(int(layers), int(width), BATCH), scratch)
+        tokens = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(1))
+        taken = [timed(lambda: step(tokens).item()) for _ in range(int(steps))]
+        transfers = [timed(lambda: transfer_alone(model)) for _ in range(int(steps) - STEPS)] if way == "zgraph" else []
+        found = {
+            # DeepSpeed keeps the size of what it has partitioned beside an empty parameter.
+            "numel": sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters()),
+            "losses": [loss for loss, _ in taken],
+            "seconds": [seconds for _, seconds in taken],
+            "transfers_alone_s": [seconds for _, seconds in transfers],
+        }
+        print(json.dumps(found), flush=True)
+        os._exit(0)  # what is on disk goes with the process
+
+
+def config_of(layers: int, width: int, batch: int) -> ModelConfig:
+    sizes = {"vocabulary": VOCABULARY, "sequence": SEQUENCE, "batch": batch}
+    return ModelConfig(width=width, layers=layers, heads=width // 64, **sizes)
 
 
 # --- in a cgroup ------------------------------------------------------------------------------------------------------
@@ -257,117 +224,91 @@ def limited(gib: float | None) -> Generator[Path | None]:
         group.rmdir()
 
 
-def tried(way: str, layers: int, width: int, gib: float | None, timeout_s: float, steps: int) -> dict[str, Any] | None:
-    """What a try printed; None if it ran out of memory or time, or did not learn."""
+def run_limited(
+    script: str, arguments: Sequence[object], gib: float | None, timeout_s: float | None = None, **variables: str
+) -> dict[str, Any] | None:
+    """Run a script with `--try` and these arguments and a folder; what its last line says, and the peak of its group.
+
+    None if it ran out of memory or time.
+    """
     with limited(gib) as group, tempfile.TemporaryDirectory(dir=".") as scratch:
-        command = [sys.executable, __file__, "--attempt", way, str(layers), str(width), scratch, str(steps)]
 
         def enter() -> None:
             if group is not None:
                 (group / "cgroup.procs").write_text(str(os.getpid()))
 
-        process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **GLIBC, **HUGE_PAGES},
-            preexec_fn=enter,
-        )
+        command = [sys.executable, script, "--try", *map(str, arguments), scratch]
+        environment = {**os.environ, **GLIBC, **variables}
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         try:
-            output, errors = process.communicate(timeout=timeout_s)
+            done = subprocess.run(command, env=environment, preexec_fn=enter, timeout=timeout_s, check=False, **pipes)
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
             return None
-        if process.returncode and process.returncode not in (-9, 137) and "memory" not in errors.lower():
-            print(f"{way}, {layers} layers: {errors[-2000:]}", file=sys.stderr)
-        found = json.loads(output.splitlines()[-1]) if not process.returncode and output else None
+        if done.returncode and done.returncode not in (-9, 137) and "memory" not in done.stderr.lower():
+            print(f"{' '.join(map(str, arguments))}: {done.stderr[-2000:]}", file=sys.stderr)
+        if done.returncode or not done.stdout:
+            return None
         peak = 0 if group is None else int((group / "memory.max_usage_in_bytes").read_text())
+        return {"group_peak_bytes": peak, **json.loads(done.stdout.splitlines()[-1])}
+
+
+def tried(way: str, layers: int, options: argparse.Namespace, steps: int, *, free: bool = False) -> Any:
+    """What a try found; None if it ran out of memory or time, or did not learn."""
+    gib = None if free else options.gib
+    found = run_limited(__file__, (way, layers, options.width, steps), gib, options.timeout_s, **HUGE_PAGES)
     if found is None or not found["losses"][-1] < found["losses"][0]:
         return None
-    return {"layers": layers, "width": width, "peak_bytes": peak, **found}
+    return {"layers": layers, "width": options.width, "peak_bytes": found.pop("group_peak_bytes"), **found}
 
 
 def largest(way: str, options: argparse.Namespace) -> dict[str, Any] | None:
     """The largest model that trains; layers are doubled, and then bisected to an eighth."""
     if options.exactly:
-        return tried(way, options.layers, options.width, options.gib, options.timeout_s, options.steps)
+        return tried(way, options.layers, options, options.steps)
     best: dict[str, Any] | None = None
-    low, high = 0, options.layers
-    while (found := tried(way, high, options.width, options.gib, options.timeout_s, STEPS)) is not None:
-        best, low, high = found, high, 2 * high
-        print(f"  {way}: {low} layers train, {found['numel'] / 1e6:.0f} M parameters", flush=True)
-    while high - low > max(1, low // 8):
-        middle = (low + high) // 2
-        found = tried(way, middle, options.width, options.gib, options.timeout_s, STEPS)
-        print(f"  {way}: {middle} layers {'train' if found else 'do not'}", flush=True)
+    low, high, fails = 0, options.layers, sys.maxsize
+    while fails - low > max(1, low // 8):
+        found = tried(way, high, options, STEPS)
+        print(f"  {way}: {high} layers {'train' if found else 'do not'}", flush=True)
         if found is None:
-            high = middle
+            fails = high
         else:
-            best, low = found, middle
+            best, low = found, high
+        high = 2 * low if fails == sys.maxsize else (low + fails) // 2
     return best
 
 
 def judged(best: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     """The step of a try beside its transfers alone, its computing alone, and the losses of a run without a limit."""
     layers, (few, more) = best["layers"], MEASURED_LAYERS
-    steps = {
-        count: tried("memory", count, options.width, None, options.timeout_s, STEPS + SLOW_STEPS)
-        for count in MEASURED_LAYERS
-    }
-    free = tried("zgraph", layers, options.width, None, options.timeout_s, STEPS)
-
-    def computing(which: str) -> float:
-        found = {count: statistics.median(one[which][SLOW_STEPS:]) for count, one in steps.items() if one}
-        return found[few] + (layers - few) * (found[more] - found[few]) / (more - few)
-
-    compute_s = computing("seconds")
-    found: dict[str, Any] = {
-        "seconds": best["seconds"][SLOW_STEPS:],
-        "cpu_seconds": best["cpu_seconds"][SLOW_STEPS:],
-        "transfers_alone_s": best["transfers_alone_s"],
-        "transfers_alone_cpu_s": best["transfers_alone_cpu_s"],
-        "compute_alone_s": compute_s,
-        "compute_alone_cpu_s": computing("cpu_seconds"),
-        "same_losses": free is not None and free["losses"] == best["losses"][:STEPS],
-    }
-    step_s, transfers_s = (statistics.median(found[name]) for name in ("seconds", "transfers_alone_s"))
-    step_cpu_s, transfers_cpu_s = (statistics.median(found[name]) for name in ("cpu_seconds", "transfers_alone_cpu_s"))
+    steps = {count: tried("memory", count, options, STEPS + SLOW_STEPS, free=True) for count in MEASURED_LAYERS}
+    seconds = {count: statistics.median(one["seconds"][SLOW_STEPS:]) for count, one in steps.items()}
+    compute_s = seconds[few] + (layers - few) * (seconds[more] - seconds[few]) / (more - few)
+    free = tried("zgraph", layers, options, STEPS, free=True)
+    step_s, transfers_s = best["seconds"][SLOW_STEPS:], best["transfers_alone_s"]
+    same = free is not None and free["losses"] == best["losses"][:STEPS]
+    longer = max(statistics.median(transfers_s), compute_s)
     print(
-        f"step {step_s:.1f} s, its transfers alone {transfers_s:.1f} s, its computing alone {compute_s:.1f} s, "
-        f"{step_s / max(transfers_s, compute_s):.2f} of the longer; of processors {step_cpu_s:.1f}, "
-        f"{transfers_cpu_s:.1f} and {found['compute_alone_cpu_s']:.1f} s; losses without a limit "
-        f"{'equal' if found['same_losses'] else 'differ'}"
+        f"step {spread(step_s, 1)} s, its transfers alone {spread(transfers_s, 1)} s, its computing alone "
+        f"{compute_s:.1f} s, {statistics.median(step_s) / longer:.2f} of the longer; losses without a limit "
+        f"{'equal' if same else 'differ'}"
     )
-    return found
-
-
-def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--gib", type=float, default=1.5, help="limit of memory")
-    parser.add_argument("--width", type=int, default=768)
-    parser.add_argument("--layers", type=int, default=4, help="of the first try")
-    parser.add_argument("--exactly", action="store_true", help="try that many layers alone")
-    parser.add_argument("--ways", default="plain,zgraph", help=f"of {', '.join(WAYS)}")
-    parser.add_argument("--timeout-s", type=float, default=900.0, help="of one try")
-    parser.add_argument(
-        "--step", action="store_true", help="compare zgraph's step with its transfers and its computing"
-    )
-    parser.add_argument("--steps", type=int, default=STEPS, help="of a try of that many layers alone")
-    parser.add_argument("--json", type=Path, help="write the figures to this file as well")
-    return parser.parse_args()
+    return {"seconds": step_s, "transfers_alone_s": transfers_s, "compute_alone_s": compute_s, "same_losses": same}
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--attempt"]:
-        way, layers, width, scratch, steps = sys.argv[2:]
-        attempt(way, int(layers), int(width), scratch, int(steps))
-    options = parsed()
+    if sys.argv[1:2] == ["--try"]:
+        attempt(*sys.argv[2:])
+    parser = parser_of((__doc__ or "").partition("\n")[0], gib=1.5, width=768, layers=4, timeout_s=900.0, steps=STEPS)
+    parser.add_argument("--exactly", action="store_true", help="try that many layers alone, for --steps")
+    parser.add_argument("--ways", default="plain,zgraph", help=f"of {', '.join(WAYS)}")
+    parser.add_argument("--step", action="store_true", help="compare zgraph's step with its transfers and computing")
+    options = parser.parse_args()
     if options.step and not (options.exactly and options.steps > STEPS):
         raise SystemExit(f"--step needs --exactly, and --steps of more than {STEPS}, such as 9")
+    where: dict[str, Any] = {**about(), "gib": options.gib}
+    print(f"{where['processor']}, {where['commit']}, {options.gib} GiB")
     found = {way: largest(way, options) for way in options.ways.split(",")}
-    print(f"{processor()}, {commit()}, {options.gib} GiB")
     base = found.get("plain")
     for way, best in found.items():
         if best is None:
@@ -376,11 +317,9 @@ def main() -> None:
         ratio = "" if base is None else f", {best['numel'] / base['numel']:.1f} x plain"
         seconds = min(best["seconds"][1:])
         print(f"{way:8} {best['layers']} layers, {best['numel'] / 1e6:.0f} M parameters{ratio}, {seconds:.2f} s a step")
-    about: dict[str, Any] = {"processor": processor(), "cores": os.cpu_count(), "commit": commit(), "gib": options.gib}
     if options.step and (best := found.get("zgraph")) is not None:
-        about["step"] = {**about, **judged(best, options)}
-    if options.json is not None:
-        options.json.write_text(json.dumps(about | {"ways": found}, indent=1) + "\n")
+        where["step"] = {**where, **judged(best, options)}
+    save(options.json, where | {"ways": found})
 
 
 if __name__ == "__main__":

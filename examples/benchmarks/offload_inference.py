@@ -11,34 +11,26 @@ Error: the GPT of examples/train_gpt.py, trained here for some steps, then with 
 they would be at rest: the loss of held-out text, and by how much logits differ, relative to their length.
 """
 
-# HashStore is exported, though not listed.
-# pyright: reportPrivateImportUsage=false
-
-import argparse
 import json
 import os
 import resource
-import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from offload_capacity import GLIBC, limited
-from provenance import commit, processor
+from offload_capacity import SEQUENCE, VOCABULARY, config_of, run_limited
+from ranks import alone
+from record import about, parser_of, quartiles, save
 from torch import Tensor, nn
-from workload import LanguageModel, ModelConfig
+from workload import LanguageModel
 
 import zgraph
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from train_gpt import GPT, cut, evaluate, lr_factor, make_optimizer, read_sources
 
-VOCABULARY, SEQUENCE = 512, 64  # of the model that is timed
 LAYERS, WIDTH, HEADS, BATCH = 2, 128, 4, 8  # of the one that is trained
 WAYS: dict[str, dict[str, Any]] = {
     "in memory": {},
@@ -75,52 +67,37 @@ def disk_rate(folder: str, nbytes: int = 1 << 28) -> float:
     return nbytes / (time.perf_counter() - began)
 
 
-def serve(way: str, layers: int, width: int, turns: int, scratch: str) -> None:
+def serve(way: str, layers: str, width: str, turns: str, scratch: str) -> None:
     """Print a row as one line of JSON."""
     torch.set_num_threads(2)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    rate = disk_rate(scratch)
-    torch.set_default_dtype(torch.bfloat16 if way == "bf16" else torch.float32)
-    model = of_size(layers, width)
-    torch.set_default_dtype(torch.float32)
-    offload = zgraph.Offload(**WAYS[way], path=scratch) if WAYS[way] else None
-    # What the processor multiplies is fp32 in all rows: few have bf16.
-    zgraph.shard(model, param_dtype=torch.float32, offload=offload)
-    zgraph.materialize(model, seed=0)
-    compiled: Any = torch.compile(model, backend="zgraph", options={"lowering": "fx"})
-    tokens = torch.randint(0, VOCABULARY, (1, 2), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
+    with alone(), torch.no_grad():
+        rate = disk_rate(scratch)
+        torch.set_default_dtype(torch.bfloat16 if way == "bf16" else torch.float32)
+        model = of_size(int(layers), int(width))
+        torch.set_default_dtype(torch.float32)
+        offload = zgraph.Offload(**WAYS[way], path=scratch) if WAYS[way] else None
+        # What the processor multiplies is fp32 in all rows: few have bf16.
+        zgraph.shard(model, param_dtype=torch.float32, offload=offload)
+        zgraph.materialize(model, seed=0)
+        compiled: Any = torch.compile(model, backend="zgraph", options={"lowering": "fx"})
+        tokens = torch.randint(0, VOCABULARY, (1, 2), generator=torch.Generator().manual_seed(1))
         compiled(tokens)
-        taken, before = list[float](), read_bytes()
-        for _ in range(turns):
+        ms, before = list[float](), read_bytes()
+        for _ in range(int(turns)):
             began = time.perf_counter()
             compiled(tokens)
-            taken.append(time.perf_counter() - began)
-    found = {
-        "way": way,
-        "ms": [1e3 * one for one in taken],
-        "read_bytes": (read_bytes() - before) / turns,
-        "disk_bytes_per_s": rate,
-        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-    }
-    print(json.dumps(found), flush=True)
-    os._exit(0)
+            ms.append(1e3 * (time.perf_counter() - began))
+        read = (read_bytes() - before) / int(turns)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        found = {"way": way, "ms": ms, "read_bytes": read, "disk_bytes_per_s": rate, "peak_bytes": peak}
+        print(json.dumps(found), flush=True)
+        os._exit(0)
 
 
-def timed(way: str, options: argparse.Namespace) -> dict[str, Any] | None:
-    """A row, of a process of its own; None if it ran out of memory."""
-    with limited(options.gib) as group, tempfile.TemporaryDirectory(dir=".") as scratch:
-
-        def enter() -> None:
-            if group is not None:
-                (group / "cgroup.procs").write_text(str(os.getpid()))
-
-        sizes = map(str, (options.layers, options.width, options.turns))
-        command = [sys.executable, __file__, "--serve", way, *sizes, scratch]
-        done = subprocess.run(
-            command, stdout=subprocess.PIPE, text=True, env={**os.environ, **GLIBC}, preexec_fn=enter, check=False
-        )
-        return None if done.returncode else json.loads(done.stdout.splitlines()[-1])
+def of_size(layers: int, width: int) -> LanguageModel:
+    """The model that is timed, without values."""
+    with torch.device("meta"):
+        return LanguageModel(config_of(layers, width, batch=1)).eval().requires_grad_(False)
 
 
 # --- error ------------------------------------------------------------------------------------------------------------
@@ -143,7 +120,6 @@ def trained(steps: int) -> GPT:
 
 def errors(steps: int) -> list[dict[str, Any]]:
     """Loss and relative error of logits, by bits."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     weights = trained(steps).state_dict()
     _, text = read_sources()
     windows = torch.linspace(0, len(text) - SEQUENCE - 1, 512).long().view(-1, 32)
@@ -166,50 +142,32 @@ def errors(steps: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--serve"]:
-        way, layers, width, turns, scratch = sys.argv[2:]
-        serve(way, int(layers), int(width), int(turns), scratch)
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--width", type=int, default=1024)
-    parser.add_argument("--turns", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=400, help="of the training whose model errors are measured with")
+    if sys.argv[1:2] == ["--try"]:
+        serve(*sys.argv[2:])
+    parser = parser_of(__doc__, layers=24, width=1024, turns=7, steps=400)
     parser.add_argument("--gib", type=float, help="limit of memory of each row, page cache counted (root)")
-    parser.add_argument("--json", type=Path, help="where the figures are written, too")
     options = parser.parse_args()
+    where = {**about(), "gib": options.gib}
     rows: list[dict[str, Any]] = []
     for way in WAYS:
-        row = timed(way, options)
+        row = run_limited(__file__, (way, options.layers, options.width, options.turns), options.gib)
+        rows.append(row or {"way": way, "fits": False})
         if row is None:
             print(f"{way:10} does not fit into {options.gib} GiB")
-            rows.append({"way": way, "fits": False})
             continue
-        rows.append(row)
-        ms, at_rate = statistics.median(row["ms"]), 1e3 * row["read_bytes"] / row["disk_bytes_per_s"]
+        ms, at_rate = quartiles(row["ms"])[1], 1e3 * row["read_bytes"] / row["disk_bytes_per_s"]
         print(
             f"{way:10} {ms:7.0f} ms, reads {row['read_bytes'] / 1e6:6.0f} MB, which take {at_rate:5.0f} ms alone; "
             f"peak {row['peak_bytes'] / 1e6:.0f} MB",
             flush=True,
         )
-    found = errors(options.steps)
+    with alone():
+        found = errors(options.steps)
     for entry in found:
         print(f"{entry['bits']:2} bits: loss {entry['loss']:.4f}, logits differ by {100 * entry['logits']:.2f} %")
-    if options.json is not None:
-        about = {"processor": processor(), "cores": os.cpu_count(), "commit": commit(), "gib": options.gib}
-        sizes = {"layers": options.layers, "width": options.width, "steps": options.steps}
-        numel = sum(tensor.numel() for tensor in of_size(options.layers, options.width).parameters())
-        options.json.write_text(
-            json.dumps(about | {"config": sizes, "numel": numel, "rows": rows, "errors": found}, indent=1) + "\n"
-        )
-
-
-def of_size(layers: int, width: int) -> LanguageModel:
-    """The model that is timed, without values."""
-    config = ModelConfig(
-        vocabulary=VOCABULARY, width=width, layers=layers, heads=width // 64, sequence=SEQUENCE, batch=1
-    )
-    with torch.device("meta"):
-        return LanguageModel(config).eval().requires_grad_(False)
+    config = {name: getattr(options, name) for name in ("layers", "width", "steps")}
+    numel = sum(tensor.numel() for tensor in of_size(options.layers, options.width).parameters())
+    save(options.json, where | {"config": config, "numel": numel, "rows": rows, "errors": found})
 
 
 if __name__ == "__main__":

@@ -21,24 +21,17 @@ The ways take turns; printed are medians with quartiles, the simulator's predict
 Pin the process to one core (taskset -c 0): the copying threads then need another one.
 """
 
-# HashStore is exported, though not listed.
-# pyright: reportPrivateImportUsage=false
-
-import argparse
-import json
-import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
-from provenance import commit, processor
-from torch import Tensor
+from builders import adamw, whole_step
+from ranks import alone
+from record import about, parser_of, save, spread, table
 from workload import LanguageModel, ModelConfig
 
 import zgraph
@@ -69,21 +62,16 @@ class Row:
     predicted_ms: float
     predicted_bytes: int
     notes: str
-    step: Callable[[Tensor], Any]
-    ms: list[float]
+    ms: list[float] = field(default_factory=list[float])
 
 
 def build(
-    config: ModelConfig,
-    hardware: zgraph.Hardware,
-    way: str,
-    budget_bytes: int | None,
-    rests: str = DEVICE,
-) -> Row:
+    config: ModelConfig, hardware: zgraph.Hardware, way: str, budget_bytes: int | None = None, rests: str = DEVICE
+) -> tuple[Row, Callable[[], object]]:
+    """A row, and its step."""
     torch.manual_seed(0)
     at_rest, updates = RESTS[rests]
     model = zgraph.shard(LanguageModel(config), zero_stage=3, offload=at_rest)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     report = zgraph.Report()
     passes = presets.planned(offload_activations=way != RECOMPUTE and at_rest is None)
     if at_rest is not None:
@@ -92,15 +80,7 @@ def build(
         passes = [stream if isinstance(one, StreamStates) else one for one in kept]
     target = zgraph.Target(hardware=hardware, budget_bytes=budget_bytes, time_kernels=True)
     options: dict[str, Any] = {"lowering": "fx", "passes": zgraph.PassList(passes, target=target), "report": report}
-
-    @zgraph.training_step(model, optimizer, options=options)
-    def step(tokens: Tensor) -> Tensor:
-        loss = model(tokens)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
+    step = whole_step(model, adamw(model, lr=1e-4), options)
     tokens = torch.randint(0, config.vocabulary, (config.batch, config.sequence + 1))
     for _ in range(WARM_UP_STEPS):
         step(tokens)
@@ -108,20 +88,8 @@ def build(
     assert graph.us is not None and graph.peak is not None
     chosen = [note.rpartition(": ")[0] for note in report.notes if " activations: " in note]
     notes = "; ".join(note.split(": ")[-1] for note in chosen[-2:])
-    return Row(way, rests, budget_bytes, graph.us / 1e3, graph.peak.bytes, notes, lambda _: step(tokens), [])
-
-
-def update_bytes_per_us(elements: int = 16 * 2**20, turns: int = 5) -> float:
-    """Bytes that AdamW moves in a microsecond on one thread, 28 for each element."""
-    parameter = torch.zeros(elements)
-    parameter.grad = torch.ones(elements)
-    optimizer = torch.optim.AdamW([parameter], fused=True)
-    taken: list[float] = []
-    for _ in range(turns + 1):
-        began = time.perf_counter()
-        optimizer.step()
-        taken.append(time.perf_counter() - began)
-    return 28 * elements / statistics.median(taken[1:]) / 1e6
+    row = Row(way, rests, budget_bytes, graph.us / 1e3, graph.peak.bytes, notes)
+    return row, lambda: step(tokens)
 
 
 class LimitedThread(ThreadPoolExecutor):
@@ -151,77 +119,59 @@ class LimitedThread(ThreadPoolExecutor):
         return found
 
 
-def take_turns(rows: Sequence[Row], threads: Sequence[LimitedThread], turns: int) -> None:
+def take_turns(built: Sequence[tuple[Row, Callable[[], object]]], threads: Sequence[LimitedThread], turns: int) -> None:
     for _ in range(turns):
-        for row in rows:
+        for row, step in built:
             for thread in threads:
                 thread.waits_at_once = row.way == AT_ONCE
             began = time.perf_counter()
-            row.step(torch.empty(0))
+            step()
             row.ms.append(1e3 * (time.perf_counter() - began))
 
 
-def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--sequence", type=int, default=128)
-    parser.add_argument("--mb-per-s", type=float, default=1000.0, help="rate of copies, each direction")
-    parser.add_argument("--budgets", default="0.85,0.7,0.5", help="shares of the peak without a budget")
-    parser.add_argument("--states", action="store_true", help="parameters and optimizer state rest on the host")
-    parser.add_argument("--turns", type=int, default=9)
-    parser.add_argument("--json", type=Path, help="write the figures to this file as well")
-    return parser.parse_args()
-
-
 def main() -> None:
-    options = parsed()
+    parser = parser_of(
+        __doc__, layers=6, width=256, batch=8, sequence=128, mb_per_s=1000.0, budgets="0.85,0.7,0.5", turns=9
+    )
+    parser.add_argument("--states", action="store_true", help="parameters and optimizer state rest on the host")
+    options = parser.parse_args()
+    where = about()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    rate = options.mb_per_s  # bytes per microsecond
+    rate = options.mb_per_s  # of copies, each direction: bytes per microsecond
     link = Link(latency_us=30.0, bytes_per_us=rate)
     hardware = replace(zgraph.Hardware.preset("cpu"), host_to_device=link, device_to_host=link)
-    config = ModelConfig(
-        layers=options.layers, width=options.width, batch=options.batch, sequence=options.sequence, vocabulary=1024
-    )
+    sizes = {name: getattr(options, name) for name in ("layers", "width", "batch", "sequence")}
+    config = ModelConfig(vocabulary=1024, **sizes)
     lanes = lanes_of(torch.device("cpu"))
     assert isinstance(lanes, ThreadLanes)
     threads = LimitedThread(rate), LimitedThread(rate)
     lanes.out, lanes.back = threads
-    free = build(config, hardware, RECOMPUTE, None)
-    rows = [free]
-    for rests in [rests for rests in RESTS if rests != DEVICE] if options.states else ():
-        ways = (PLANNED, BY_RULES, AT_ONCE) if rests.startswith("all") else (PLANNED,)
-        rows += [build(config, hardware, way, None, rests) for way in ways]
-    for share in () if options.states else map(float, options.budgets.split(",")):
-        budget = int(share * free.predicted_bytes)
-        for way in (PLANNED, AT_ONCE, RECOMPUTE):
-            try:
-                rows.append(build(config, hardware, way, budget))
-            except Exception as error:  # too small a budget for recomputation alone
-                print(f"{way} at {share:.2f}: {str(error).splitlines()[1][:200]}")
-    take_turns(rows, threads, options.turns)
+    with alone():
+        built = [build(config, hardware, RECOMPUTE)]
+        free = built[0][0]
+        for rests in [rests for rests in RESTS if rests != DEVICE] if options.states else ():
+            ways = (PLANNED, BY_RULES, AT_ONCE) if rests.startswith("all") else (PLANNED,)
+            built += [build(config, hardware, way, None, rests) for way in ways]
+        for share in () if options.states else map(float, options.budgets.split(",")):
+            for way in (PLANNED, AT_ONCE, RECOMPUTE):
+                try:
+                    built.append(build(config, hardware, way, int(share * free.predicted_bytes)))
+                except Exception as error:  # too small a budget for recomputation alone
+                    print(f"{way} at {share:.2f}: {' '.join(str(error).split())[:300]}")
+        take_turns(built, threads, options.turns)
+    rows = [row for row, _ in built]
     base = statistics.median(free.ms)
-    print(f"{processor()}, {commit()}, copies at {rate:.0f} MB/s; {config}")
-    print(
-        f"{'way':18} {'rests':22} {'budget MB':>10} {'peak MB':>8} {'ms':>7} {'quartiles':>15} {'predicted':>9} "
-        f"{'x free':>6} chosen"
-    )
-    figures: list[dict[str, Any]] = []
-    for row in rows:
-        low, middle, high = statistics.quantiles(row.ms, n=4)
-        budget = "none" if row.budget_bytes is None else f"{row.budget_bytes / 1e6:.1f}"
-        print(
-            f"{row.way:18} {row.rests:22} {budget:>10} {row.predicted_bytes / 1e6:8.1f} {middle:7.1f} "
-            f"{low:7.1f}-{high:7.1f} {row.predicted_ms:9.1f} {middle / base:6.2f}  {row.notes}"
+    print(f"{where['processor']}, {where['commit']}, copies at {rate:.0f} MB/s; {config}")
+    cells = [
+        (
+            *(row.way, row.rests, "none" if row.budget_bytes is None else f"{row.budget_bytes / 1e6:.1f}"),
+            *(f"{row.predicted_bytes / 1e6:.1f}", spread(row.ms, 1), f"{row.predicted_ms:.1f}"),
+            *(f"{statistics.median(row.ms) / base:.2f}", row.notes),
         )
-        figures.append({key: value for key, value in vars(row).items() if key != "step"})
-    if options.json is not None:
-        about: dict[str, Any] = {"processor": processor(), "cores": os.cpu_count(), "commit": commit()}
-        about |= {"mb_per_s": rate, "config": vars(config)}
-        options.json.write_text(json.dumps(about | {"rows": figures}, indent=1) + "\n")
-    dist.destroy_process_group()
+        for row in rows
+    ]
+    print(table(("way", "rests", "budget MB", "peak MB", "ms (quartiles)", "predicted", "x free", "chosen"), cells))
+    save(options.json, {**where, "mb_per_s": rate, "config": vars(config), "rows": [vars(row) for row in rows]})
 
 
 if __name__ == "__main__":

@@ -10,78 +10,61 @@ last picture that it changes. What a report lacks, such as a second graph, is na
 Needs playwright (pip install 'zgraph[test]'), a Chromium of the system, and a checkout: the tests make up the report.
 """
 
-import argparse
-import json
-import os
 import shutil
-import statistics
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from provenance import commit, processor
+from record import about, parser_of, save, spread, table
 
 from zgraph.reporting.export.reading import load
 from zgraph.reporting.page.write_page import write_page
 
+
+def click(selector: str, stride: int = 1) -> str:
+    return f"""
+        const found = [...document.querySelectorAll("{selector}")];
+        if (!found.length) return false;
+        found[({stride} * round) % found.length].click();"""
+
+
+def enter(field: str, values: str, event: str = "input") -> str:
+    return f"""
+        const field = document.getElementById("{field}"), values = "{values}".split(" ");
+        if (!field) return false;
+        field.value = values[round % values.length];
+        field.dispatchEvent(new Event("{event}"));"""
+
+
+def zoom(chart: str) -> str:
+    return f"""
+        const chart = document.getElementById("{chart}");
+        if (!chart) return false;
+        chart.dispatchEvent(new KeyboardEvent("keydown", {{ key: ["+", "+", "+", "-", "0"][round % 5] }}));"""
+
+
 # What an interaction does, as the body of a function that yields false where there is nothing to do it with. `round`
 # counts the repetitions, so that none does what another has done.
 INTERACTIONS = {
-    "open a group of the graph": """
-        const closed = [...document.querySelectorAll("button.group[aria-expanded=false]")];
-        if (!closed.length) return false;
-        closed[(7 * round) % closed.length].click();""",
-    "close a group": """
-        const opened = [...document.querySelectorAll("button.group[aria-expanded=true]")];
-        if (!opened.length) return false;
-        opened[opened.length - 1].click();""",
-    "search the graph": """
-        const field = document.getElementById("graph-search");
-        field.value = `${"mm add view a e".split(" ")[round % 5]}`;
-        field.dispatchEvent(new Event("input"));""",
-    "go to what was found": """
-        const found = [...document.querySelectorAll("#graph-results button")];
-        if (!found.length) return false;
-        found[(11 * round) % found.length].click();""",
-    "colour the graph otherwise": """
-        const field = document.getElementById("graph-shade");
-        field.value = ["cost", "memory", "communication"][round % 3];
-        field.dispatchEvent(new Event("change"));""",
+    "open a group of the graph": click("button.group[aria-expanded=false]", stride=7),
+    "close a group": click("button.group[aria-expanded=true]", stride=7),
+    "search the graph": enter("graph-search", "mm add view a e"),
+    "go to what was found": click("#graph-results button", stride=11),
+    "colour the graph otherwise": enter("graph-shade", "cost memory communication", "change"),
     "show the other graph": """
         const field = document.getElementById("graph-direction");
         if (field.options.length < 2) return false;
         field.value = String((Number(field.value) + 1) % field.options.length);
         field.dispatchEvent(new Event("change"));""",
-    "collapse all": """document.getElementById("graph-collapse").click();""",
-    "zoom the timeline": """
-        const chart = document.getElementById("timeline-chart");
-        if (!chart) return false;
-        chart.dispatchEvent(new KeyboardEvent("keydown", { key: ["+", "+", "+", "-", "0"][round % 5] }));""",
-    "zoom the memory curve": """
-        const chart = document.getElementById("memory-chart");
-        if (!chart) return false;
-        chart.dispatchEvent(new KeyboardEvent("keydown", { key: ["+", "+", "+", "-", "0"][round % 5] }));""",
-    "select a collective": """
-        const buttons = [...document.querySelectorAll("#collectives-table tbody button")];
-        if (!buttons.length) return false;
-        buttons[round % buttons.length].click();""",
-    "sort the collectives": """
-        const heads = [...document.querySelectorAll("#collectives-table thead button")];
-        heads[round % heads.length].click();""",
-    "sort the parameters": """
-        const heads = [...document.querySelectorAll("#parameters-table thead button")];
-        if (!heads.length) return false;
-        heads[round % heads.length].click();""",
-    "filter the parameters": """
-        const field = document.getElementById("parameters-filter");
-        if (!field) return false;
-        field.value = String(round % 10);
-        field.dispatchEvent(new Event("input"));""",
-    "show the diff of a pass": """
-        const buttons = [...document.querySelectorAll("#passes-table tbody button")];
-        if (!buttons.length) return false;
-        buttons[round % buttons.length].click();""",
+    "collapse all": click("#graph-collapse"),
+    "zoom the timeline": zoom("timeline-chart"),
+    "zoom the memory curve": zoom("memory-chart"),
+    "select a collective": click("#collectives-table tbody button"),
+    "sort the collectives": click("#collectives-table thead button"),
+    "sort the parameters": click("#parameters-table thead button"),
+    "filter the parameters": enter("parameters-filter", "0 1 2 3 4 5 6 7 8 9"),
+    "show the diff of a pass": click("#passes-table tbody button"),
 }
 
 # Milliseconds until an action is answered, and until all is done: null where there was nothing to do it with.
@@ -111,26 +94,26 @@ MARKS = """() => ({
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--report", type=Path, help="folder or report.json to show instead of the made-up one")
-    add("--nodes", type=int, default=20_000, help="of the made-up report")
-    add("--loads", type=int, default=5, help="how often the page is loaded")
-    add("--rounds", type=int, default=10, help="how often each interaction is done")
-    add("--json", type=Path, help="file for all samples")
+    parser = parser_of(__doc__, nodes=20_000, loads=5, rounds=10)
+    parser.add_argument("--report", type=Path, help="folder or report.json to show instead of the made-up one")
     options = parser.parse_args()
+    where = about()
     document = load(options.report) if options.report else made_up(options.nodes)
     with tempfile.TemporaryDirectory() as folder:
         page = write_page(document, Path(folder))
         size = page.stat().st_size
         browser, loads, samples = measure(page, options.loads, options.rounds)
     nodes = sum(len(graph["nodes"]["line"]) for frame in document["frames"] for graph in frame["graphs"])
-    print(f"{nodes} nodes, {size / 2**20:.2f} MiB; {browser} on {processor()}, commit {commit()}\n")
-    print("\n".join(table(loads, samples)))
-    if options.json:
-        where = {"processor": processor(), "cores": os.cpu_count(), "commit": commit(), "browser": browser}
-        found = {**where, "nodes": nodes, "bytes": size, "loads": loads, "interactions": samples}
-        options.json.write_text(json.dumps(found) + "\n")
+    print(f"{nodes} nodes, {size / 2**20:.2f} MiB; {browser} on {where['processor']}, commit {where['commit']}\n")
+    named = {"first paint": "paint", "timeline is drawn": "zgraph timeline", "everything is drawn": "zgraph all"}
+    print(table(("page", "ms (quartiles)"), [(name, spread(loads[key])) for name, key in named.items()]) + "\n")
+    cells = [
+        (name, *(map(spread, zip(*taken, strict=True)) if taken else ("skipped: nothing to do it with", "")))
+        for name, taken in samples.items()
+    ]
+    print(table(("interaction", "answers, ms", "done, ms"), cells))
+    found = {"browser": browser, "nodes": nodes, "bytes": size, "loads": loads, "interactions": samples}
+    save(options.json, {**where, **found})
 
 
 def made_up(nodes: int) -> dict[str, Any]:
@@ -156,16 +139,19 @@ def measure(page: Path, loads: int, rounds: int) -> tuple[str, dict[str, list[fl
     with sync_api.sync_playwright() as driver:
         # A container's root has no user namespaces for a sandbox; the page is our own.
         browser = driver.chromium.launch(executable_path=found, args=["--no-sandbox"])
-        for _ in range(loads):
+
+        def opened() -> sync_api.Page:
             view = browser.new_page(viewport={"width": 1400, "height": 900})
             view.goto(page.as_uri())
             view.wait_for_selector("html[data-drawn]", state="attached")
+            return view
+
+        for _ in range(loads):
+            view = opened()
             for name, after in view.evaluate(MARKS).items():
                 seen.setdefault(name, []).append(round(after, 1))
             view.close()
-        view = browser.new_page(viewport={"width": 1400, "height": 900})
-        view.goto(page.as_uri())
-        view.wait_for_selector("html[data-drawn]", state="attached")
+        view = opened()
         view.locator("#graph").scroll_into_view_if_needed()
         view.wait_for_selector("#graph-picture[aria-busy=false]")
         for round_ in range(rounds):
@@ -176,26 +162,6 @@ def measure(page: Path, loads: int, rounds: int) -> tuple[str, dict[str, list[fl
         version = f"Chromium {browser.version}"
         browser.close()
     return version, seen, samples
-
-
-def table(loads: dict[str, list[float]], samples: Samples) -> list[str]:
-    """Medians, and in brackets the fastest and the slowest."""
-    rows = ["| page | ms |", "| --- | --- |"]
-    rows.append(f"| first paint | {spread(loads['paint'])} |")
-    rows.append(f"| timeline is drawn | {spread(loads['zgraph timeline'])} |")
-    rows.append(f"| everything is drawn | {spread(loads['zgraph all'])} |")
-    rows += ["", "| interaction | answers, ms | done, ms |", "| --- | --- | --- |"]
-    for name, taken in samples.items():
-        columns = [spread(list(column)) for column in zip(*taken, strict=True)] or [
-            "skipped: nothing to do it with",
-            "",
-        ]
-        rows.append(f"| {name} | {columns[0]} | {columns[1]} |")
-    return rows
-
-
-def spread(values: list[float]) -> str:
-    return f"{statistics.median(values):.0f} ({min(values):.0f}-{max(values):.0f})"
 
 
 if __name__ == "__main__":

@@ -1,76 +1,65 @@
-"""Train one model in many ways over links of a known rate, and hold each against the floor it cannot go below.
+"""Train one model in many ways over links of a known rate, side by side.
 
     sudo .venv/bin/python examples/benchmarks/shaped_link.py --ranks 2 --rate 1gbit --json results.json
 
 Every rank, or with --nodes every two of them, runs in a network namespace of its own with one core and one thread a
-rank, gloo, and one Ethernet link whose both directions are shaped. The floor of a strategy is the larger of two times:
-its arithmetic alone, without a network, and the bytes its formula has it send divided by what plain TCP carries over
-the same link. Exits with 1 when a strategy that promises to stay within its formula sent more, or when losses that
-should be equal differ.
+rank, gloo, and one Ethernet link whose both directions are shaped. Exits with 1 when losses that should be equal
+differ.
 """
 
-import argparse
-import importlib.util
-import math
-import statistics
 import sys
-from collections.abc import Sequence
+import tempfile
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from link_benchmark import (
-    BenchmarkError,
-    add_arguments,
-    add_quartiles,
-    faster_lines,
-    parse,
-    run_as_command,
-    run_ranks,
-    setting_of,
-    times_faster,
+import torch
+from builders import (
+    Schedule,
+    Setting,
+    all_reduced,
+    build_ddp,
+    build_deepspeed,
+    build_fsdp2,
+    build_zgraph,
+    by_rules,
+    hook_bf16,
+    hook_fp16,
+    hook_powersgd,
+    loco,
+    low_rank,
+    planned,
+    scheduled_by_torch,
 )
-from netns import FRAME_BYTES, TCP_PAYLOAD_BYTES, ShapedNetwork, parse_rate
-from provenance import commit
-from rank_process import Plan
-from strategies import Strategy, strategies
+from links import Strategy, choose, options_of, parsed, run_as_command, train_in_turns
+from ranks import as_rank, say
+from torch.distributed.device_mesh import init_device_mesh
 from workload import ModelConfig
 
 # Equal operators in equal order are equal in every bit; Inductor fuses otherwise where collectives lie elsewhere.
 LOSS_TOLERANCE = {"fx": 0.0, "inductor": 1e-6}
-_EPILOG = f"""\
+_EPILOG = """\
 strategies, in the order in which a repetition runs them:
-  compute-*         the arithmetic of a step on every rank at once, nothing sent: eager, with blocks compiled by
-                    aot_eager, with everything compiled by zgraph; fp32 unless the name ends in bf16
   ddp               DistributedDataParallel; -fp16, -bf16, -powersgd-1 and -4 with the hook of that name (and rank)
   deepspeed-2, -3   ZeRO stages 2 and 3 (pip install deepspeed; left out where it is not installed)
-  fsdp2             fully_shard of each block and of the rest; -bf16 gathers bf16 and reduces fp32; -compiled compiles
-                    the blocks with aot_eager; with --lowering inductor fsdp2 compiles them with Inductor
-  simplefsdp        SimpleFSDP's graph under the lowering of the zgraph rows: a gather for each parameter, a
-                    reduce_scatter for each gradient; -overlap bucketed and scheduled by PyTorch's
-                    schedule_overlap_bucketing, which is told what things cost here
+  fsdp2             fully_shard of each block and of the rest; -bf16 gathers bf16 and reduces fp32
+  simplefsdp-overlap
+                    SimpleFSDP's graph under the lowering of the zgraph rows: a gather for each parameter, a
+                    reduce_scatter for each gradient, bucketed and scheduled by PyTorch's schedule_overlap_bucketing,
+                    which is told what things cost here
   torch-overlap     the same scheduler on zgraph's own collectives, which send half of what gloo's reduce_scatter does
   zgraph-0 ... -3   ZeRO stages 0 to 3, planned for the measured machine and compiled as --lowering says, the
                     optimizer with zgraph.step_on_shards; -bf16 gathers bf16, sends bf16 gradients and sums
                     them in fp32; -reduce-bf16 computes in fp32 and sends gradients and their means in bf16; -rules is
-                    scheduled without costs; -step runs forward, backward and optimizer as one graph; -eager is not
-                    compiled: the reference, not a way to train; -loco sends gradients as codes of 4 bits, and means of
-                    replicated parameters in bf16, or with -means8 and -means4 in 8 and 4 bits; -lowrank1 and -lowrank4
-                    send factors of that rank
-a strategy brings the compute-* row of its floor along.
+                    scheduled without costs; -step runs forward, backward and optimizer as one graph; -all-reduce lets
+                    gloo reduce; -loco sends gradients as codes of 4 bits, and means of replicated parameters in bf16,
+                    or with -means4 in 4 bits; -lowrank1 and -lowrank4 send factors of that rank
 
 columns:
-  step ms           median over all timed steps of the slowest rank, and the quartiles around it
-  floor ms, x       max(compute alone, formula / goodput), and the step as a multiple of it; where the optimizer is
-                    sharded, compute alone counts 1/ranks of the optimizer's time
-  exposed ms        what forward and backward take longer than compute alone: measured, and as zgraph predicted when it
-                    compiled
-  error             of the time that zgraph predicted for forward and backward
-  formula MB        payload a rank sends per step when every collective moves a ring's volume, at the dtype on the wire;
-                    P bytes of parameters on N ranks: an all_reduce 2P(N-1)/N, stage 3 gathers twice and reduces once,
-                    3P(N-1)/N (a little can be saved: backward does not read the embeddings). With --nodes it is what
-                    has to leave a node, the same with nodes for ranks
-  sent MB, x        the interface's tx_bytes per step, and as a multiple of the formula; whole packets count, with
-                    acknowledgements and one Ethernet, IP and TCP header per packet of up to 64 KiB (a wire adds
-                    {FRAME_BYTES / TCP_PAYLOAD_BYTES - 1:.1%} of headers; the shaped rate does account for those)
+  step ms           median over all timed steps of the slowest rank, with quartiles
+  predicted, error  what zgraph predicted for forward and backward when it compiled, and by how much it was off
+  sent MB           the interface's tx_bytes per step: whole packets, with acknowledgements and one Ethernet, IP and TCP
+                    header per packet of up to 64 KiB
   peak MiB          most bytes held at once in a step that is not timed, with what the strategy keeps between steps:
                     the C heap's own count, which is tensors and communication buffers
   loss              of the last step, mean over the ranks; equal data, seeds and number of steps for all
@@ -82,196 +71,94 @@ examples:
 
 
 def main() -> int:
-    return run_as_command("shaped_link", _parse_arguments(), run, render)
-
-
-def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Build the network, run the ranks in it, and join what they measured with the floors."""
-    chosen = choose_strategies(arguments.strategies)
-    measured_commit = commit()  # before the run: it takes minutes, in which a checkout may go on
-    with ShapedNetwork(arguments.nodes, arguments.rate) as network:
-        node_of = [rank * arguments.nodes // arguments.ranks for rank in range(arguments.ranks)]
-        plan = Plan(
-            addresses=[network.address(node) for node in node_of],
-            bits_per_second=parse_rate(arguments.rate),
-            model=arguments.model,
-            strategies=[strategy.name for strategy in chosen],
-            steps=arguments.steps,
-            repeats=arguments.repeats,
-            lowering=arguments.lowering,
-        )
-        # DeepSpeed is told that each rank is alone on its host, or it would go through shared memory.
-        alone = {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0", "LOCAL_SIZE": "1"}
-        measured = run_ranks(network, "rank_process.py", plan, node_of, alone)
-    rows = add_floors(chosen, measured["strategies"], measured["link"]["goodput_bytes_per_s"], arguments.ranks)
-    for strategy in chosen:
-        turns = {name: rows[name]["step_ms"] for name in strategy.peers if name in rows}
-        rows[strategy.name]["times_faster"] = {
-            name: times_faster(rows[strategy.name]["step_ms"], peer, arguments.steps) for name, peer in turns.items()
-        }
-    return {
-        "rate": arguments.rate,
-        "ranks": arguments.ranks,
-        "nodes": arguments.nodes,
-        "lowering": arguments.lowering,
-        "steps_in_all": plan.steps_in_all,
-        **setting_of(arguments, measured_commit),
-        "link": measured["link"],
-        "rows": rows,
-        # Inside a node bytes are free, and a flat collective may send more than the least between nodes.
-        "failures": find_failures(
-            chosen,
-            rows,
-            tolerance=LOSS_TOLERANCE[arguments.lowering],
-            promised_bytes=arguments.nodes == arguments.ranks,
-        ),
-    }
-
-
-def choose_strategies(names: Sequence[str] | None) -> list[Strategy]:
-    """The named strategies and the compute-alone rows of their floors, in the table's order; all when None.
-
-    Raises:
-        BenchmarkError: a name is unknown, or asks for zgraph where it is not installed.
-    """
-    table = strategies()
-    missing = {module for module in ("zgraph", "deepspeed") if importlib.util.find_spec(module) is None}
-    if names is None:
-        names = [name for name, strategy in table.items() if strategy.needs not in missing]
-        for module in sorted(missing):
-            print(f"{module} is not installed: its strategies are left out", file=sys.stderr)
-    for name in names:
-        if name not in table:
-            raise BenchmarkError(f"strategy {name!r} is unknown; choose from {', '.join(table)}")
-        if table[name].needs in missing:
-            raise BenchmarkError(f"strategy {name!r} needs {table[name].needs}, which is not installed")
-    wanted = {*names, *(table[name].compute for name in names)}
-    return [strategy for name, strategy in table.items() if name in wanted]
-
-
-def add_floors(
-    chosen: Sequence[Strategy], measured: dict[str, dict[str, Any]], goodput_bytes_per_s: float, ranks: int
-) -> dict[str, dict[str, Any]]:
-    """The measured rows with their medians, quartiles, floors and ratios."""
-    rows: dict[str, dict[str, Any]] = {}
-    for strategy in chosen:
-        row = measured[strategy.name]
-        add_quartiles(row)
-        if strategy.compute is not None:
-            alone = measured[strategy.compute]
-            # What the other ranks update of a sharded model is no part of this rank's arithmetic.
-            elsewhere = 1 - 1 / ranks if strategy.shards_optimizer else 0.0
-            compute_ms = statistics.median(alone["step_ms"]) - elsewhere * statistics.median(alone["optimizer_ms"])
-            send_ms = 1e3 * row["payload_bytes"] / goodput_bytes_per_s
-            floor_ms = max(compute_ms, send_ms)
-            row |= {
-                "compute_ms": compute_ms,
-                "send_ms": send_ms,
-                "floor_ms": floor_ms,
-                "step_over_floor": row["step_ms_median"] / floor_ms,
-                "sent_over_payload": row["sent_bytes"] / row["payload_bytes"],
-                "exposed_ms": statistics.median(row["backward_ms"]) - statistics.median(alone["backward_ms"]),
-            }
-        if row["predictions"]:
-            predicted_ms = sum(graph["step_ms"] for graph in row["predictions"])
-            compute_ms = sum(graph["compute_ms"] for graph in row["predictions"])
-            row |= {
-                "predicted_ms": predicted_ms,
-                "predicted_exposed_ms": predicted_ms - compute_ms,
-                "prediction_error": predicted_ms / statistics.median(row["backward_ms"]) - 1,
-            }
-        rows[strategy.name] = row
-    return rows
-
-
-def find_failures(
-    chosen: Sequence[Strategy], rows: dict[str, dict[str, Any]], *, tolerance: float, promised_bytes: bool
-) -> list[str]:
-    """One line per broken promise about losses, equal within a relative tolerance, and about bytes."""
-    unequal = [
-        f"{strategy.name} ends with the loss {rows[strategy.name]['loss']!r}, {strategy.equal_loss} with "
-        f"{rows[strategy.equal_loss]['loss']!r}; they promise to be equal within {tolerance}"
-        for strategy in chosen
-        if strategy.equal_loss in rows
-        and not math.isclose(rows[strategy.name]["loss"], rows[strategy.equal_loss]["loss"], rel_tol=tolerance)
-    ]
-    if not promised_bytes:
-        return unequal
-    return unequal + [
-        f"{strategy.name} sent {rows[strategy.name]['sent_over_payload']:.3f} times its formula; "
-        f"it promises at most {strategy.payload_limit}"
-        for strategy in chosen
-        if strategy.payload_limit is not None and rows[strategy.name]["sent_over_payload"] > strategy.payload_limit
-    ]
-
-
-def render(report: dict[str, Any]) -> str:
-    """The report as text: the link, the table, what to know when reading it."""
-    link, ranks = report["link"], report["ranks"]
-    lines = [
-        f"{ranks} ranks on {report['nodes']} nodes and {report['cores']} cores, links at {report['rate']}, "
-        f"{report['parameters'] / 1e6:.1f} M parameters, torch {report['versions']['torch']}",
-        f"TCP goodput {link['goodput_bytes_per_s'] / 1e6:.1f} MB/s; "
-        f"plain all_gather sends {link['all_gather_bytes_per_s'] / 1e6:.1f} MB/s, "
-        f"counted {link['all_gather_counted_per_payload_byte']:.3f} bytes per payload byte",
-        "",
-        f"{'strategy':<20} {'step ms':>8} {'quartiles':>15} {'floor ms':>9} {'x':>5} "
-        f"{'exposed ms':>10} {'predicted':>9} {'error':>6} "
-        f"{'formula MB':>11} {'sent MB':>8} {'x':>6} {'peak MiB':>9} {'loss':>8}",
-    ]
-    for name, row in report["rows"].items():
-        quartiles = f"{row['step_ms_low']:.1f}-{row['step_ms_high']:.1f}"
-        floor = ratio = payload = sent_ratio = loss = exposed = predicted = error = "-"
-        if row["loss"] is not None:
-            floor, ratio = f"{row['floor_ms']:.1f}", f"{row['step_over_floor']:.2f}"
-            payload, sent_ratio = f"{row['payload_bytes'] / 1e6:.2f}", f"{row['sent_over_payload']:.3f}"
-            loss, exposed = f"{row['loss']:.4f}", f"{row['exposed_ms']:.1f}"
-        if "predicted_ms" in row:
-            predicted, error = f"{row['predicted_exposed_ms']:.1f}", f"{row['prediction_error']:+.1%}"
-        lines.append(
-            f"{name:<20} {row['step_ms_median']:>8.1f} {quartiles:>15} {floor:>9} {ratio:>5} "
-            f"{exposed:>10} {predicted:>9} {error:>6} "
-            f"{payload:>11} {row['sent_bytes'] / 1e6:>8.2f} {sent_ratio:>6} "
-            f"{row['peak_bytes'] / 2**20:>9.1f} {loss:>8}"
-        )
-    lines += [
-        "",
-        *faster_lines(report["rows"]),
-        "",
-        f"{report['repeats']} repetitions of {report['steps']} steps each, strategies in turn; loss after "
-        f"{report['steps_in_all']} steps. Compute alone runs on all ranks at once.",
-        "Sent is the interface's tx_bytes: payload, acknowledgements, one set of headers per packet of up to 64 KiB.",
-        "Every row is compiled by Inductor: DDP whole, FSDP2 block by block, zgraph by its default lowering."
-        if report["lowering"] == "inductor"
-        else "Compiled rows use aot_eager (FSDP2) and the fx lowering (zgraph), not Inductor.",
-    ]
-    if ranks > report["cores"]:
-        lines.append(f"{ranks} ranks share {report['cores']} cores: compute and communication compete for them.")
-    return "\n".join([*lines, *(f"FAILED: {failure}" for failure in report["failures"])])
-
-
-def _parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__.split("\n\n")[0] if __doc__ else None,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    as_rank(lambda rank, plan: train_in_turns(rank, plan, strategies(), partial(set_up, rank, plan)))
+    parser = options_of((__doc__ or "").partition("\n\n")[0], _EPILOG, ModelConfig(), steps=4)
     parser.add_argument("--ranks", type=int, choices=(2, 4), default=2, help="default: %(default)s")
-    parser.add_argument(
-        "--nodes", type=int, choices=(2, 4), help="hosts with a link of their own; default: one for each rank"
-    )
+    parser.add_argument("--nodes", type=int, choices=(2, 4), help="hosts with a link of their own; default: --ranks")
     parser.add_argument(
         "--lowering",
-        choices=("fx", "inductor"),
+        choices=list(LOSS_TOLERANCE),
         default="fx",
         help="inductor: every row is compiled by it, minutes each; fx: graphs run node by node (default: %(default)s)",
     )
-    add_arguments(parser, steps=4, strategies="all that are installed", usual=ModelConfig())
-    arguments = parse(parser)
-    arguments.nodes = arguments.nodes or arguments.ranks
-    if arguments.nodes > arguments.ranks:
-        parser.error(f"{arguments.ranks} ranks cannot be spread over {arguments.nodes} nodes")
-    return arguments
+    arguments = parsed(parser)
+    nodes = arguments.nodes or arguments.ranks
+    if nodes > arguments.ranks:
+        parser.error(f"{arguments.ranks} ranks cannot be spread over {nodes} nodes")
+    return run_as_command(
+        __file__,
+        arguments,
+        choose(parser, arguments.strategies, strategies()),
+        hosts=[rank * nodes // arguments.ranks for rank in range(arguments.ranks)],
+        tolerance=LOSS_TOLERANCE[arguments.lowering],
+        # DeepSpeed is told that each rank is alone on its host, or it would go through shared memory.
+        environment={"DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0", "LOCAL_SIZE": "1"},
+    )
+
+
+def strategies() -> dict[str, Strategy]:
+    """Every row by name, in the order in which a repetition runs them."""
+    ranks, stages = (1, 4), (0, 1, 2, 3)
+    ddp = ("ddp", "ddp-fp16", "ddp-bf16", *(f"ddp-powersgd-{rank}" for rank in ranks))
+    bf16_hooks = ("ddp-bf16", "ddp-fp16")
+    scheduled = {"simplefsdp-overlap": "reduce_scatter", "torch-overlap": "all_to_all"}
+    peers: dict[str, tuple[str, ...]] = {
+        **{"0": ("ddp",), "2": ("deepspeed-2",), "3-bf16": ("fsdp2-bf16",)},
+        "3": ("fsdp2", "deepspeed-3", *scheduled, "zgraph-3-rules"),
+    }
+    rows = [
+        Strategy("ddp", build_ddp()),
+        Strategy("ddp-fp16", build_ddp(hook_fp16)),
+        Strategy("ddp-bf16", build_ddp(hook_bf16)),
+        *(Strategy(f"ddp-powersgd-{rank}", build_ddp(partial(hook_powersgd, rank), one_bucket=True)) for rank in ranks),
+        *(Strategy(f"deepspeed-{stage}", build_deepspeed(stage), needs="deepspeed") for stage in (2, 3)),
+        Strategy("fsdp2", build_fsdp2()),
+        Strategy("fsdp2-bf16", build_fsdp2(torch.bfloat16)),
+        *(
+            Strategy(name, build_zgraph(partial(scheduled_by_torch, algorithm), predicts=False), needs="zgraph")
+            for name, algorithm in scheduled.items()
+        ),
+        *(_ours(f"{stage}{suffix}", peers.get(f"{stage}{suffix}", ())) for suffix in ("", "-bf16") for stage in stages),
+        _ours("0-reduce-bf16", bf16_hooks),
+        _ours("0-rules", ("ddp",), by_rules, equal_loss="zgraph-0"),
+        _ours("0-all-reduce-step", ("ddp", "zgraph-0-step"), all_reduced),
+        _ours("3-rules", (), by_rules, equal_loss="zgraph-3"),
+        *(_ours(f"{name}-step", (f"zgraph-{name}", *peers[name])) for name in ("0", "2", "3", "3-bf16")),
+        _ours("0-reduce-bf16-step", ("zgraph-0-reduce-bf16", *bf16_hooks)),
+        _ours("0-loco", ddp, loco),
+        _ours("0-loco-means4", ddp, partial(loco, 4)),
+        *(
+            _ours(f"0-lowrank{rank}", ("ddp", "ddp-bf16", f"ddp-powersgd-{rank}"), partial(low_rank, rank))
+            for rank in ranks
+        ),
+        _ours("3-bf16-loco", ("fsdp2", "fsdp2-bf16"), loco),
+    ]
+    return {row.name: row for row in rows}
+
+
+def _ours(name: str, peers: tuple[str, ...], schedule: Schedule = planned, equal_loss: str | None = None) -> Strategy:
+    """Stage and dtypes are those of the name."""
+    build = build_zgraph(
+        schedule,
+        whole=name.endswith("-step"),
+        zero_stage=int(name[0]),
+        param_dtype=torch.bfloat16 if name[1:].startswith("-bf16") else None,
+        reduce_dtype=torch.bfloat16 if "reduce-bf16" in name else None,
+    )
+    return Strategy(f"zgraph-{name}", build, peers, "zgraph", equal_loss)
+
+
+def set_up(rank: int, plan: dict[str, Any], config: ModelConfig) -> Setting:
+    """In a rank: what strategies are built from, with this machine measured where one of zgraph's is among them."""
+    mesh = init_device_mesh("cpu", (len(plan["addresses"]),), mesh_dim_names=("dp",))
+    setting = Setting(config, mesh, plan["lowering"])
+    if all(strategies()[name].needs != "zgraph" for name in plan["strategies"]):
+        return setting
+    import zgraph
+
+    say(rank, "calibrating")
+    with tempfile.TemporaryDirectory() as nothing_kept:
+        return replace(setting, hardware=zgraph.calibrate(mesh, cache=nothing_kept))
 
 
 if __name__ == "__main__":

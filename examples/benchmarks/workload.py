@@ -1,5 +1,6 @@
 """What is trained: one small language model, and the tokens that every rank and every step sees."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,7 +38,7 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         width = config.width
-        self.heads = config.heads
+        self.head_width = width // config.heads
         self.attention_norm = nn.LayerNorm(width)
         self.query_key_value = nn.Linear(width, 3 * width)
         self.attention_out = nn.Linear(width, width)
@@ -46,13 +47,15 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * width, width)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        batch, sequence, width = hidden.shape
-        heads = self.query_key_value(self.attention_norm(hidden))
-        heads = heads.view(batch, sequence, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
-        query, key, value = heads.unbind(0)
+        query, key, value = self.heads_of(self.attention_norm(hidden))
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        hidden = hidden + self.attention_out(mixed.transpose(1, 2).reshape(batch, sequence, width))
+        hidden = hidden + self.attention_out(mixed.transpose(1, 2).flatten(2))
         return hidden + self.down(F.gelu(self.up(self.feed_forward_norm(hidden))))
+
+    def heads_of(self, normed: Tensor) -> Sequence[Tensor]:
+        """Queries, keys and values, [batch, heads, sequence, head_width] each."""
+        heads = self.query_key_value(normed).unflatten(2, (3, -1, self.head_width))
+        return heads.permute(2, 0, 3, 1, 4).unbind(0)
 
 
 class LanguageModel(nn.Module):

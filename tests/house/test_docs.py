@@ -18,7 +18,7 @@ from tests.support.doc_blocks import PAGES, ROOT, SETTINGS, Story, blocks_of, ru
 from tests.support.ranks import Ranks
 
 STORIES = stories()
-TOOLS = ("docs/tools/draw_rooms.py", "docs/tools/fill_tables.py", "examples/benchmarks/draw_ratios.py")
+TOOLS = ("docs/tools/draw_rooms.py", "docs/tools/fill_tables.py", "docs/tools/draw_ratios.py")
 
 
 def test_every_block_has_one_setting_and_every_setting_a_block() -> None:

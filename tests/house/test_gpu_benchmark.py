@@ -31,8 +31,7 @@ time.sleep(600)
 PROGRAM = """
 import json, signal, sys, time
 from pathlib import Path
-from gpu_jobs import Job, Runner
-from gpu_results import Results
+from gpu_jobs import Job, Results, Runner
 
 folder, seconds, together, jobs = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3] == "together", sys.argv[4]
 runner = Runner(Results(folder, time.time()), folder.parent, seconds)
@@ -95,7 +94,7 @@ def test_part_killed_at_its_limit_dies_with_its_processes(out: Path) -> None:
 
 def test_broken_part_keeps_rows_and_reports_its_end(out: Path) -> None:
     breaks = (
-        "import sys, time; from pathlib import Path; from gpu_results import Results\n"
+        "import sys, time; from pathlib import Path; from gpu_jobs import Results\n"
         "Results(Path(sys.argv[1]), time.time()).add('breaks', 'found', True, {'ms': 1.5}, 'a GPU')\n"
         "raise SystemExit('it broke')"
     )
@@ -165,7 +164,7 @@ def test_every_part_is_listed_with_its_phase() -> None:
 
 def test_phases_fit_into_ten_minutes() -> None:
     """Phase A takes as long as its longest part; what is expected stays below every limit."""
-    code = "import json; from gpu_parts import PARTS; print(json.dumps([vars(part) for part in PARTS.values()]))"
+    code = "import json; from gpu import PARTS; print(json.dumps([vars(part) for part in PARTS.values()]))"
     done = subprocess.run([sys.executable, "-c", code], cwd=BENCHMARKS, capture_output=True, text=True, check=True)
     found = json.loads(done.stdout)
     assert all(part["expected_s"] < part["limit_s"] for part in found)

@@ -1,21 +1,17 @@
 """Draw docs/images/ratios.svg: how many times as fast as its peers zgraph was, as shaped_link.py has measured it.
 
-    python examples/benchmarks/draw_ratios.py            # draw it anew
-    python examples/benchmarks/draw_ratios.py --check    # fail where the drawing is not that of the figures
-
-Reads results/shaped_link-*-1gbit.json beside it, as shaped_link.py writes them with `--json`. Needs nothing but Python.
+python docs/tools/draw_ratios.py            # draw it anew
+python docs/tools/draw_ratios.py --check    # fail where the drawing is not that of the figures
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-RESULTS = ROOT / "examples" / "benchmarks" / "results"
+from fill_tables import ROOT, load
+from generated import keep_up
+
 PICTURE = ROOT / "docs" / "images" / "ratios.svg"
 SETTINGS = (
     (("shaped_link-2x33.7M-1gbit", "shaped_link-2x33.7M-1gbit-deepspeed"), "2 ranks, 33.7 M parameters"),
@@ -45,23 +41,16 @@ class Bar:
     high: float
 
 
-def main(arguments: Sequence[str]) -> int:
-    drawn = draw([(title, bars_of(names)) for names, title in SETTINGS])
-    if "--check" not in arguments:
-        PICTURE.write_text(drawn)
-    elif not PICTURE.exists() or PICTURE.read_text() != drawn:
-        print(f"{PICTURE} is not what draw_ratios.py makes of the figures; run make docs.")
-        return 1
-    return 0
+def main() -> int:
+    return keep_up({PICTURE: draw([(title, bars_of(names)) for names, title in SETTINGS])})
 
 
 def bars_of(names: Sequence[str]) -> list[Bar]:
     """Of the pairs that some runs have measured, in the order of `PAIRS`."""
-    runs = [json.loads((RESULTS / f"{name}.json").read_text())["rows"] for name in names]
     return [
         Bar(label, *rows[ours]["times_faster"][peer])
         for ours, peer, label in PAIRS
-        for rows in runs
+        for rows in (load(name)["rows"] for name in names)
         if peer in rows.get(ours, {}).get("times_faster", {})
     ]
 
@@ -108,4 +97,4 @@ def one(bar: Bar, y: int) -> list[str]:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    raise SystemExit(main())

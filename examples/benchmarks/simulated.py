@@ -1,0 +1,187 @@
+"""Data-parallel ranks in one process: the mean of their gradients as N machines compress and sum it, with no network.
+
+Each mean is called with the gradients of every rank, contiguous, and with the number of the step, counted from 0, and
+returns the mean of each gradient, fp32 in its shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+
+import torch
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+from zgraph.codegen.kernels.low_rank_reference import low_rank_mean
+from zgraph.codegen.low_rank_kernels import first_right
+from zgraph.compression.low_rank import LowRank, matrix_shape, state_of_matrix
+from zgraph.compression.methods import CompressionMethod, RngKey, TwoHop
+from zgraph.compression.payload import BucketLayout
+
+Grads = Sequence[Sequence[Tensor]]  # of each rank
+Mean = Callable[[Grads, int], list[Tensor]]
+
+
+@dataclass
+class Hop:
+    """One all_to_all within each of several groups of ranks that run side by side.
+
+    Attributes:
+        kernels: the module whose quantize_bucket and dequantize_sum_bucket do the work.
+        layout: of the bucket.
+        states: of each group and rank, what it keeps for each gradient.
+    """
+
+    kernels: ModuleType
+    layout: BucketLayout
+    groups: int = 1
+    states: list[list[list[dict[str, Tensor]]]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        layout = self.layout
+        kinds = [layout.method.state(numel, layout.stretches * layout.world) for numel in layout.numels]
+
+        def empty() -> list[dict[str, Tensor]]:
+            return [{name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in kind.items()} for kind in kinds]
+
+        self.states = [[empty() for _ in range(layout.world)] for _ in range(self.groups)]
+
+    def run(self, grads: Grads, step: int, group: int, divisor: int) -> list[list[Tensor]]:
+        """The chunks of the sum, divided, that each rank of a group receives: [stretches * numel] fp32 a gradient."""
+        layout, draw = self.layout, RngKey(step, group)
+        reset_interval = layout.method.reset_interval
+        if reset_interval and step % reset_interval == 0:
+            for kept in (value for rank in self.states[group] for state in rank for value in state.values()):
+                kept.zero_()
+        payloads = torch.zeros(layout.world, layout.world, layout.payload_bytes, dtype=torch.uint8)
+        for rank, (bucket, states) in enumerate(zip(grads, self.states[group], strict=True)):
+            self.kernels.quantize_bucket(bucket, states, layout, draw, rank, payloads[rank])
+        received = payloads.transpose(0, 1).contiguous()
+        outputs = [[torch.empty(layout.stretches * numel) for numel in layout.numels] for _ in grads]
+        for payload, sums in zip(received, outputs, strict=True):
+            self.kernels.dequantize_sum_bucket(payload, layout, draw, 0, divisor, sums)
+        return outputs
+
+
+class CompressedMean:
+    """The mean under a compression method, with what each rank keeps between steps.
+
+    Args:
+        method: with one hop, or two.
+        numels: elements of each gradient.
+        world: number of ranks; for two hops a multiple of the ranks of a host.
+        kernels: `zgraph.codegen.kernels.reference`, or a module that equals it.
+    """
+
+    def __init__(
+        self, method: CompressionMethod | TwoHop, numels: Sequence[int], world: int, kernels: ModuleType
+    ) -> None:
+        self.numels, self.world, self.local = tuple(numels), world, 1
+        chunks = tuple(-(-numel // world) for numel in numels)
+        if not isinstance(method, TwoHop):
+            self.hops = [Hop(kernels, BucketLayout(method, chunks, world))]
+            return
+        self.local = method.ranks_per_host or 1
+        hosts = world // self.local
+        self.hops = [
+            Hop(kernels, BucketLayout(method.intra_host, chunks, self.local, hosts), groups=hosts),
+            Hop(kernels, BucketLayout(method.inter_host, chunks, hosts), groups=self.local),
+        ]
+
+    def __call__(self, grads: Grads, step: int) -> list[Tensor]:
+        one_hop = len(self.hops) == 1
+        shards = self.hops[0].run(grads, step, 0, self.world) if one_hop else self._two_hops(grads, step)
+        return [
+            torch.cat([shard[place] for shard in shards])[:numel].view_as(grad)
+            for place, (numel, grad) in enumerate(zip(self.numels, grads[0], strict=True))
+        ]
+
+    def _two_hops(self, grads: Grads, step: int) -> list[list[Tensor]]:
+        """By chunk: host n's rank d keeps chunk n * local + d."""
+        inside, across = self.hops
+        local, hosts = self.local, self.world // self.local
+        sums = [inside.run(grads[host * local : (host + 1) * local], step, host, 1) for host in range(hosts)]
+        shards: list[list[Tensor]] = [[] for _ in range(self.world)]
+        for place in range(local):
+            found = across.run([sums[host][place] for host in range(hosts)], step, place, self.world)
+            for host in range(hosts):
+                shards[host * local + place] = found[host]
+        return shards
+
+
+@dataclass
+class FactorsMean:
+    """The mean of gradients that travel as low-rank factors.
+
+    Attributes:
+        world: number of ranks.
+        errors: of each gradient and rank.
+        rights: of each gradient, the right factor of the last step.
+    """
+
+    world: int
+    errors: dict[int, list[Tensor]] = field(default_factory=dict[int, list[Tensor]])
+    rights: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+
+    def __call__(self, grads: Grads, step: int) -> list[Tensor]:
+        return [self._mean(place, parts, step) for place, parts in enumerate(zip(*grads, strict=True))]
+
+    def _mean(self, place: int, parts: Sequence[Tensor], step: int) -> Tensor:
+        raise NotImplementedError
+
+
+@dataclass
+class LowRankMean(FactorsMean):
+    """As zgraph's operators compute it."""
+
+    method: LowRank = field(kw_only=True)
+
+    def _mean(self, place: int, parts: Sequence[Tensor], step: int) -> Tensor:
+        shape = parts[0].shape
+        if not self.method.pays(shape, 2 * parts[0].nbytes):
+            return torch.stack(list(parts)).mean(0)
+        size = matrix_shape(shape)
+        if place not in self.errors:
+            self.errors[place] = [torch.zeros(size) for _ in parts]
+            kept, dtype = state_of_matrix(*size, self.method.rank)["right"]
+            self.rights[place] = first_right(f"parameter {place}", torch.empty(kept, dtype=dtype))
+        mean, self.errors[place], self.rights[place] = low_rank_mean(
+            [part.view(size) for part in parts], self.errors[place], self.rights[place], self.world
+        )
+        return mean.view(shape)
+
+
+@dataclass
+class HookMean(FactorsMean):
+    """As `powerSGD_hook` of torch 2.13 computes it, with a warm start and error feedback.
+
+    Its lines, for ranks that lie side by side instead of in processes, with its own orthogonalization.
+
+    Attributes:
+        rank: `matrix_approximation_rank`.
+        start: `start_powerSGD_iter`: steps in which gradients travel as they are.
+    """
+
+    rank: int = field(kw_only=True)
+    start: int = 2
+
+    def _mean(self, place: int, parts: Sequence[Tensor], step: int) -> Tensor:
+        matrices = [part.reshape(1, part.shape[0], -1) for part in parts]
+        _, rows, columns = matrices[0].shape
+        if step < self.start or 2 * (rows + columns) * self.rank >= rows * columns:
+            return torch.stack(list(parts)).mean(0)
+        if place not in self.errors:
+            self.errors[place] = [torch.zeros_like(matrix) for matrix in matrices]
+            random = torch.Generator().manual_seed(place)
+            self.rights[place] = torch.randn(1, columns, self.rank, generator=random)
+        right = self.rights[place]
+        powerSGD_hook._orthogonalize(right)  # pyright: ignore[reportPrivateUsage]
+        deltas = [matrix + error for matrix, error in zip(matrices, self.errors[place], strict=True)]
+        left = torch.stack([delta @ right for delta in deltas]).sum(0)
+        powerSGD_hook._orthogonalize(left)  # pyright: ignore[reportPrivateUsage]
+        self.rights[place] = torch.stack([delta.transpose(1, 2) @ left for delta in deltas]).sum(0) / self.world
+        mean = left @ self.rights[place].transpose(1, 2)
+        self.errors[place] = [delta - mean for delta in deltas]
+        return mean.view(parts[0].shape)

@@ -40,5 +40,9 @@ class MarkerPolicy:
         return ShardLayout(tuple(shape), self.zero_stage, self.replica_group, self.group_name)
 
 
-_TYPES = {torch.dtype: "ScalarType", torch.dtype | None: "ScalarType?", int: "SymInt", str: "str"}
-POLICY_SCHEMA = ", ".join(f"{_TYPES[kind]} {name}" for name, kind in get_type_hints(MarkerPolicy).items())
+def _schema() -> str:
+    types = {torch.dtype: "ScalarType", torch.dtype | None: "ScalarType?", int: "SymInt", str: "str"}
+    return ", ".join(f"{types[kind]} {name}" for name, kind in get_type_hints(MarkerPolicy).items())
+
+
+POLICY_SCHEMA = _schema()

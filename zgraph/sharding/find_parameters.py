@@ -67,10 +67,12 @@ def find_parameters(module: nn.Module, mesh: DeviceMesh) -> list[Found]:
                 )
             parameters[id(parameter)] = parameter
             sites.setdefault(id(parameter), []).append((prefix, part, attribute))
-    return [
+    found = [
         Found(".".join(filter(None, (places[0][0], places[0][2]))), parameters[key], tuple(places))
         for key, places in sites.items()
     ]
+    _check_untied(found, module)
+    return found
 
 
 def _check_sharded_before(name: str, parameter: DTensor, mesh: DeviceMesh) -> None:
@@ -82,12 +84,8 @@ def _check_sharded_before(name: str, parameter: DTensor, mesh: DeviceMesh) -> No
         )
 
 
-def check_untied(found: Sequence[Found], module: nn.Module) -> None:
-    """Refuse a parameter that is tied to one sharded by an earlier call.
-
-    Raises:
-        ValueError: such a tie exists; the message names both parameters.
-    """
+def _check_untied(found: Sequence[Found], module: nn.Module) -> None:
+    """Refuse a parameter that is tied to one sharded by an earlier call."""
     scopes = {id(state.scope): state.scope for part in module.modules() if (state := state_of(part)) is not None}
     replaced = {id(old): name for scope in scopes.values() for name, old in scope.replaced.alive()}
     for entry in found:

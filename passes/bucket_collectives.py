@@ -14,6 +14,7 @@ from zgraph.analysis.cost import CostModel, NodeCost
 from zgraph.analysis.liveness import curve_of
 from zgraph.analysis.storages import storages_of
 from zgraph.compiler.graph_pass import Fact, GraphPass, PassContext
+from zgraph.errors import check_bytes, check_choice
 from zgraph.graph import dataflow, edits, meta, nodes, traits
 from zgraph.graph.traffic import transfers_of
 from zgraph.passes.common.bucket_costs import GatherQueue, Member, ReductionQueue, link_bytes
@@ -73,16 +74,10 @@ class BucketCollectives(GraphPass):
     conflicts: ClassVar[frozenset[str]] = frozenset({Fact.WAITS_SUNK, Fact.STARTS_HOISTED, Fact.OVERLAP_SCHEDULED})
 
     def __post_init__(self) -> None:
-        if self.bucket_bytes not in (None, "auto") and (isinstance(self.bucket_bytes, str) or self.bucket_bytes < 1):
-            raise ValueError(
-                f"bucket_collectives: bucket_bytes={self.bucket_bytes!r} holds nothing; write a positive number of "
-                'bytes, None for what suits the link, "auto", or leave the pass out of the pipeline.'
-            )
-        if self.gathers not in ("auto", *get_args(Mode)):
-            raise ValueError(
-                f'bucket_collectives: gathers={self.gathers!r} is unknown; write "auto", "flat", "coalesced" or '
-                '"sequential".'
-            )
+        if self.bucket_bytes not in (None, "auto"):
+            others = ', None for what suits the link, "auto", or leave the pass out of the pipeline'
+            check_bytes("bucket_collectives", others, bucket_bytes=self.bucket_bytes)
+        check_choice("bucket_collectives", ("auto", *get_args(Mode)), gathers=self.gathers)
         if not 0 < self.latency_share <= 1:
             raise ValueError(
                 f"bucket_collectives: latency_share={self.latency_share} is the part of a transfer that its latency "

@@ -15,6 +15,7 @@ from zgraph.compression.low_rank import LowRank
 from zgraph.compression.method_text import to_text
 from zgraph.compression.methods import BlockMethod, CompressionMethod, LoCo, TensorMethod, TwoHop
 from zgraph.dialect.wire_dtypes import wire_dtype_of
+from zgraph.errors import check_least, check_patterns
 from zgraph.graph import edits, meta, nodes
 from zgraph.graph.operator_arguments import ReduceArgs
 from zgraph.passes.common.build_compressed import MEANS, CompressedReduction
@@ -66,13 +67,9 @@ class CompressGradients(GraphPass):
                 f"compress_gradients: method={self.method!r} is not a compression method; write zgraph.passes.LoCo(), "
                 "say, or one of your own, a subclass of zgraph.passes.TensorMethod."
             )
-        if self.min_numel < 1 or self.min_dims < 0 or self.warmup_steps < 0:
-            raise ValueError(
-                f"compress_gradients: min_numel={self.min_numel}, min_dims={self.min_dims}, "
-                f"warmup_steps={self.warmup_steps}; write at least 1, 0 and 0."
-            )
-        if isinstance(self.skip, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ValueError(f"compress_gradients: skip={self.skip!r}; write a tuple of patterns, ({self.skip!r},).")
+        check_least("compress_gradients", 1, "1 or more", min_numel=self.min_numel)
+        check_least("compress_gradients", 0, "0 or more", min_dims=self.min_dims, warmup_steps=self.warmup_steps)
+        check_patterns("compress_gradients", skip=self.skip)
         if not (self.mean_codec in MEANS or isinstance(self.mean_codec, BlockMethod)):
             raise ValueError(
                 f"compress_gradients: mean_codec={self.mean_codec}; write torch.bfloat16, torch.float16 or float32, "

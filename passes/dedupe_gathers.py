@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -58,7 +58,7 @@ def plan_shared_gathers(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
         args = UnshardArgs.of(node)
         part = meta.part(node) if args.layout.zero_stage in (0, 3) else None
         shard = dataflow.without_views(args.shard)
-        key = (shard, writes[shard], args.handle, part, *args.policy)
+        key = (replace(args, shard=shard), writes[shard], part)
         kept = first.setdefault(key, node)
         if kept is not node:
             plan.append((node, kept))

@@ -10,6 +10,7 @@ from torch import fx
 
 from zgraph.analysis.hazards import Hazards, hazards
 from zgraph.compiler.graph_pass import Fact, GraphPass, PassContext
+from zgraph.errors import check_bytes, check_least
 from zgraph.graph import dataflow, edits, meta, nodes
 from zgraph.runtime.chunks import MIB
 
@@ -37,13 +38,8 @@ class HoistStarts(GraphPass):
     provides: ClassVar[frozenset[str]] = frozenset({Fact.STARTS_HOISTED})
 
     def __post_init__(self) -> None:
-        if self.prefetch < 0:
-            raise ValueError(f"hoist_starts: prefetch={self.prefetch} is negative; write 0 (none), 1 or more.")
-        if self.in_flight_bytes < 1:
-            raise ValueError(
-                f"hoist_starts: in_flight_bytes={self.in_flight_bytes} holds nothing; write a positive number of "
-                "bytes, or prefetch=0."
-            )
+        check_least("hoist_starts", 0, "0 (none), 1 or more", " is negative", prefetch=self.prefetch)
+        check_bytes("hoist_starts", ", or prefetch=0", in_flight_bytes=self.in_flight_bytes)
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
         plan = plan_hoists(gm.graph, self.prefetch, self.in_flight_bytes)

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from zgraph.compiler.graph_pass import Fact, GraphPass, PassContext
+from zgraph.errors import check_choice
 from zgraph.graph import edits, meta, nodes
 from zgraph.graph.operator_arguments import ReduceArgs
 from zgraph.passes.common.build_reduction import ReductionBuilder, plan_algorithms, waits_in_grad
@@ -45,11 +46,7 @@ class LowerReductions(GraphPass):
     conflicts: ClassVar[frozenset[str]] = frozenset({Fact.COLLECTIVES_BUCKETED})
 
     def __post_init__(self) -> None:
-        if self.algorithm not in ALGORITHMS:
-            known = ", ".join(f'"{name}"' for name in ALGORITHMS[:-1])
-            raise ValueError(
-                f'lower_reductions: algorithm={self.algorithm!r} is unknown; write {known} or "{ALGORITHMS[-1]}".'
-            )
+        check_choice("lower_reductions", ALGORITHMS, algorithm=self.algorithm)
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
         markers = list(nodes.call_functions(gm.graph, nodes.is_reduce_grad))

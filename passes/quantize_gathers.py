@@ -15,6 +15,7 @@ from zgraph.compression.method_text import to_text
 from zgraph.compression.methods import BlockMethod, NoFeedback
 from zgraph.compression.payload import ALIGNMENT, chunk_unit
 from zgraph.dialect.compressed import layout_of
+from zgraph.errors import check_least, check_patterns
 from zgraph.graph import dataflow, meta, nodes
 from zgraph.graph.operator_arguments import UnshardArgs
 from zgraph.passes.lower_gathers import plan_narrow_cast, replace_marker
@@ -54,12 +55,9 @@ class QuantizeGathers(GraphPass):
 
     def __post_init__(self) -> None:
         _check_stateless(self.method)
-        if self.min_numel < 1 or self.min_dims < 0:
-            raise ValueError(
-                f"quantize_gathers: min_numel={self.min_numel}, min_dims={self.min_dims}; write at least 1 and 0."
-            )
-        if isinstance(self.skip, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ValueError(f"quantize_gathers: skip={self.skip!r}; write a tuple of patterns, ({self.skip!r},).")
+        check_least("quantize_gathers", 1, "1 or more", min_numel=self.min_numel)
+        check_least("quantize_gathers", 0, "0 or more", min_dims=self.min_dims)
+        check_patterns("quantize_gathers", skip=self.skip)
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
         markers = list(nodes.call_functions(gm.graph, nodes.is_unshard))

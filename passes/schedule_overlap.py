@@ -10,6 +10,7 @@ from torch import fx
 from zgraph.analysis.cost import FREE
 from zgraph.analysis.storages import rows_of_its_own, storages_of
 from zgraph.compiler.graph_pass import Fact, GraphPass, PassContext
+from zgraph.errors import check_bytes
 from zgraph.graph import edits, meta, nodes, traits
 from zgraph.passes.hoist_starts import HoistStarts
 from zgraph.passes.sink_waits import SinkWaits
@@ -53,11 +54,7 @@ class ScheduleOverlap(GraphPass):
     conflicts: ClassVar[frozenset[str]] = frozenset({Fact.WAITS_SUNK, Fact.STARTS_HOISTED})
 
     def __post_init__(self) -> None:
-        if self.in_flight_bytes < 1:
-            raise ValueError(
-                f"schedule_overlap: in_flight_bytes={self.in_flight_bytes} holds nothing; write a positive number of "
-                "bytes."
-            )
+        check_bytes("schedule_overlap", in_flight_bytes=self.in_flight_bytes)
 
     @property
     def needs_target(self) -> bool:

@@ -9,6 +9,7 @@ from torch import fx
 
 from zgraph.analysis.hazards import Hazards, hazards
 from zgraph.compiler.graph_pass import Fact, GraphPass, PassContext
+from zgraph.errors import check_bytes, check_least
 from zgraph.graph import dataflow, edits, meta, nodes
 from zgraph.runtime.chunks import MIB
 
@@ -39,13 +40,9 @@ class SinkWaits(GraphPass):
     conflicts: ClassVar[frozenset[str]] = frozenset({Fact.OVERLAP_SCHEDULED})
 
     def __post_init__(self) -> None:
-        for name in ("reductions_in_flight", "offloads_in_flight"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"sink_waits: {name}={getattr(self, name)}; write 1 or more.")
-        if self.in_flight_bytes < 1:
-            raise ValueError(
-                f"sink_waits: in_flight_bytes={self.in_flight_bytes} holds nothing; write a positive number of bytes."
-            )
+        check_least("sink_waits", 1, "1 or more", reductions_in_flight=self.reductions_in_flight)
+        check_least("sink_waits", 1, "1 or more", offloads_in_flight=self.offloads_in_flight)
+        check_bytes("sink_waits", in_flight_bytes=self.in_flight_bytes)
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
         before = list(gm.graph.nodes)

@@ -164,16 +164,17 @@ class _Bucket:
 
     def _reduced(self, factor: fx.Node) -> fx.Node:
         """Sum or average a factor over all ranks, in rank order."""
-        args, layout = self.members[0], self.members[0].layout
+        first, layout = self.members[0], self.members[0].layout
         groups = [name for name in (layout.reduce_group, layout.replica_group) if self.ctx.group_size(name) > 1]
         if len(groups) == 1:
             world, size = self.ctx.group_size(groups[0]), meta.tensor_value(factor).nbytes
             if (world - 1) * size - 2 * (world - 1) * size // world <= SPARED_BYTES:
                 return self._summed_by_all(factor, groups[0], world)
         # Each rank averages a part, as for the gradient of a replicated parameter.
-        replicated = replace(layout, shape=tuple(meta.tensor_value(factor).shape), zero_stage=0)
-        reduction = ReduceArgs(factor, args.handle, replicated, FACTOR_DTYPE, None, None, args.reduction, ALONE)
-        return self._communicate(torch.ops.zgraph.reduce_grad.default, *reduction.flat())
+        sent = replace(
+            first, grad=factor, dtype=FACTOR_DTYPE, wire_dtype=None, mean_dtype=None, zero_stage=0, window=ALONE
+        )
+        return self._communicate(torch.ops.zgraph.reduce_grad.default, *sent.flat())
 
     def _summed_by_all(self, factor: fx.Node, group_name: str, world: int) -> fx.Node:
         """Gather a factor and let every rank sum it: one exchange instead of two, but more bytes for over two ranks."""

@@ -14,6 +14,7 @@ from zgraph.analysis.liveness import placements
 from zgraph.analysis.storages import storage_bytes
 from zgraph.compiler.graph_pass import Fact, GraphPass, PassContext
 from zgraph.dialect.copies import offload_op, reload_op, wait_copy_op
+from zgraph.errors import check_least
 from zgraph.graph import dataflow, meta, nodes, traits
 from zgraph.runtime.chunks import MIB
 from zgraph.scheduling.lifetimes.whole_step_model import WholeStepModel
@@ -46,11 +47,8 @@ class OffloadActivations(GraphPass):
     conflicts: ClassVar[frozenset[str]] = frozenset({Fact.GATHERS_LOWERED})
 
     def __post_init__(self) -> None:
-        if self.least_bytes < 1:
-            raise ValueError(
-                f"offload_activations: least_bytes={self.least_bytes}; write the minimum size in bytes, at least 1, of "
-                "an activation to offload."
-            )
+        instead = "the minimum size in bytes, at least 1, of an activation to offload"
+        check_least("offload_activations", 1, instead, least_bytes=self.least_bytes)
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
         least_bytes = self.least_bytes if ctx.plan_bytes is None else None

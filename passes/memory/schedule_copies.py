@@ -12,6 +12,7 @@ from zgraph.analysis.cost import FREE
 from zgraph.analysis.liveness import curve_of
 from zgraph.analysis.storages import rows_of_its_own, storages_of
 from zgraph.compiler.graph_pass import Fact, GraphPass, PassContext
+from zgraph.errors import check_bytes
 from zgraph.graph import edits, meta, nodes
 from zgraph.runtime.chunks import MIB
 from zgraph.scheduling.plan_overlap import Plan, plan_overlap
@@ -39,11 +40,7 @@ class ScheduleCopies(GraphPass):
     provides: ClassVar[frozenset[str]] = frozenset({Fact.COPIES_SCHEDULED})
 
     def __post_init__(self) -> None:
-        if self.in_flight_bytes < 1:
-            raise ValueError(
-                f"schedule_copies: in_flight_bytes={self.in_flight_bytes} holds nothing; write a positive number of "
-                "bytes."
-            )
+        check_bytes("schedule_copies", in_flight_bytes=self.in_flight_bytes)
 
     @property
     def needs_target(self) -> bool:

@@ -15,6 +15,7 @@ from torch import fx
 from zgraph.analysis.liveness import Placements, placements
 from zgraph.compiler.graph_pass import Fact, GraphPass, PassContext
 from zgraph.dialect.copies import offload_op, reload_op, spill_op, store_op, wait_copy_op
+from zgraph.errors import check_bytes, check_choice, check_least
 from zgraph.graph import edits, meta, nodes, traits
 from zgraph.passes.common.updates import split_call
 from zgraph.passes.common.visits import (
@@ -90,23 +91,12 @@ class StreamStates(GraphPass):
     provides: ClassVar[frozenset[str]] = frozenset({Fact.STATES_STREAMED})
 
     def __post_init__(self) -> None:
-        if self.prefetch < 0:
-            raise ValueError(f"stream_states: prefetch={self.prefetch} is negative; write 0 (none), 1 or more.")
-        if self.updates not in ("at_rest", "streamed", "planned"):
-            raise ValueError(
-                f'stream_states: updates={self.updates!r} is unknown; write "at_rest", "streamed" or "planned".'
-            )
-        if self.stores_in_flight < 1:
-            raise ValueError(f"stream_states: stores_in_flight={self.stores_in_flight}; write 1 or more.")
-        if self.in_flight_bytes < 1:
-            raise ValueError(
-                f"stream_states: in_flight_bytes={self.in_flight_bytes} holds nothing; write a positive number of "
-                "bytes, or prefetch=0."
-            )
-        if self.update_bytes < 1:
-            raise ValueError(
-                f"stream_states: update_bytes={self.update_bytes} holds no parameter; write a positive number of bytes."
-            )
+        check_least("stream_states", 0, "0 (none), 1 or more", " is negative", prefetch=self.prefetch)
+        check_choice("stream_states", ("at_rest", "streamed", "planned"), updates=self.updates)
+        check_least("stream_states", 1, "1 or more", stores_in_flight=self.stores_in_flight)
+        check_bytes("stream_states", ", or prefetch=0", in_flight_bytes=self.in_flight_bytes)
+        nothing_fits = " holds no parameter"
+        check_least("stream_states", 1, "a positive number of bytes", nothing_fits, update_bytes=self.update_bytes)
 
     @property
     def needs_target(self) -> bool:

@@ -10,6 +10,7 @@ from typing import ClassVar, cast
 from torch import Tensor, fx
 
 from zgraph.compiler.graph_pass import Fact, GraphPass, PassContext
+from zgraph.errors import check_least
 from zgraph.graph import edits, meta
 from zgraph.graph.sizes import size_hint
 from zgraph.passes.common.list_calls import ListCall, call_over_lists
@@ -37,11 +38,8 @@ class FuseUpdates(GraphPass):
     conflicts: ClassVar[frozenset[str]] = frozenset({Fact.WAITS_SUNK, Fact.OVERLAP_SCHEDULED})
 
     def __post_init__(self) -> None:
-        if self.most_numel < 1:
-            raise ValueError(
-                f"fuse_updates: most_numel={self.most_numel} is smaller than any tensor; write a positive number, or "
-                "leave the pass out of the pipeline."
-            )
+        instead = "a positive number, or leave the pass out of the pipeline"
+        check_least("fuse_updates", 1, instead, " is smaller than any tensor", most_numel=self.most_numel)
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
         if ctx.direction != "step":

@@ -11,7 +11,8 @@ from torch import fx
 
 from tests.support.graphs import Traced, fake_world, mlp, traced
 from zgraph import GraphPass, Hardware, PassContext, PassList, PreconditionError, Target
-from zgraph.compiler.frame_plan import FramePlan, plan_frame, plan_within_budget
+from zgraph.compiler.fit_budget import plan_within_budget
+from zgraph.compiler.frame_plan import FramePlan, plan_frame
 from zgraph.graph import nodes
 from zgraph.graph.text import graph_text
 from zgraph.passes import CompressGradients, NoFeedback, ScheduleOverlap, presets

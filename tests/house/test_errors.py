@@ -285,6 +285,12 @@ def test_option_error_is_a_value_error_with_advice() -> None:
         assert shown.endswith(f"ValueError: {caught.value}") and "BackendCompilerFailed" not in shown
 
 
+@pytest.mark.parametrize("value", [0, -1, 0.5, True, float("nan"), "64", None])
+def test_an_option_in_bytes_is_a_positive_number(value: Any) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"sink_waits: in_flight_bytes={value!r} holds nothing; write a ")):
+        zgraph.passes.SinkWaits(in_flight_bytes=value)
+
+
 def test_without_a_process_group_shard_says_how_to_get_one() -> None:
     with pytest.raises(ValueError, match=r"no process group.*torchrun.*leave zgraph\.shard out"):
         zgraph.shard(nn.Linear(2, 2))

@@ -28,7 +28,7 @@ from zgraph import PassList, PreconditionError
 from zgraph.analysis.liveness import step_curve
 from zgraph.codegen.lower_fx import lower_fx
 from zgraph.compiler.graph_pass import Direction, GraphPass, PassContext
-from zgraph.compiler.partition import partition
+from zgraph.compiler.partition import JointSplit
 from zgraph.graph import nodes
 from zgraph.passes import ChooseLifetimes, DedupeGathers, FuseAttention, presets
 from zgraph.torch_compat.aot import aot_autograd
@@ -127,7 +127,7 @@ class Decomposed:
 
     def _partition(self, joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         self.user_outputs = kwargs["num_fwd_outputs"]
-        return partition(self._passed("joint", joint), inputs, **kwargs)
+        return JointSplit(inputs, kwargs).of(self._passed("joint", joint))
 
     def _passed(self, direction: Direction, gm: fx.GraphModule) -> fx.GraphModule:
         ctx = PassContext(decomposed=self.decomposed)

@@ -8,12 +8,47 @@ from functools import cache
 from torch import fx
 
 from zgraph.analysis.liveness import MemoryCurve
+from zgraph.compiler.frame_plan import FramePlan
+from zgraph.errors import BudgetError
 from zgraph.graph import meta
+from zgraph.torch_compat.dynamo import raise_through_dynamo
 
 TRIES = 4  # tries before the most frugal plan
 STEP = 32  # from the second try on, a target is lowered by at least 1 / STEP of the budget
 SEARCHES = 4  # maximum number of searches for a smaller feasible budget, which an error then names
 LEAST = 1  # bytes to plan for in order to hold as little as possible
+
+
+def plan_within_budget(plan_for: Callable[[int], FramePlan], budget_bytes: int, frame: str) -> FramePlan:
+    """Plan the frame for fewer and fewer bytes, and return the first plan that stays within the budget.
+
+    Args:
+        plan_for: plans the frame for the given bytes. Equal bytes give equal plans.
+        budget_bytes: bytes that must not be exceeded.
+        frame: Dynamo's name of the frame, for the error.
+
+    Raises:
+        BudgetError: no plan fits; names a budget that suffices.
+    """
+    plans: dict[int, FramePlan] = {}  # by peak bytes
+
+    @cache
+    def peak_of(plan_bytes: int) -> int:
+        plan = plan_for(plan_bytes)
+        plans[plan.peak_bytes] = plan
+        return plan.peak_bytes
+
+    plan_bytes = fit(peak_of, budget_bytes)
+    if plan_bytes is not None:
+        return plans[peak_of(plan_bytes)]
+    least = smallest_feasible(peak_of)
+    where = explain(plans[max((peak for peak in plans if peak <= least), default=min(plans))].curve)
+    raise_through_dynamo(
+        f"zgraph: the step of frame {frame} does not fit into budget_bytes={budget_bytes}. The smallest budget that it "
+        f"was found to fit into is {least} bytes, which are there {where}. Raise budget_bytes to it; or use smaller "
+        "buckets (bucket_bytes), a smaller batch, zero_stage=3 or more ranks.",
+        BudgetError,
+    )
 
 
 def fit(peak_of: Callable[[int], int], budget_bytes: int) -> int | None:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 
 from torch import fx
 
 from zgraph.analysis.liveness import MemoryCurve, memory_curve, step_curve
-from zgraph.compiler.fit_budget import explain, fit, smallest_feasible
 from zgraph.compiler.graph_pass import Direction, PassContext
 from zgraph.compiler.pass_list import Observer, PassList, PassRun
-from zgraph.errors import BudgetError, PreconditionError
+from zgraph.errors import PreconditionError
 from zgraph.graph import edits
 from zgraph.scheduling.problem import Limits
-from zgraph.torch_compat.dynamo import raise_through_dynamo
 
 Graphs = dict[Direction, fx.GraphModule]
 
@@ -110,38 +108,6 @@ def plan_frame(captured: fx.GraphModule, pipeline: PassList, ctx: PassContext, o
     last = Variant(from_step=pipeline.steps[-1], graphs=graphs)
     _check_forward(runs, pipeline)
     return FramePlan(variants=(*earlier, last), ctx=ctx, runs=tuple(runs), limits=limits)
-
-
-def plan_within_budget(plan_for: Callable[[int], FramePlan], budget_bytes: int, frame: str) -> FramePlan:
-    """Plan the frame for fewer and fewer bytes, and return the first plan that stays within the budget.
-
-    Args:
-        plan_for: plans the frame for the given bytes. Equal bytes give equal plans.
-        budget_bytes: bytes that must not be exceeded.
-        frame: Dynamo's name of the frame, for the error.
-
-    Raises:
-        BudgetError: no plan fits; the message names a sufficient budget.
-    """
-    plans: dict[int, FramePlan] = {}  # by peak bytes
-
-    @cache
-    def peak_of(plan_bytes: int) -> int:
-        plan = plan_for(plan_bytes)
-        plans[plan.peak_bytes] = plan
-        return plan.peak_bytes
-
-    plan_bytes = fit(peak_of, budget_bytes)
-    if plan_bytes is not None:
-        return plans[peak_of(plan_bytes)]
-    least = smallest_feasible(peak_of)
-    where = explain(plans[max((peak for peak in plans if peak <= least), default=min(plans))].curve)
-    raise_through_dynamo(
-        f"zgraph: the step of frame {frame} does not fit into budget_bytes={budget_bytes}. The smallest budget that it "
-        f"was found to fit into is {least} bytes, which are there {where}. Raise budget_bytes to it; or use smaller "
-        "buckets (bucket_bytes), a smaller batch, zero_stage=3 or more ranks.",
-        BudgetError,
-    )
 
 
 def _show(graphs: Graphs, ctx: PassContext, observe: Observer) -> None:

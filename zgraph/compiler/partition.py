@@ -34,27 +34,19 @@ class JointSplit:
     timed: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def of(self, joint: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Split a joint graph into forward and backward; the joint graph is changed."""
+        """Split a joint graph, tagged by passes, into forward and backward by torch's min-cut partitioner.
+
+        Differs from torch's partitioner in three ways: attention without dropout counts as not random, forward's
+        outputs are in the order in which AOTAutograd reads them, and every node has its fake value. The joint graph is
+        changed as the partitioner changes it.
+        """
         with self.timed():
-            return partition(joint, self.inputs, **self.options)
-
-
-def partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Split a joint graph into forward and backward by torch's min-cut partitioner.
-
-    Differs from torch's partitioner in three ways: attention without dropout counts as not random, forward's outputs
-    are in the order in which AOTAutograd reads them, and every node has its fake value.
-
-    Args:
-        joint: joint graph, tagged by passes; changed as the partitioner changes it.
-        inputs, kwargs: arguments that AOTAutograd passes to a partitioner.
-    """
-    _hide_zero_dropout(joint.graph)
-    forward, backward = min_cut_partition(joint, inputs, **kwargs)
-    for gm in (joint, forward, backward):
-        _restore_zero_dropout(gm)
-    _settle_states(forward, backward, kwargs["num_fwd_outputs"])
-    return forward, backward
+            _hide_zero_dropout(joint.graph)
+            forward, backward = min_cut_partition(joint, self.inputs, **self.options)
+            for gm in (joint, forward, backward):
+                _restore_zero_dropout(gm)
+            _settle_states(forward, backward, self.options["num_fwd_outputs"])
+            return forward, backward
 
 
 # --- attention without dropout ----------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from torch import fx
 from zgraph.compiler.graph_pass import Direction, GraphPass, PassContext, Phase
 from zgraph.compiler.target import Target
 from zgraph.compiler.verify import Snapshot, Where, check_values, verify
-from zgraph.errors import PreconditionError
+from zgraph.errors import PreconditionError, check_kind
 from zgraph.graph import meta, nodes
 
 Observer = Callable[[GraphPass | None, PassContext, fx.Graph], None]  # no pass: the graph before any pass
@@ -102,10 +102,7 @@ class PassList:
                     f"zgraph.PassList: {entry!r} is not a pass; list instances of zgraph.GraphPass, such as "
                     "SinkWaits()."
                 )
-        if self.target is not None and not isinstance(self.target, Target):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ValueError(
-                f"zgraph.PassList: target is a {type(self.target).__name__}; write zgraph.Target(hardware=...)."
-            )
+        check_kind("zgraph.PassList: target", self.target, Target | None, "write zgraph.Target(hardware=...)")
         held: dict[str, str] = {}
         for entry in [*self.of("joint"), *self.of("graph")]:
             missing = [fact for fact in sorted(entry.requires) if fact not in held]

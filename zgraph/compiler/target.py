@@ -10,6 +10,7 @@ from zgraph.analysis.cost import CostModel
 from zgraph.analysis.hardware import Hardware
 from zgraph.analysis.timed_costs import TimedCosts
 from zgraph.compiler.graph_pass import PassContext
+from zgraph.errors import check_bytes, check_kind
 from zgraph.graph import nodes
 from zgraph.graph.operator_arguments import layout_of
 from zgraph.runtime.groups import group_stride
@@ -41,23 +42,13 @@ class Target:
     time_kernels: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.hardware, Hardware):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ValueError(
-                f"zgraph.Target: hardware is a {type(self.hardware).__name__}; write zgraph.calibrate(), or "
-                'zgraph.Hardware.preset("h100").'
-            )
+        instead = 'write zgraph.calibrate(), or zgraph.Hardware.preset("h100")'
+        check_kind("zgraph.Target: hardware", self.hardware, Hardware, instead)
         if self.budget_bytes is None:
             return
-        if isinstance(self.budget_bytes, bool) or not isinstance(self.budget_bytes, int | float):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ValueError(
-                f"zgraph.Target: budget_bytes={self.budget_bytes!r} is a {type(self.budget_bytes).__name__}; write a "
-                "number of bytes, such as 2 * 2**30."
-            )
-        if self.budget_bytes < 1:
-            raise ValueError(
-                f"zgraph.Target: budget_bytes={self.budget_bytes} holds nothing; write a positive number of bytes, or "
-                "None for no limit."
-            )
+        instead = "write a number of bytes, such as 2 * 2**30"
+        check_kind(f"zgraph.Target: budget_bytes={self.budget_bytes!r}", self.budget_bytes, int | float, instead)
+        check_bytes("zgraph.Target", ", or None for no limit", budget_bytes=self.budget_bytes)
 
     def known_to(self, ctx: PassContext, captured: fx.Graph) -> PassContext:
         """Return the frame's context with this target's hardware, costs, sharing of links, and budget.

@@ -11,6 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from zgraph.errors import check_bytes, check_least
 from zgraph.runtime.chunks import MIB
 
 FACTOR_DTYPE = torch.float32  # dtype of factors and errors, for gradients of any dtype
@@ -50,17 +51,13 @@ class LowRank:
     bucket_bytes: int = 16 * MIB
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ValueError(f"zgraph.passes.LowRank: rank={self.rank}; write 1 or more, such as 4.")
+        check_least("zgraph.passes.LowRank", 1, "1 or more, such as 4", rank=self.rank)
         if not (math.isfinite(self.least_saving) and self.least_saving >= 1):
             raise ValueError(
                 f"zgraph.passes.LowRank: least_saving={self.least_saving}; factors that need more bytes than the "
                 "gradient are useless, write 1 or more."
             )
-        if self.bucket_bytes < 1:
-            raise ValueError(
-                f"zgraph.passes.LowRank: bucket_bytes={self.bucket_bytes} holds nothing; write a positive number."
-            )
+        check_bytes("zgraph.passes.LowRank", bucket_bytes=self.bucket_bytes)
 
     @property
     def kept_as(self) -> str:

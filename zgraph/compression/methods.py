@@ -10,6 +10,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from zgraph.errors import check_least
+
 HADAMARD = 32  # elements that a rotation mixes: five butterfly stages
 SCALE_DTYPE = torch.bfloat16  # has fp32's range: in fp16 the scales of gradients around 1e-8 would vanish
 BITS = (2, 4, 8)
@@ -207,8 +209,7 @@ class LoCo(BlockMethod):
         super().__post_init__()
         if not 0 <= self.beta < 1:
             raise ValueError(f"zgraph.passes.LoCo: beta={self.beta}; write a number from 0 up to, not including, 1.")
-        if self.reset_every < 0:
-            raise ValueError(f"zgraph.passes.LoCo: reset_every={self.reset_every}; write a number of steps, 0: never.")
+        check_least("zgraph.passes.LoCo", 0, "a number of steps, 0: never", reset_every=self.reset_every)
         if self.hops not in (1, 2, "auto"):
             raise ValueError(f'zgraph.passes.LoCo: hops={self.hops!r}; write 1, 2 or "auto".')
 
@@ -261,7 +262,5 @@ class TwoHop:
     ranks_per_host: int | None = None
 
     def __post_init__(self) -> None:
-        if self.ranks_per_host is not None and self.ranks_per_host < 1:
-            raise ValueError(
-                f"zgraph.passes.TwoHop: ranks_per_host={self.ranks_per_host}; write the number of ranks on a host."
-            )
+        if self.ranks_per_host is not None:
+            check_least("zgraph.passes.TwoHop", 1, "the number of ranks on a host", ranks_per_host=self.ranks_per_host)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zgraph.dialect.marker_policy import POLICY_SCHEMA, MarkerPolicy
 from zgraph.dialect.sum_ranks import sum_ranks
 from zgraph.dialect.window_ops import accumulate_grad, add_accumulated, all_gather_kept
 from zgraph.dialect.wire_dtypes import accumulate_dtype, mean_dtype_of, wire_dtype_of
@@ -24,53 +25,39 @@ from zgraph.runtime.exchanges.collectives import all_gather, all_to_all
 from zgraph.runtime.exchanges.identity import about
 from zgraph.runtime.groups import group_size
 from zgraph.runtime.handle import name_of
-from zgraph.runtime.shard_layout import ShardLayout
 from zgraph.runtime.window_state import OPEN
 from zgraph.torch_compat.autograd import second_derivatives_vanish
 from zgraph.torch_compat.collectives import wait
 
 
-@torch.library.custom_op("zgraph::unshard", mutates_args=())
-def unshard(
-    shard: Tensor,
-    handle: Tensor,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    wire_dtype: torch.dtype | None,
-    mean_dtype: torch.dtype | None,
-    zero_stage: int,
-    reduction: str,
-    window: str,
-    replica_group: str,
-    group_name: str,
-) -> Tensor:
+@torch.library.custom_op(
+    "zgraph::unshard",
+    mutates_args=(),
+    schema=f"(Tensor shard, Tensor handle, SymInt[] shape, {POLICY_SCHEMA}) -> Tensor",
+)
+def unshard(shard: Tensor, handle: Tensor, shape: Sequence[int], *arguments: Any) -> Tensor:
     """Gather the unsharded parameter from the ranks' shards.
 
     Args:
         shard: [rows, ...] this rank's rows of the parameter (all rows at stage 0).
         handle: [96] uint8, see runtime/handle.py.
         shape: shape of the unsharded parameter.
-        dtype: dtype of the result, to which shards are cast before they are sent.
-        wire_dtype: dtype in which the gradient is sent, see `wire_dtype_of`.
-        mean_dtype: dtype in which the mean gradient is gathered if each rank computes a part, see `mean_dtype_of`.
-        zero_stage: 0 replicated, else sharded on dim 0.
-        reduction: reduction of the gradient over the ranks: "mean", "sum", or the divisor of the sum.
-        window: position of this forward in its window, see runtime/window_state.py.
-        replica_group, group_name: groups that, with `shape` and `zero_stage`, form the parameter's `ShardLayout`.
+        arguments: see `MarkerPolicy`.
 
     Returns:
-        [*shape] in `dtype`, never an alias of `shard`.
+        [*shape] in the policy's dtype, never an alias of `shard`.
 
     Raises:
         CollectiveError: the gather failed; the message names the parameter.
     """
-    layout = ShardLayout(tuple(shape), zero_stage, replica_group, group_name)
+    policy = MarkerPolicy(*arguments)
+    layout, group_name = policy.layout_of(shape), policy.group_name
     if not layout.is_gathered:
-        return shard.to(dtype, copy=True, memory_format=torch.contiguous_format)
-    chunk = pad_rows(shard.to(dtype), layout.chunk_rows)
+        return shard.to(policy.dtype, copy=True, memory_format=torch.contiguous_format)
+    chunk = pad_rows(shard.to(policy.dtype), layout.chunk_rows)
     try:
-        if layout.keeps_gathered(window):
-            unsharded = wait(all_gather_kept(chunk, handle, layout.world, window, group_name))
+        if layout.keeps_gathered(policy.window):
+            unsharded = wait(all_gather_kept(chunk, handle, layout.world, policy.window, group_name))
         else:
             unsharded = all_gather(chunk, layout.world, group_name, about=about("all_gather", handle))
     except (torch.OutOfMemoryError, ZgraphError):
@@ -81,72 +68,53 @@ def unshard(
 
 
 @unshard.register_fake
-def _(
-    shard: Tensor,
-    handle: Tensor,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    wire_dtype: torch.dtype | None,
-    mean_dtype: torch.dtype | None,
-    zero_stage: int,
-    reduction: str,
-    window: str,
-    replica_group: str,
-    group_name: str,
-) -> Tensor:
-    return shard.new_empty(shape, dtype=dtype)
+def _(shard: Tensor, handle: Tensor, shape: Sequence[int], *arguments: Any) -> Tensor:
+    return shard.new_empty(shape, dtype=MarkerPolicy(*arguments).dtype)
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    shard, handle, _, _, *ctx.policy = inputs
-    ctx.shard_dtype = shard.dtype
+    shard, handle, _, _, *others = inputs
+    ctx.policy = (shard.dtype, *others)
     ctx.save_for_backward(handle)
 
 
 def _reduce(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     (handle,) = ctx.saved_tensors
-    return reduce_grad(grad, handle, ctx.shard_dtype, *ctx.policy), *([None] * 10)
+    return reduce_grad(grad, handle, *ctx.policy), None, None, *[None] * len(ctx.policy)
 
 
 unshard.register_autograd(_reduce, setup_context=_remember)
 
 
-@torch.library.custom_op("zgraph::reduce_grad", mutates_args=())
-def reduce_grad(
-    grad: Tensor,
-    handle: Tensor,
-    dtype: torch.dtype,
-    wire_dtype: torch.dtype | None,
-    mean_dtype: torch.dtype | None,
-    zero_stage: int,
-    reduction: str,
-    window: str,
-    replica_group: str,
-    group_name: str,
-) -> Tensor:
+@torch.library.custom_op(
+    "zgraph::reduce_grad", mutates_args=(), schema=f"(Tensor grad, Tensor handle, {POLICY_SCHEMA}) -> Tensor"
+)
+def reduce_grad(grad: Tensor, handle: Tensor, *arguments: Any) -> Tensor:
     """Average (or sum) a gradient over the ranks, in rank order, and return this rank's shard of the result.
 
     Args:
         grad: [*shape] gradient of the unsharded parameter.
-        handle, wire_dtype, mean_dtype, zero_stage, reduction, window, replica_group, group_name: as in `unshard`.
-        dtype: dtype of the result, which is the parameter's dtype.
+        handle: [96] uint8, see runtime/handle.py.
+        arguments: see `MarkerPolicy`.
 
     Returns:
-        [rows, ...] if the parameter is sharded, [*shape] at stage 0, in `dtype`: summed in fp32 in rank order over the
-        group, then over the replicas, and divided once. If ranks then gather the parts of the mean, each rank first
-        rounds its part to `mean_dtype_of`, so that all ranks get equal bits. If the gradient waits for the end of the
-        window, the result is the tensor that autograd adds to `.grad` until then, see `accumulate_grad`.
+        [rows, ...] if the parameter is sharded, [*shape] at stage 0, in the policy's dtype: summed in fp32 in rank
+        order over the group, then over the replicas, and divided once. If ranks then gather the parts of the mean, each
+        rank first rounds its part to `mean_dtype_of`, so that all ranks get equal bits. If the gradient waits for the
+        end of the window, the result is the tensor that autograd adds to `.grad` until then, see `accumulate_grad`.
 
     Raises:
         CollectiveError: the exchange failed; the message names the parameter.
     """
-    layout = ShardLayout(tuple(grad.shape), zero_stage, replica_group, group_name)
-    if layout.is_reduced and layout.gradients_wait(window):
-        if window == OPEN:
+    policy = MarkerPolicy(*arguments)
+    dtype, wire_dtype, zero_stage = policy.dtype, policy.wire_dtype, policy.zero_stage
+    layout = policy.layout_of(grad.shape)
+    if layout.is_reduced and layout.gradients_wait(policy.window):
+        if policy.window == OPEN:
             return accumulate_grad(grad, handle, dtype, zero_stage, layout.local_rows if layout.is_sharded else 0)
         grad = add_accumulated(grad, handle, dtype, zero_stage)
-    group, world, divisor = layout.reduce_group, layout.world, layout.divisor(reduction)
-    travels = mean_dtype_of(grad.dtype, dtype, wire_dtype, mean_dtype) if layout.gathers_mean else dtype
+    group, world, divisor = layout.reduce_group, layout.world, layout.divisor(policy.reduction)
+    travels = mean_dtype_of(grad.dtype, dtype, wire_dtype, policy.mean_dtype) if layout.gathers_mean else dtype
     wire = grad.to(wire_dtype_of(grad.dtype, wire_dtype)) if world > 1 else grad  # a single rank sends nothing
     pieces = _padded(wire if layout.is_sharded else wire.reshape(-1), world)
     try:
@@ -154,13 +122,13 @@ def reduce_grad(
             total = _exchange_and_sum(pieces, group, divisor, travels, handle)
         else:
             partial = _exchange_and_sum(pieces, group, 1, accumulate_dtype(pieces.dtype), handle)
-            total = _all_reduce(partial, replica_group, divisor, wire_dtype, travels, handle)
+            total = _all_reduce(partial, policy.replica_group, divisor, wire_dtype, travels, handle)
         if not layout.is_sharded:
             return _gather_pieces(total, group, grad.numel(), handle).to(dtype).view(grad.shape)
     except (torch.OutOfMemoryError, ZgraphError):
         raise
     except RuntimeError as error:
-        raise collective_error("reduce_grad", [name_of(handle)], group_name, error) from error
+        raise collective_error("reduce_grad", [name_of(handle)], policy.group_name, error) from error
     return total[: layout.local_rows].to(dtype)
 
 
@@ -201,20 +169,9 @@ def _all_reduce(
 
 
 @reduce_grad.register_fake
-def _(
-    grad: Tensor,
-    handle: Tensor,
-    dtype: torch.dtype,
-    wire_dtype: torch.dtype | None,
-    mean_dtype: torch.dtype | None,
-    zero_stage: int,
-    reduction: str,
-    window: str,
-    replica_group: str,
-    group_name: str,
-) -> Tensor:
-    layout = ShardLayout(tuple(grad.shape), zero_stage, replica_group, group_name)
-    return grad.new_empty(layout.local_shape, dtype=dtype)
+def _(grad: Tensor, handle: Tensor, *arguments: Any) -> Tensor:
+    policy = MarkerPolicy(*arguments)
+    return grad.new_empty(policy.layout_of(grad.shape).local_shape, dtype=policy.dtype)
 
 
 def _refuse(ctx: Any, grad: Tensor) -> tuple[None, ...]:

@@ -5,23 +5,31 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from torch import fx
 
 from zgraph.codegen.cuda_graph import RecordedSteps
-from zgraph.compiler.agreement import changes_of
+from zgraph.compiler.agreement import Signature, agree, changes_of, places_of_updates
+from zgraph.compiler.fit_budget import plan_within_budget
 from zgraph.compiler.frame import Frame
-from zgraph.compiler.frame_plan import FramePlan
+from zgraph.compiler.frame_plan import FramePlan, plan_frame
 from zgraph.compiler.graph_pass import Direction, PassContext
+from zgraph.compiler.inputs_at_rest import check_only_copied, take_to_device
 from zgraph.compiler.partition import JointSplit
+from zgraph.compiler.pass_list import PassList
 from zgraph.driver.lower import Decided, Lowering, Program
 from zgraph.driver.observe import Observation
 from zgraph.driver.options import CompileOptions
-from zgraph.driver.plan_graphs import GraphPlanner
+from zgraph.graph import meta, nodes
+from zgraph.graph.collective_dispatch import order_of_waits
 from zgraph.graph.split_graph import weight_gradients
+from zgraph.graph.traffic import transfers
+from zgraph.passes import presets
+from zgraph.reporting.export.parameters import known_parameters
 from zgraph.sharding.local_shards import compile_on_local_shards
-from zgraph.torch_compat.aot import aot_autograd
+from zgraph.torch_compat.aot import aot_autograd, aot_input_index
 
 
 class FrameCompiler:
@@ -42,17 +50,24 @@ class FrameCompiler:
         known: PassContext | None = None,
         on_plan: Callable[[FramePlan, Sequence[int]], None] = lambda plan, late: None,
     ) -> None:
-        scopes = frame.scopes()
-        known = known or PassContext(machine=frame.machine)
-        self.ctx = replace(known, decomposed=options.lowering == "inductor")
-        self.observation = Observation(frame.name, frame.reason, options, scopes)
-        self.planner = GraphPlanner(frame, options)
-        self.lowering = Lowering(self.observation, options.lowering, self.planner.ranks_per_host)
-        self.on_plan = on_plan
-        self.is_staged = any(scope.is_staged for scope in scopes)
-        self.decided: Decided | None = None
+        # Not the frame itself: its inputs would live as long as what was compiled, and the model with them.
+        scopes, machine, self.is_step = frame.scopes(), frame.machine, frame.is_step
+        self.names = frame.handle_names()  # of the frame's parameters, by the positions of their handles
+        self.spaces = {} if frame.is_step else frame.spaces()  # the graph of a step knows
         if frame.name.endswith("/0"):  # not again for every recompile
             frame.warn_if_replicas_drift()
+        self.is_staged = any(scope.is_staged for scope in scopes)
+        models = [model for scope in scopes for model in scope.models] if frame.is_step else []
+        self.group_names = [name for model in models for name in model.group_names]  # whose ranks all have the step
+        self.ctx = replace(known or PassContext(machine=machine), decomposed=options.lowering == "inductor")
+        self.passes = options.passes or PassList(presets.default())
+        self.ranks_per_host = 1 if self.passes.target is None else self.passes.target.hardware.ranks_per_host
+        self.timeout_s, self.on_plan = options.agreement_timeout_s, on_plan
+        self.observation = Observation(frame.name, frame.reason, options, scopes)
+        self.lowering = Lowering(self.observation, options.lowering, self.ranks_per_host)
+        self.decided: Decided | None = None
+
+    # --- torch's calls ---
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Return the forward of the frame as a callable; its backward is compiled when it is first called."""
@@ -98,6 +113,8 @@ class FrameCompiler:
         assert self.decided is not None, "torch lowers after it has partitioned"
         return self.lowering.lower(direction, gm, self.decided, recorded)
 
+    # --- the plan of the frame ---
+
     def _decide(
         self,
         captured: fx.GraphModule,
@@ -114,14 +131,72 @@ class FrameCompiler:
             late: for a stage of a pipeline, the positions of weight gradients, as `weight_gradients` returns them.
             changes: lines of text that describe what a step does to parameters and gradients; equal on all ranks.
         """
-        observation, planner = self.observation, self.planner
-        known = planner.name_inputs(captured.graph)
-        with observation.report.phase("passes"):
-            plan, budget_bytes = planner.plan(captured, ctx, observation, keeps_windows=self.is_staged)
-        described = observation.describe(plan, planner.names, known, budget_bytes)
-        with observation.report.phase("agreement"):
-            planner.agree(plan, changes)
-        observation.record(plan, described)
-        self.decided = Decided.of(plan, described.called, planner.handles, late)
+        handles = self._name_inputs(captured.graph)
+        take_to_device(captured.graph)
+        known = known_parameters(captured.graph, self.names.values())
+        with self.observation.report.phase("passes"):
+            if self.passes.target is not None:
+                ctx = self.passes.target.known_to(ctx, captured.graph)
+            plan = self._plan(captured, ctx)
+            for gm in plan.graphs.values():
+                check_only_copied(gm.graph)
+        described = self.observation.describe(plan, self.names, known, ctx.plan_bytes)
+        with self.observation.report.phase("agreement"):
+            self._agree(plan, changes)
+        self.observation.record(plan, described)
+        self.decided = Decided.of(plan, described.called, handles, late)
         self.on_plan(plan, () if late is None else late[0])
         return plan
+
+    def _name_inputs(self, graph: fx.Graph) -> tuple[str, ...]:
+        """Record names and tiers (memory spaces) of a captured graph's inputs; return the placeholders of handles.
+
+        Names are for dumps, reports and errors; no pass makes decisions by names.
+        """
+        names: dict[str, str] = {}
+        for place, node in enumerate(graph.find_nodes(op="placeholder")):
+            index = place if self.is_step else aot_input_index(node)
+            if index in self.spaces:
+                meta.set_space(node, self.spaces[index])
+            if index in self.names:
+                names[node.name] = self.names[index]
+        for marker in nodes.call_functions(graph, nodes.is_marker):
+            handle = marker.args[1]
+            assert isinstance(handle, fx.Node)
+            meta.set_parameters(marker, [names.get(handle.name, "?")], [handle.name])
+        return tuple(names)
+
+    def _plan(self, captured: fx.GraphModule, ctx: PassContext) -> FramePlan:
+        """Run the passes on a copy of the captured graph, within the context's budget if it has one.
+
+        A pipeline stage has several micro-batches in flight. Its plan ignores the budget as long as one micro-batch
+        fits: the rest of the budget is for `keep_bytes`.
+        """
+
+        def plan_for(plan_bytes: int | None) -> FramePlan:
+            return plan_frame(captured, self.passes, replace(ctx, plan_bytes=plan_bytes), self.observation.observer())
+
+        budget_bytes = ctx.plan_bytes
+        if budget_bytes is None or self.is_staged:
+            plan = plan_for(None)
+            if budget_bytes is None or plan.peak_bytes <= budget_bytes:
+                return plan
+        return plan_within_budget(plan_for, budget_bytes, self.observation.frame)
+
+    def _agree(self, plan: FramePlan, changes: Sequence[str]) -> None:
+        """Agree with the other ranks on everything that the plan sends, before anything is sent.
+
+        Raises:
+            AgreementError: ranks planned different communication.
+        """
+
+        def signed(direction: str, graph: fx.Graph) -> Signature:
+            others = [*order_of_waits(graph, self.ranks_per_host), *places_of_updates(graph), *changes]
+            return Signature.of(direction, [*transfers(graph)], others, self.group_names)
+
+        signatures = [signed(direction, gm.graph) for direction, gm in plan.graphs.items()]
+        for variant, following in pairwise(plan.variants):
+            closing = "step" if "step" in variant.graphs else "backward"
+            warm = f"{closing} of {following.from_step} steps of warm-up"  # as many on all
+            signatures.append(signed(warm, variant.graphs[closing].graph))
+        agree(signatures, self.timeout_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import fx
@@ -90,9 +91,11 @@ class Lowering:
             decided: plan that the graph is part of.
             recorded: records and replays a whole step as a CUDA graph; None: each call runs node by node.
         """
-        with self.observation.report.phase("lowering"):
-            watch = self.observation.watch(direction, decided.called[direction])
-            title = f"{self.observation.frame} {direction}"
+        observation = self.observation
+        with observation.report.phase("lowering"):
+            profiler_of = partial(observation.report.profiler_of, observation.frame, direction)
+            watch = GraphWatch(decided.called[direction], observation.clocks, profiler_of)
+            title = f"{observation.frame} {direction}"
             main = self._numbered(self._lowered(gm, watch, title, recorded), gm, title)
             if direction == "forward" and decided.weights is not None:
                 return saying_that_it_splits(main, _handle_in(gm.graph, decided.handles))
@@ -138,7 +141,8 @@ class Lowering:
             return lower_fx(gm, watch, self.ranks_per_host, recorded)
         islands, distinct = self.inductor.islands, len(self.inductor.compiled)
         lowered = self.inductor.lower(gm, watch, self.ranks_per_host, f"frame {title}", recorded)
-        self.observation.count_islands(self.inductor.islands - islands, len(self.inductor.compiled) - distinct)
+        self.observation.report.islands += self.inductor.islands - islands
+        self.observation.report.distinct_islands += len(self.inductor.compiled) - distinct
         return lowered
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from torch import fx
 
@@ -20,7 +19,7 @@ from zgraph.reporting.export.folder import trace_graphs, write_frame
 from zgraph.reporting.export.parameters import KnownParameter
 from zgraph.reporting.export.record_passes import PassRecorder
 from zgraph.reporting.metrics.called_graph import called_graph
-from zgraph.reporting.metrics.step_clock import CalledGraph, GraphWatch
+from zgraph.reporting.metrics.step_clock import CalledGraph
 from zgraph.reporting.of_graph import GraphReport, describe, predict
 from zgraph.reporting.summary import Report
 from zgraph.runtime.groups import rank_and_world
@@ -135,15 +134,6 @@ class Observation:
             with without_fake_mode():  # they are emitted with torch's own roundings
                 for gm in plan.graphs.values():
                     self.dumper.kernels(sources_of(gm.graph))
-
-    def watch(self, direction: Direction, called: CalledGraph) -> GraphWatch:
-        """Return the object that chooses a clock or profiler for each call of a graph."""
-        return GraphWatch(called, self.clocks, partial(self.report.profiler_of, self.frame, direction))
-
-    def count_islands(self, islands: int, distinct: int) -> None:
-        """Count in the report the islands (runs of compute) given to Inductor, and the distinct islands compiled."""
-        self.report.islands += islands
-        self.report.distinct_islands += distinct
 
 
 def _report_of(scopes: Sequence[Scope], given: Report | None) -> Report:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from zgraph.compiler.pass_list import PassList
-from zgraph.errors import renamed
+from zgraph.errors import check_kind, renamed
 from zgraph.reporting.summary import Report
 
 LOWERINGS = ("inductor", "fx")
@@ -46,16 +46,10 @@ class CompileOptions:
                 f'zgraph: lowering={self.lowering!r} is not available; write {{"lowering": "inductor"}} or '
                 '{"lowering": "fx"}.'
             )
-        if self.report is not None and not isinstance(self.report, Report):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ValueError(
-                f'zgraph: options["report"] is a {type(self.report).__name__}; pass a zgraph.Report() '
-                "and print it later."
-            )
-        if not isinstance(self.agreement_timeout_s, int | float):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ValueError(
-                f"zgraph: agreement_timeout_s={self.agreement_timeout_s!r} is a "
-                f"{type(self.agreement_timeout_s).__name__}; write a positive number of seconds."
-            )
+        instead = "pass a zgraph.Report() and print it later"
+        check_kind('zgraph: options["report"]', self.report, Report | None, instead)
+        timeout, instead = self.agreement_timeout_s, "a positive number of seconds"
+        check_kind(f"zgraph: agreement_timeout_s={timeout!r}", timeout, int | float, f"write {instead}")
         if not self.agreement_timeout_s > 0:
             raise ValueError(
                 f"zgraph: agreement_timeout_s={self.agreement_timeout_s} leaves no time; write a positive number "

@@ -3,81 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
 
 from zgraph.compression.low_rank import FactorLayout
+from zgraph.dialect.marker_policy import MarkerPolicy
 from zgraph.graph import meta
 from zgraph.graph.nodes import is_low_rank_left, is_quantize, is_quantize_shards, is_unshard, sent_by
 from zgraph.runtime.shard_layout import ShardLayout
 
 
 @dataclass(frozen=True)
-class UnshardArgs:
-    """Arguments of a `zgraph::unshard` node, by name."""
+class MarkerArgs(MarkerPolicy):
+    """Arguments that unshard and reduce_grad have in common; `shape` is the shape of the unsharded parameter."""
+
+    handle: fx.Node
+    shape: tuple[int, ...]
+
+    @property
+    def layout(self) -> ShardLayout:
+        return self.layout_of(self.shape)
+
+
+@dataclass(frozen=True)
+class UnshardArgs(MarkerArgs):
+    """Arguments of a `zgraph::unshard` node by name."""
 
     shard: fx.Node
-    handle: fx.Node
-    layout: ShardLayout
-    dtype: torch.dtype
-    wire_dtype: torch.dtype | None
-    mean_dtype: torch.dtype | None
-    reduction: str
-    window: str
 
     @classmethod
     def of(cls, node: fx.Node) -> UnshardArgs:
         shard, handle, shape, *policy = cast("tuple[Any, ...]", node.args)
-        return cls(shard, handle, *_unpacked(tuple(shape), *policy))
-
-    @property
-    def policy(self) -> tuple[object, ...]:
-        """Values of all arguments except tensors; two reads of a parameter with equal policies can share one gather."""
-        return tuple(value for name, value in vars(self).items() if name not in ("shard", "handle"))
+        return cls(*policy, handle=handle, shape=tuple(shape), shard=shard)
 
 
 @dataclass(frozen=True)
-class ReduceArgs:
-    """Arguments of a `zgraph::reduce_grad` node, by name."""
+class ReduceArgs(MarkerArgs):
+    """Arguments of a `zgraph::reduce_grad` node by name."""
 
     grad: fx.Node
-    handle: fx.Node
-    layout: ShardLayout
-    dtype: torch.dtype
-    wire_dtype: torch.dtype | None
-    mean_dtype: torch.dtype | None
-    reduction: str
-    window: str
 
     @classmethod
     def of(cls, node: fx.Node) -> ReduceArgs:
         grad, handle, *policy = cast("tuple[Any, ...]", node.args)
-        return cls(grad, handle, *_unpacked(tuple(meta.tensor_value(grad).shape), *policy))
+        return cls(*policy, handle=handle, shape=tuple(meta.tensor_value(grad).shape), grad=grad)
 
     def flat(self) -> tuple[object, ...]:
         """Return the arguments in the order of the operator `zgraph::reduce_grad`; the inverse of `of`."""
-        layout = self.layout
-        policy = (self.dtype, self.wire_dtype, self.mean_dtype, layout.zero_stage, self.reduction, self.window)
-        return self.grad, self.handle, *policy, layout.replica_group, layout.gather_group
-
-
-def _unpacked(
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    wire_dtype: torch.dtype | None,
-    mean_dtype: torch.dtype | None,
-    zero_stage: int,
-    reduction: str,
-    window: str,
-    replica_group: str,
-    gather_group: str,
-) -> tuple[Any, ...]:
-    """Convert the arguments that unshard and reduce_grad have in common to dataclass fields, the layout first."""
-    layout = ShardLayout(shape, zero_stage, replica_group, gather_group)
-    return layout, dtype, wire_dtype, mean_dtype, reduction, window
+        return self.grad, self.handle, *(getattr(self, entry.name) for entry in fields(MarkerPolicy))
 
 
 @dataclass(frozen=True)

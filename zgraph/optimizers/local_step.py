@@ -20,7 +20,7 @@ from zgraph.torch_compat.dtensor import dtensor_like, local_of
 Optimizer = TypeVar("Optimizer", bound=optim.Optimizer)
 
 # Each element of a parameter is updated from its own gradient and state only (unlike with Muon, LBFGS and Adafactor).
-_ELEMENT_WISE = frozenset(
+ELEMENT_WISE = frozenset(
     {
         optim.SGD,
         optim.Adam,
@@ -57,8 +57,8 @@ def step_on_shards(optimizer: Optimizer) -> Optimizer:
     Raises:
         ValueError: the optimizer is not of exactly one of these classes.
     """
-    if type(optimizer) not in _ELEMENT_WISE:
-        known = ", ".join(sorted(kind.__name__ for kind in _ELEMENT_WISE))
+    if type(optimizer) not in ELEMENT_WISE:
+        known = ", ".join(sorted(kind.__name__ for kind in ELEMENT_WISE))
         raise ValueError(
             f"zgraph.step_on_shards: {type(optimizer).__name__} is not known to update each element by itself; step it "
             f"without this call, on DTensors, or use one of torch.optim's {known}."

@@ -15,7 +15,7 @@ from zgraph.analysis.cuda_workspace import resting_bytes
 from zgraph.analysis.hardware import Hardware
 from zgraph.compiler.pass_list import PassList
 from zgraph.compiler.target import Target
-from zgraph.errors import ZgraphError
+from zgraph.errors import ZgraphError, check_kind
 from zgraph.passes import presets
 from zgraph.planner.planned_step import PlannedGraph
 from zgraph.planner.schedules.axes import Axes
@@ -144,11 +144,8 @@ def check_functions(name: str, model_fn: object, batch: object) -> None:
             f"{name}: model_fn is a {type(model_fn).__name__}; pass a function that makes the model, such as "
             "lambda: Net(), so that it is built without memory for its parameters."
         )
-    if not callable(batch):
-        raise ValueError(
-            f"{name}: batch is a {type(batch).__name__}; pass a function that returns the tuple of forward's "
-            "arguments, such as lambda: (torch.zeros(8, 1024),)."
-        )
+    instead = "pass a function that returns the tuple of forward's arguments, such as lambda: (torch.zeros(8, 1024),)"
+    check_kind(f"{name}: batch", batch, Callable, instead)
 
 
 def _takes_a_mesh(shard_fn: Sharder) -> bool:

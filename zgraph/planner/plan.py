@@ -11,7 +11,7 @@ from zgraph.analysis.hardware import Hardware
 from zgraph.analysis.liveness import EXACT, Allocator
 from zgraph.compiler.graph_pass import GraphPass
 from zgraph.compiler.pass_list import PassList
-from zgraph.errors import ZgraphError, renamed
+from zgraph.errors import ZgraphError, is_count, renamed
 from zgraph.passes import presets
 from zgraph.planner.cluster import Cluster, Sharder, check_functions
 from zgraph.planner.frames import FramePlanner
@@ -167,7 +167,7 @@ def _axes_of(world_size: object, world: Mapping[str, int] | None) -> Axes | None
         raise ValueError(f"zgraph.plan: world_size={world_size!r} and world={world!r}; write one of them.")
     if world is not None:
         return Axes(world)
-    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+    if not is_count(world_size):
         raise ValueError(
             f"zgraph.plan: world_size={world_size!r}; write the number of ranks of the cluster, or its axes, such as "
             'world={"dp": 8, "tp": 2}.'

@@ -11,6 +11,7 @@ from zgraph.analysis.hardware import Hardware
 from zgraph.analysis.liveness import EXACT, Allocator
 from zgraph.compiler.graph_pass import GraphPass
 from zgraph.compiler.pass_list import PassList
+from zgraph.errors import is_count
 from zgraph.planner.cluster import Cluster, Sharder, check_functions
 from zgraph.planner.frames import FramePlanner
 from zgraph.planner.planned_step import Plan
@@ -66,7 +67,7 @@ def plan_pipeline(
             '{"pp": 4, "dp": 8}, or call zgraph.plan.'
         )
     for name, value in (("micro_batches", micro_batches), ("chunks", 1 if chunks is None else chunks)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        if not is_count(value):
             raise ValueError(f"zgraph.plan_pipeline: {name}={value!r}; write how many, such as {name}=8.")
     assert micro_batches is not None
     cluster = Cluster.of("zgraph.plan_pipeline", axes, axes.world_size, hardware, passes)

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from zgraph.analysis.cost import CostModel
 from zgraph.analysis.hardware import Hardware
+from zgraph.errors import check_kind, is_count
 from zgraph.planner.schedules.layer_time import layer_time, likeness
 from zgraph.torch_compat.fake_values import fake_mode, fake_mode_of, fake_on_cpu
 
@@ -47,7 +48,7 @@ def split_stages(
             that returns one argument.
     """
     layers = _layers(model)
-    if isinstance(stages, bool) or not isinstance(stages, int) or stages < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not is_count(stages):
         raise ValueError(f"zgraph.split_stages: stages={stages!r}; write a number from 1 on.")
     if stages > len(layers):
         raise ValueError(
@@ -138,11 +139,9 @@ def _layers(model: nn.Module | Sequence[nn.Module]) -> list[tuple[str, nn.Module
 def _times_us(
     layers: Sequence[tuple[str, nn.Module]], batch: Callable[[], tuple[Any, ...]], machine: Hardware
 ) -> list[float]:
-    if not callable(batch):
-        raise ValueError(
-            f"zgraph.split_stages: batch is a {type(batch).__name__}; pass a function that returns the tuple of the "
-            "first layer's arguments, such as lambda: (torch.zeros(8, 1024),)."
-        )
+    example = "lambda: (torch.zeros(8, 1024),)"
+    instead = f"pass a function that returns the tuple of the first layer's arguments, such as {example}"
+    check_kind("zgraph.split_stages: batch", batch, Callable, instead)
     values = [value for _, layer in layers for value in (*layer.parameters(), *layer.buffers())]
     mode = fake_mode_of(values) or fake_mode()
     with mode:

@@ -62,9 +62,9 @@ def plan_whole_step(
     if lifted.drawn() is not None:
         check_rounded(optimizer)
     captured = capture(function, lifted, inputs, {})
-    if not captured.steps:
+    if not captured.effects.steps:
         raise ZgraphError("zgraph.plan: the step does not call optimizer.step(); call it, or leave out the optimizer.")
-    if captured.makes_state:
+    if captured.effects.makes_state:
         _put_state(captured, lifted)
         lifted.settle()
         lifted = Lifted.of(model, [optimizer])
@@ -76,9 +76,9 @@ def plan_whole_step(
 def _put_state(captured: Captured, lifted: Lifted) -> None:
     """Add the state that a captured step creates to its optimizers, as fake tensors."""
     states = [one.optimizer.state for one in lifted.optimizers]
-    for output, node in values_of(NewState, captured.outputs, nodes.returned_by(captured.gm.graph)):
+    for output, node in values_of(NewState, captured.effects.outputs, nodes.returned_by(captured.gm.graph)):
         value, like = meta.tensor_value(node), output.like
         entries = states[output.number][lifted.parameters[output.position].tensor]
         entries[output.key] = value if like is None else dtensor_like(value, like)
-    for number, position, key, constant in captured.constants:
+    for number, position, key, constant in captured.effects.constants:
         states[number][lifted.parameters[position].tensor][key] = constant

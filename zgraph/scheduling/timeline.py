@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from zgraph.analysis.liveness import MemoryCurve
+from zgraph.errors import check_least
 from zgraph.tiers.lanes import Lane
 
 
@@ -34,8 +35,7 @@ class Sharing:
     compute_share: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.at_once < 1:
-            raise ValueError(f"simulate: at_once={self.at_once} collectives of a group; write 1 or more.")
+        check_least("simulate", 1, "1 or more", " collectives of a group", at_once=self.at_once)
         for link, gain in self.gains.items():
             if not (math.isfinite(gain) and gain >= 1):
                 raise ValueError(

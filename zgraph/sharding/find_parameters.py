@@ -67,10 +67,12 @@ def find_parameters(module: nn.Module, mesh: DeviceMesh) -> list[Found]:
                 )
             parameters[id(parameter)] = parameter
             sites.setdefault(id(parameter), []).append((prefix, part, attribute))
-    return [
+    found = [
         Found(".".join(filter(None, (places[0][0], places[0][2]))), parameters[key], tuple(places))
         for key, places in sites.items()
     ]
+    _check_untied(found, module)
+    return found
 
 
 def _check_sharded_before(name: str, parameter: DTensor, mesh: DeviceMesh) -> None:
@@ -82,7 +84,7 @@ def _check_sharded_before(name: str, parameter: DTensor, mesh: DeviceMesh) -> No
         )
 
 
-def check_untied(found: Sequence[Found], module: nn.Module) -> None:
+def _check_untied(found: Sequence[Found], module: nn.Module) -> None:
     """Refuse a parameter that is tied to a parameter which an earlier `zgraph.shard` call has sharded.
 
     Raises:

@@ -17,7 +17,7 @@ from zgraph.runtime.groups import separate_reductions
 from zgraph.runtime.handle import make_handle
 from zgraph.runtime.shard_layout import ShardLayout
 from zgraph.runtime.window_state import attach_state
-from zgraph.sharding.find_parameters import Found, Ignored, check_untied, find_parameters, ids_of, on_other_axes
+from zgraph.sharding.find_parameters import Found, Ignored, find_parameters, ids_of, on_other_axes
 from zgraph.sharding.meshes.check_mesh import check_mesh
 from zgraph.sharding.meshes.same_batch import SameBatch
 from zgraph.sharding.meshes.same_gradients import SameGradients
@@ -121,7 +121,6 @@ def shard(
     found = find_parameters(module, at_rest)
     unit_names = outermost_units(module, units)
 
-    check_untied(found, module)
     check_model(module, {entry.name: entry.parameter for entry in found}, ignored_ids)
 
     follow_compiled_modules()

@@ -228,7 +228,9 @@ class TrainingStep(Generic[P, R]):
         outside = self._outside(current)
         tensors = [*lifted.tensors(state), *map(local, outside.tensors.values())]
         conditions = current.conditions(leaves, tree, options, outside, tensors)
-        known = (one for one in reversed(self._variants) if one.lowering == lowering or one.captured.makes_state)
+        known = (
+            one for one in reversed(self._variants) if one.lowering == lowering or one.captured.effects.makes_state
+        )
         variant = next((one for one in known if one.holds(conditions, options, tensors)), None)
         if variant is None:
             variant = self._compile(current, conditions, options, outside, tensors, args, kwargs, lowering)
@@ -241,7 +243,7 @@ class TrainingStep(Generic[P, R]):
                 if found:
                     model.meet("training_step", found)
         if any(has_gradient):
-            variant.captured.check_gradients(has_gradient)
+            variant.captured.effects.check_gradients(has_gradient)
             for parameter in parameters:
                 parameter.grad = None
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -261,14 +263,14 @@ class TrainingStep(Generic[P, R]):
             if isinstance(value, DTensor)
         ]
         is_changed = any(getattr(one, "digest", 0) for one in (*parameters, *(value for value, _ in state)))
-        numbers = variant.captured.numbers_in(outputs)
+        numbers = variant.captured.effects.numbers_in(outputs)
         detail = f" by the numbers {', '.join(map(str, numbers))}" if numbers else ""
         for scope in current.scopes:
             for model in scope.models:
                 stepping = {id(one): one for one in parameters if is_changed}
                 model.end_step(stepping=stepping, state=state, number=hash_of(numbers), detail=detail)
-        result = variant.captured.put(outputs, lifted)
-        if variant.captured.makes_state:
+        result = variant.captured.effects.put(outputs, lifted)
+        if variant.captured.effects.makes_state:
             lifted.settle()
         return result
 
@@ -296,7 +298,7 @@ class TrainingStep(Generic[P, R]):
         lowering: str,
     ) -> guards.Variant:
         lifted = current.lifted
-        others = [one for one in self._variants if one.lowering == lowering or one.captured.makes_state]
+        others = [one for one in self._variants if one.lowering == lowering or one.captured.effects.makes_state]
         reason = guards.why_another(others, conditions, inputs, tensors)
         if len(others) >= self._limit:
             raise ZgraphError(
@@ -311,14 +313,14 @@ class TrainingStep(Generic[P, R]):
         values = PythonValues([self.function, *parameter_hooks.functions(lifted.held)], [self._model])
         take = partial(capture, self.function, lifted, args, kwargs, outside, values=values)
         captured = take(decompose=options.lowering == "inductor")
-        if captured.makes_state and options.lowering == "inductor":
+        if captured.effects.makes_state and options.lowering == "inductor":
             # The step that creates the optimizer's state runs only once, so Inductor would not pay off.
             options = replace(options, lowering="fx")
             captured = take()
-        captured.check_gradients([gradient is not None for gradient in gradients_of(lifted.held)])
+        captured.effects.check_gradients([gradient is not None for gradient in gradients_of(lifted.held)])
         name = f"{name_part(self.function.__name__)}/{len(self._variants)}"
         frame = Frame(name=name, reason=reason, inputs=lifted.tensors(), is_step=True)
-        recorder = None if captured.makes_state else self._recorder  # the step that creates state runs once
+        recorder = None if captured.effects.makes_state else self._recorder  # the step that creates state runs once
         recorded = None if recorder is None else RecordedSteps(recorder, len(tensors))
         known = PassContext(machine=frame.machine)
         if lifted.resting is not None:

@@ -9,6 +9,7 @@ from typing import Literal, get_args
 import torch
 from torch import optim
 
+from zgraph.errors import check_bytes, check_choice, check_patterns
 from zgraph.tiers.tier import HOST, NAMES, Disk, Tier
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # entries of Adam's state that `moments_dtype` is for
@@ -76,11 +77,8 @@ class Offload:
                 f'zgraph.Offload: path={str(self.path)!r}, but nothing is stored on disk; write optimizer="disk", or '
                 "leave path out."
             )
-        if self.host_budget_bytes is not None and self.host_budget_bytes < 1:
-            raise ValueError(
-                f"zgraph.Offload: host_budget_bytes={self.host_budget_bytes} holds nothing; write a positive number of "
-                "bytes, or leave it out."
-            )
+        if self.host_budget_bytes is not None:
+            check_bytes("zgraph.Offload", ", or leave it out", host_budget_bytes=self.host_budget_bytes)
         self._check_update()
         self._check_moments()
         self._check_bits()
@@ -112,8 +110,7 @@ class Offload:
     def _check_update(self) -> None:
         if self.update is None:
             return
-        if self.update not in ("host", "device"):
-            raise ValueError(f'zgraph.Offload: update={self.update!r} is unknown; write "host", "device" or None.')
+        check_choice("zgraph.Offload", ("host", "device", None), update=self.update)
         tier = self.optimizer_tier
         if tier != HOST:
             where = "the device" if tier is None else f"{tier}, and comes to the device for each update"
@@ -151,11 +148,7 @@ class Offload:
             )
 
     def _check_bits(self) -> None:
-        if isinstance(self.full_precision, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ValueError(
-                f"zgraph.Offload: full_precision={self.full_precision!r}; write a tuple of patterns, "
-                f"({self.full_precision!r},)."
-            )
+        check_patterns("zgraph.Offload", full_precision=self.full_precision)
         bits = self.param_bits
         if bits is None:
             if self.full_precision:

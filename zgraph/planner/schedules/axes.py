@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from zgraph.errors import is_count
 from zgraph.graph import nodes
 from zgraph.graph.traffic import transfers_of
 from zgraph.scheduling.timeline import Timeline
@@ -70,7 +71,7 @@ class Axes:
                 near = difflib.get_close_matches(str(name), AXES, 1)
                 guess = f"; did you mean {near[0]!r}?" if near else "."
                 raise ValueError(f"zgraph.plan: world has an axis {name!r}, and a plan knows {', '.join(AXES)}{guess}")
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+            if not is_count(size):
                 raise ValueError(
                     f"zgraph.plan: world has {size!r} ranks on its axis {name!r}; write a number from 1 on."
                 )

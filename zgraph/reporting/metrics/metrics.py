@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from zgraph.errors import ZgraphError
+from zgraph.errors import ZgraphError, check_kind, check_least, is_count
 from zgraph.reporting.metrics.error_norm import error_norm
 from zgraph.reporting.metrics.step_clock import CalledGraph, StepClock
 from zgraph.reporting.metrics.step_values import NAMES, StepValues
@@ -63,12 +63,9 @@ class Metrics:
     last: StepValues | None
 
     def __init__(self, model: nn.Module, *, writers: Iterable[Writer] = (), error_norm_every: int = 100) -> None:
-        if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ValueError(f"zgraph.Metrics: model is a {type(model).__name__}; pass what zgraph.shard returned.")
-        if isinstance(error_norm_every, bool) or error_norm_every < 0:
-            raise ValueError(
-                f"zgraph.Metrics: error_norm_every={error_norm_every}; write a number of steps, such as 100, or 0."
-            )
+        check_kind("zgraph.Metrics: model", model, nn.Module, "pass what zgraph.shard returned")
+        instead = "a number of steps, such as 100, or 0"
+        check_least("zgraph.Metrics", 0, instead, error_norm_every=error_norm_every)
         self.last = None
         self._writers = [*writers]
         for writer in self._writers:
@@ -184,14 +181,14 @@ class Metrics:
             ValueError: the state has no number of steps.
         """
         step = state_dict.get("step")
-        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        if not is_count(step, 0):
             raise ValueError(f"zgraph.Metrics.load_state_dict: {dict(state_dict)!r} has no number of steps.")
         self._steps = step
 
     def _check(self, tokens: int | None, own: Mapping[str, Number]) -> None:
         if not self._detach.alive:
             raise ZgraphError("zgraph.Metrics.step: it was closed; make another zgraph.Metrics to go on.")
-        if tokens is not None and (not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 0):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if tokens is not None and not is_count(tokens, 0):
             raise ValueError(f"zgraph.Metrics.step: tokens={tokens!r}; write how many, such as x.numel().")
         taken = [name for name in own if name in NAMES]
         if taken:

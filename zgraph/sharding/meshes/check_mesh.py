@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from zgraph.errors import check_kind
 from zgraph.tiers.devices import kind_of_group
 
 
@@ -31,11 +32,11 @@ def check_mesh(mesh: DeviceMesh | None, module: nn.Module) -> DeviceMesh:
         else:  # meta parameters only: the device on which the process group works
             device_type = "cpu" if dist.group.WORLD is None else kind_of_group(dist.group.WORLD).type
         return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("dp",))
-    if not isinstance(mesh, DeviceMesh):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ValueError(
-            f'zgraph.shard: mesh is a {type(mesh).__name__}; write init_device_mesh("cpu", (world_size,)), or '
-            'DeviceMesh.from_group(group, "cpu") where you have a process group.'
-        )
+    instead = (
+        'write init_device_mesh("cpu", (world_size,)), or DeviceMesh.from_group(group, "cpu") where you have a process '
+        "group"
+    )
+    check_kind("zgraph.shard: mesh", mesh, DeviceMesh, instead)
     if mesh.ndim > 2:
         axes = mesh.mesh_dim_names or tuple(range(mesh.ndim))
         raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -58,14 +58,11 @@ from zgraph.torch_compat.modules import note_step, tree_flatten, tree_unflatten
 
 
 @dataclass(frozen=True, kw_only=True)
-class Captured:
-    """A training step, captured as one graph.
+class Effects:
+    """Everything that a step returns and changes, known once its function has run on fake values.
 
     Attributes:
-        gm: the graph. Inputs are the tensors of `Lifted.tensors`, tensors from outside, the options of `OptionInputs`,
-            and the tensors of the arguments. It writes to shards, buffers, state and tensors from outside.
         outputs: kind and target of each output of the graph.
-        assumed: assumptions of the graph about options and other numbers on which Python branched.
         leaves: leaves of the function's return value that the graph does not compute, by index.
         tree: pytree spec of the return value.
         constants: new entries of optimizer state that are not tensors, each as (index of the optimizer, index of the
@@ -74,9 +71,7 @@ class Captured:
         steps: indices of the optimizers that step.
     """
 
-    gm: fx.GraphModule
     outputs: tuple[Output, ...]
-    assumed: Assumed
     leaves: Mapping[int, Any]
     tree: Any
     constants: tuple[tuple[int, int, str, Any], ...]
@@ -111,6 +106,22 @@ class Captured:
             )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Captured:
+    """A step as a graph.
+
+    Attributes:
+        gm: the graph. Inputs are the tensors of `Lifted.tensors`, tensors from outside, the options of `OptionInputs`,
+            and the tensors of the arguments. It writes to shards, buffers, state and tensors from outside.
+        effects: what the graph's outputs are, and what else the step returns and changes.
+        assumed: assumptions of the graph about options and other numbers on which Python branched.
+    """
+
+    gm: fx.GraphModule
+    effects: Effects
+    assumed: Assumed
+
+
 def capture(
     function: Callable[..., Any],
     lifted: Lifted,
@@ -139,12 +150,12 @@ def capture(
     tracer = _Tracer(function, lifted, args, kwargs, outside, values)
     try:
         try:
-            gm = tracer.trace(decompose)
+            captured = tracer.trace(decompose)
         except data_dependent_errors():
             values.effects()  # undoes the changes of the first attempt
             # Optimizers such as RAdam branch on the step count, which then becomes a guard, checked before each call.
             tracer = _Tracer(function, lifted, args, kwargs, outside, values, asks=True)
-            gm = tracer.trace(decompose)
+            captured = tracer.trace(decompose)
     except data_dependent_errors() as error:
         reader = tracer.watch.reader
         raise ZgraphError(
@@ -161,10 +172,10 @@ def capture(
         ) from error
     finally:
         values.effects()
-    number_parts(gm.graph)
-    resolve_windows(gm.graph)
-    gm.recompile()
-    return tracer.result(gm)
+    number_parts(captured.gm.graph)
+    resolve_windows(captured.gm.graph)
+    captured.gm.recompile()
+    return tracer.with_own_numbers(captured)
 
 
 def _kind(optimizer: object) -> str:
@@ -192,12 +203,12 @@ def _tag_kept(graph: fx.Graph, lifted: Lifted) -> None:
             meta.set_kept(node, "parameters" if number < len(given) - state else "state")
 
 
-def _tag_new_state(graph: fx.Graph, captured: Captured, lifted: Lifted) -> None:
+def _tag_new_state(graph: fx.Graph, outputs: Sequence[Output], lifted: Lifted) -> None:
     """Mark nodes that allocate new optimizer state, with the memory space that stores the state after the step."""
     found = placements(graph)
     resting = lifted.resting
     rests_in = resting.options.optimizer_tier if resting is not None else None
-    for output, node in values_of(NewState, captured.outputs, nodes.returned_by(graph)):
+    for output, node in values_of(NewState, outputs, nodes.returned_by(graph)):
         value = meta.tensor_value(node)
         for number in found.lies_in[node]:
             first = found.storages[number].first
@@ -226,18 +237,16 @@ class _Tracer:
         self.function, self.lifted, self.outside = function, lifted, outside
         self.values, self.bindings = values, list[Binding]()
         self.shared: set[int] = set()
-        self.outputs: list[Output] = []
         self.present: list[Tensor] = []
         self.told: list[tuple[GradScaler, optim.Optimizer, list[Tensor]]] = []
         self.leaves, self.tree = tree_flatten((list(args), dict(kwargs)))
         self.mode = step_mode()
         self.watch = Watch(self.mode, asks, {id(part): path for path, part in lifted.model.named_modules()})
-        self.stand_ins: StandIns | None = None
         self.optimizers = [one.optimizer for one in lifted.optimizers]
         self.options = OptionInputs.of(self.optimizers)
-        self.found: dict[str, Any] = {}
+        self.effects: Effects | None = None  # until the function has run
 
-    def trace(self, decompose: bool) -> fx.GraphModule:
+    def trace(self, decompose: bool) -> Captured:
         inputs = [*self.lifted.tensors(), *map(local, self.outside.tensors.values())]
         spaces = self.lifted.spaces(inputs, self.outside.tensors.values())
         # An input that shares memory with another is refused if used: writes to one would not show in the other.
@@ -265,11 +274,12 @@ class _Tracer:
         gm = trace(self._run, fakes, self.mode, decompose=decompose)
         known = self.watch.known
         guards = NumberGuards(self.mode, numbers | known.numbers)
-        self.found["assumed"] = Assumed(guards, option_names, options, known.read)
+        assumed = Assumed(guards, option_names, options, known.read)
         gm = clean(gm, [name_part(name) for name in names])
         _tag_resting(gm.graph, self.lifted, inputs, spaces)
         _tag_kept(gm.graph, self.lifted)
-        return gm
+        assert self.effects is not None, "the trace has run the function"
+        return Captured(gm=gm, effects=self.effects, assumed=assumed)
 
     def _fakes_of(self, inputs: Sequence[Tensor], spaces: Sequence[Tier]) -> list[Any]:
         """Return a fake tensor for each input. Tensors that a GPU model offloads get fake tensors on the GPU."""
@@ -288,7 +298,7 @@ class _Tracer:
         outside = [pair for place, pair in enumerate(every) if len(held) + place not in self.shared]
         options = [next(given) for _ in self.options.values]
         self.watch.known.begin(self.present, [*held, *(traced for _, traced in every)])
-        self.stand_ins = stand_ins = StandIns.of(self.lifted, self.watch, held, options, outside)
+        stand_ins = StandIns.of(self.lifted, self.watch, held, options, outside)
         self.watch.stand_ins = stand_ins.by_id()
         self.watch.gathered.names = {id(handle): param.name for param, handle in stand_ins.handles.items()}
         scopes = self.lifted.scopes()
@@ -340,11 +350,11 @@ class _Tracer:
                 scaler.defer, scaler.found = None, pending
 
     def _outputs(self, result: Any, stand_ins: StandIns) -> list[Any]:
-        """Return the values that the graph must output, and record the kind of each in `self.outputs`.
+        """Return the values that the graph must output, and record the kind of each in `self.effects`.
 
         Kinds are results, new optimizer state, gradients, tensors bound to attributes, and flags of skipped steps.
         """
-        found, self.found["tree"] = tree_flatten(result)
+        found, tree = tree_flatten(result)
         leaves: list[Any] = [self.watch.stand_ins.get(id(leaf), leaf) for leaf in found]
         pairs: list[tuple[Output, Any]] = []
         known: dict[int, Any] = {}
@@ -380,23 +390,24 @@ class _Tracer:
         for scaler, optimizer, flags in self.told:
             pairs += [(ToldFlag(scaler, optimizer), flag.detach()) for flag in flags]
         pairs += [(SkipFlag(number), one.skip) for number, one in optimizers if one.skip is not None]
-        self.outputs = [output for output, _ in pairs]
-        self.found |= {
-            "leaves": known,
-            "constants": tuple(constants),
-            "cleared": frozenset(stand_ins.cleared),
-            "steps": tuple(number for number, one in optimizers if one.stepped),
-        }
+        self.effects = Effects(
+            outputs=tuple(output for output, _ in pairs),
+            leaves=known,
+            tree=tree,
+            constants=tuple(constants),
+            cleared=frozenset(stand_ins.cleared),
+            steps=tuple(number for number, one in optimizers if one.stepped),
+        )
         return [value for _, value in pairs]
 
-    def result(self, gm: fx.GraphModule) -> Captured:
-        """Return the captured step for a traced and cleaned graph."""
-        numbers = [OwnNumber()] * self._own_numbers(gm)
-        captured = Captured(gm=gm, outputs=(*self.outputs, *numbers), **self.found)
-        _tag_new_state(gm.graph, captured, self.lifted)
-        return captured
+    def with_own_numbers(self, captured: Captured) -> Captured:
+        """Return the step with outputs for the ranks' own numbers; its parts are numbered and its windows resolved."""
+        gm, outputs = captured.gm, captured.effects.outputs
+        outputs += (OwnNumber(),) * self._own_numbers(gm, outputs)
+        _tag_new_state(gm.graph, outputs, self.lifted)
+        return replace(captured, effects=replace(captured.effects, outputs=outputs))
 
-    def _own_numbers(self, gm: fx.GraphModule) -> int:
+    def _own_numbers(self, gm: fx.GraphModule, outputs: Sequence[Output]) -> int:
         given = gm.graph.find_nodes(op="placeholder")
         begin = len(self.lifted.parameters)
         buffers = begin + len(self.lifted.handles)
@@ -404,7 +415,7 @@ class _Tracer:
         options = outside + len(self.outside.tensors)
         arguments = options + len(self.options.values)
         of_rank = [*given[buffers:state], *given[outside:options], *given[arguments:]]
-        returned = zip(self.outputs, nodes.returned_by(gm.graph), strict=True)
+        returned = zip(outputs, nodes.returned_by(gm.graph), strict=True)
         left = [node for output, node in returned if isinstance(output, NewState | Gradient)]
         found = return_own_numbers(gm.graph, of_rank, [*given[:begin], *given[state:outside]], left)
         gm.recompile()

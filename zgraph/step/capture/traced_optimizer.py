@@ -13,12 +13,12 @@ from torch import Tensor, optim
 from torch.distributed.tensor import DTensor
 
 from zgraph.errors import ZgraphError
-from zgraph.optimizers.local_step import SCALARS
+from zgraph.optimizers.local_step import ELEMENT_WISE, SCALARS
 from zgraph.optimizers.rounded_adam import Drawn, rounded_step
 from zgraph.step.capture.lifted import LiftedOptimizer, local
 from zgraph.step.capture.option_inputs import with_inputs
 from zgraph.step.lines.redirect import with_numbers
-from zgraph.step.lines.refusals import ELEMENT_WISE, refusal, user_line
+from zgraph.step.lines.refusals import refusal, user_line
 from zgraph.step.lines.watch import Watch
 from zgraph.torch_compat.dtensor import dtensor_like, local_of, own_placements
 from zgraph.torch_compat.modules import plain_step

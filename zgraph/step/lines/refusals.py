@@ -14,23 +14,6 @@ from zgraph.errors import ZgraphError
 from zgraph.step.outside.variables import variables_of
 from zgraph.torch_compat.modules import step_hooks
 
-# Each element's update depends only on its own gradient and state, so these may step on shards; others need DTensors.
-ELEMENT_WISE = frozenset(
-    {
-        optim.SGD,
-        optim.Adam,
-        optim.AdamW,
-        optim.Adamax,
-        optim.RMSprop,
-        optim.Adagrad,
-        optim.Adadelta,
-        optim.NAdam,
-        optim.RAdam,
-        optim.Rprop,
-        optim.ASGD,
-    }
-)
-
 _LIBRARIES = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).resolve().parents[2]}/")
 
 

@@ -117,7 +117,7 @@ class Place:
         return f"{self.path}[{place}]" if isinstance(self.holder, list | tuple | deque) else self.path
 
     def take_made(self) -> list[Binding]:
-        """Restore and return the entries in which a tensor of the trace replaces a tensor, a number, None or nothing."""
+        """Restore and return the entries in which a tensor of the trace replaces a tensor, number, None or nothing."""
         if isinstance(self.holder, CellType):
             one = next(iter(_contents(self.holder)), None)
             if one is self.held[0] or not is_traced(one) or not _gives_way(self.held[0]):

@@ -119,7 +119,8 @@ def shard_loaded_state(optimizer: torch.optim.Optimizer) -> None:
     A state dict of an optimizer of the unsharded model has them, equal on all ranks. Only for optimizers of torch,
     which keep no whole tensors by themselves.
     """
-    if not type(optimizer).__module__.startswith("torch.optim."):
+    is_flat = isinstance(optimizer, torch.optim.LBFGS)  # it keeps vectors of all parameters together
+    if is_flat or not type(optimizer).__module__.startswith("torch.optim."):
         return
     for parameter, entries in optimizer.state.items():
         if isinstance(parameter, DTensor):

@@ -10,7 +10,7 @@ from typing import ClassVar
 from torch import fx
 
 from zgraph.compiler.graph_pass import Fact, GraphPass, PassContext
-from zgraph.graph import edits
+from zgraph.graph import edits, nodes
 from zgraph.passes.common.updates import Updates
 
 
@@ -19,8 +19,9 @@ class UpdateAsReduced(GraphPass):
     """Move each update to just after the reduction of its gradient, so that the gradient is freed early.
 
     Norms for clipping are computed as gradients arrive; nodes that need the total norm come after the last gradient.
-    Nodes that only prepare an update, such as weight decay, move together with that update.
-    Leaves alone: all other nodes; steps that compute with reduced gradients before the last backward.
+    Nodes that only prepare an update, such as weight decay, move together with that update. A gather of the step's own
+    lines, as of a whole gradient, starts as early, and is waited for where its result is needed.
+    Leaves alone: the order of everything else, and steps that compute with reduced gradients before the last backward.
     """
 
     name: ClassVar[str] = "update_as_reduced"
@@ -52,9 +53,15 @@ def _as_reduced(order: Sequence[fx.Node], updates: Updates) -> list[fx.Node]:
         for source in sources:
             waiting.setdefault(source, []).append(node)
     ready: list[tuple[int, fx.Node]] = []
+    held: dict[fx.Node, None] = {}  # waits whose collectives have started, until a node needs them
 
-    def place(node: fx.Node) -> None:
+    def append(node: fx.Node) -> None:
+        for source in held if node.op == "output" else updates.needs(node):
+            if source in held and source not in placed:
+                append(source)
         placed[node] = None
+
+    def release(node: fx.Node) -> None:
         for update in waiting.get(node, ()):
             missing[update] -= 1
             if not missing[update]:
@@ -63,13 +70,19 @@ def _as_reduced(order: Sequence[fx.Node], updates: Updates) -> list[fx.Node]:
     for node in order:
         if node in updates or node in placed:
             continue
-        place(node)
+        append(node)
+        release(node)
         while ready:
             _, update = heapq.heappop(ready)
             for one in _preparation(update, updates):
                 if one not in placed:
-                    place(one)
-            place(update)
+                    append(one)
+                    release(one)
+            if nodes.is_wait(update) and nodes.is_gather(nodes.start_of(update)):
+                held[update] = None
+            else:
+                append(update)
+            release(update)
     return list(placed)
 
 

@@ -218,6 +218,8 @@ def test_plan_keeps_within_a_budget_or_says_what_would_do(folder: Path) -> None:
         (["users_step:step", "--world", "dp"], "'dp' names no axes with their sizes; write them as pp=4,dp=8"),
         (["users_step:step", "--world", "dp=2,dp=2"], "'dp=2,dp=2' names no axes"),
         (["users_step:step", "--world", "dp=2,tp=2"], "This command cannot split a model over tp"),
+        (["users_step:step", "--world", "dp=0"], "'dp': 0"),
+        (["users_step:step", "--world", "db=2"], "'db'"),
         (["--world-size", "2"], "Missing argument 'MODULE:FN'"),
         (["not_a_module:step", "--world-size", "2"], "there is no module 'not_a_module' here"),
         (["users_step.inner:step", "--world-size", "2"], "there is no module 'users_step.inner' here"),
@@ -229,6 +231,8 @@ def test_plan_keeps_within_a_budget_or_says_what_would_do(folder: Path) -> None:
         (["users_step:step", "--world-size", "2", "--budget", "3 parsecs"], "'3 parsecs' is not a size"),
         (["users_step:step", "--world-size", "2", "--hardware", "h10"], "did you mean 'h100'?"),
         (["users_step:step", "--world-size", "2", "--hardware", "users_step.py"], "not valid JSON"),
+        (["users_step:step", "--world-size", "2", "--hardware", "nofile.json"], "there is no file 'nofile.json' with"),
+        (["users_step:step", "--world-size", "2", "--hardware", "."], "there is no file '.' with hardware; write one"),
     ],
 )
 def test_plan_refuses_in_one_line(folder: Path, words: list[str], message: str) -> None:

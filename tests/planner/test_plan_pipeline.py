@@ -255,6 +255,7 @@ def test_the_text_json_and_report_of_a_pipeline(tmp_path: Any) -> None:
             {"shard_fn": functools.partial(zgraph.shard, zero_stage=2), "passes": under(150_000)},
             "the step of the pipeline does not fit into budget_bytes=150000: under 1F1B, with up to 2 micro-batches in",
         ),
+        ({"offload": zgraph.Offload(params="host")}, r"offload with a pipeline, .*: zgraph\.plan\(.* offload=\.\.\.\)"),
         ({"world": {"dp": 2}}, r"world=.* has no pp axis; add one, .* or call zgraph\.plan\."),
     ],
 )

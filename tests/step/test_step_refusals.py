@@ -74,6 +74,33 @@ def reads_the_optimizers_state(model: nn.Module, opt: torch.optim.Optimizer, x: 
     return torch.stack([value for entries in opt.state.values() for value in entries.values()])
 
 
+def reads_state_that_is_not_made(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor) -> Any:
+    model(x).sum().backward()
+    opt.step()
+    return opt.state[next(model.parameters())]["exp_avg"].norm()
+
+
+def clears_the_state(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor) -> Any:
+    model(x).sum().backward()
+    opt.state.clear()
+
+
+def loads_a_state(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor) -> Any:
+    model(x).sum().backward()
+    opt.load_state_dict(torch.optim.SGD(model.parameters(), lr=0.1).state_dict())
+
+
+def puts_a_number_into_the_state(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor) -> Any:
+    model(x).sum().backward()
+    for parameter in model.parameters():
+        opt.state[parameter]["norm"] = torch.zeros(2)
+
+
+def steps_an_optimizer_of_its_own(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor) -> Any:
+    model(x).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9).step()
+
+
 def steps_before_a_backward(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor) -> Any:
     first = model(x).sum()
     model(x).sum().backward()
@@ -159,6 +186,11 @@ REFUSED: dict[str, tuple[Body, str]] = {
     "if": (decides_by_a_value, "in decides_by_a_value reads a tensor's value"),
     "outside": (reads_from_outside, "register it as a buffer"),
     "state": (reads_the_optimizers_state, "neither an argument"),
+    "no state": (reads_state_that_is_not_made, "in reads_state_that_is_not_made reads or changes the state of SGD"),
+    "clear": (clears_the_state, "in clears_the_state reads or changes the state of SGD"),
+    "load": (loads_a_state, "binds another state to SGD, as load_state_dict does; do it outside the step"),
+    "other tensor": (puts_a_number_into_the_state, 'puts a tensor into state["norm"] of SGD that is not placed like'),
+    "own optimizer": (steps_an_optimizer_of_its_own, "steps an optimizer that it was not given, of class SGD"),
     "step between": (steps_before_a_backward, "between a forward that reads it and that forward's backward"),
     "closure": (steps_with_a_closure, "a closure"),
     "lr": (sets_the_learning_rate, "scheduler.step() outside"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import nn, optim
 
 import zgraph
+from tests.support.graphs import fake_world
 from tests.support.lazy_streams import LazyLanes
 from tests.support.ranks import Ranks, worlds
 from tests.support.resting import HOST
@@ -170,6 +172,67 @@ def rounded() -> str:
 def test_a_tier_that_would_round_is_refused(ranks: Ranks) -> None:
     for text in ranks.run(rounded):
         assert "Narrow.empty() returned" in text and "of torch.float32" in text
+
+
+class Empty(SharedFiles):
+    def empty(self, like: torch.Tensor, name: str) -> Any:
+        return None
+
+
+class Unstarted(SharedFiles):
+    def start_in(self, kept: torch.Tensor, lanes: Any) -> Any:
+        return None
+
+
+class Unreturned(SharedFiles):
+    def start_in(self, kept: torch.Tensor, lanes: Any) -> Any:
+        return SimpleNamespace(wait=lambda: None)
+
+
+class Unshaped(SharedFiles):
+    def start_out(self, source: torch.Tensor, kept: torch.Tensor, lanes: Any) -> Any:
+        return SimpleNamespace(wait=lambda: kept.flatten())
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Empty, r"Empty\.empty\(\) returned None for new state; return a tensor like the one that is given, \(3, 2\)"),
+        (Unstarted, r"Unstarted\.start_in\(\) returned None; return an object with wait\(\)"),
+        (Unreturned, r"that Unreturned\.start_in\(\) started returned None from wait\(\); return the copied tensor"),
+        (Unshaped, r"that Unshaped\.start_out\(\) started returned \(6,\) of torch.float32 from wait\(\); .* \(3, 2\)"),
+    ],
+)
+def test_stores_that_return_no_copy_are_refused(kind: type[SharedFiles], message: str) -> None:
+    for lanes in (ThreadLanes(), LazyLanes()):
+        store = kind()
+        lanes.stores.by_key["shared memory"] = store
+        with pytest.raises(zgraph.ZgraphError, match=rf"zgraph\.Tier: .*{message}"):
+            lanes.reload(lanes.spill(torch.ones(3, 2), "shared memory").wait()).wait()
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpensNothing(SharedMemory):
+    def open(self, lanes: Any, rank: int) -> Any:
+        return None
+
+
+def test_what_is_no_tier_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"params=SharedMemory is a class; write params=SharedMemory\(\), an instance"):
+        zgraph.Offload(params=SharedMemory)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"optimizer=\{\} is unknown"):
+        zgraph.Offload(optimizer={})  # pyright: ignore[reportArgumentType]
+    with pytest.raises(
+        ValueError, match=r"lacks a lane for its copies; give Tier both: to_device = from_device = zgraph"
+    ):
+        zgraph.Offload(params=zgraph.Tier(name="mine"))
+    lanes = ThreadLanes()
+    with pytest.raises(zgraph.ZgraphError, match=r"OpensNothing\.open\(\) returned a NoneType without holds, empty, "):
+        lanes.stores.open(OpensNothing(), lanes, 0)
+    with fake_world(2):
+        for given in ("host", zgraph.Offload):
+            with pytest.raises(ValueError, match=r"zgraph\.shard: offload=.* write offload=zgraph\.Offload\(params="):
+                zgraph.shard(nn.Linear(2, 2), offload=given)  # pyright: ignore[reportArgumentType]
 
 
 def test_another_tier_of_the_same_name_is_refused() -> None:

@@ -62,6 +62,87 @@ class CachesATensor(Loop):
         return {name: value.detach() for name, value in self.cache.items()}
 
 
+class KeepsANorm(Loop):
+    """Sharded tensors in an attribute, and in one that has been a number."""
+
+    def prepare(self) -> None:
+        self.norm: Any = None
+        self.total: Any = 0.0
+
+    def step(self, x: Tensor) -> Tensor:
+        loss = self.loss(x)
+        loss.backward()
+        self.norm = self.model[0].weight.grad.norm()
+        self.total = self.total + self.norm
+        self.opt.step()
+        self.opt.zero_grad()
+        return loss.detach()
+
+    def left(self) -> dict[str, Any]:
+        return {"norm": self.norm, "total": self.total}
+
+
+class KeepsALossByNonlocal(Loop):
+    def prepare(self) -> None:
+        last: Any = None
+
+        def keep(loss: Tensor) -> Tensor:
+            nonlocal last
+            last = loss.detach()
+            return loss
+
+        self.keep, self.last = keep, lambda: last
+
+    def loss(self, x: Tensor) -> Tensor:
+        return self.keep(super().loss(x))
+
+    def left(self) -> dict[str, Any]:
+        return {"last": self.last()}
+
+
+class KeepsInTheState(Loop):
+    """Weights that the lines keep in the optimizer's state, as sharpness-aware minimization does."""
+
+    def step(self, x: Tensor) -> Tensor:
+        loss = self.loss(x)
+        loss.backward()
+        self.opt.step()
+        self.opt.zero_grad()
+        for parameter in self.model.parameters():
+            self.opt.state[parameter]["kept"] = parameter.detach().clone()
+            parameter.grad = None
+        return sum(self.opt.state[parameter]["kept"].square().sum() for parameter in self.model.parameters())  # pyright: ignore
+
+    def left(self) -> dict[str, Any]:
+        return {name: self.opt.state[one]["kept"] for name, one in self.model.named_parameters()}
+
+
+class ReturnsAWholeGradient(Loop):
+    def step(self, x: Tensor) -> Tensor:
+        self.loss(x).backward()
+        found = self.model[0].weight.grad.full_tensor()
+        self.opt.step()
+        self.opt.zero_grad()
+        return found
+
+
+class ReturnsItFused(ReturnsAWholeGradient):
+    """The update writes to gradients, so the gather is waited for before."""
+
+    def prepare(self) -> None:
+        self.opt = torch.optim.AdamW(self.model.parameters(), lr=0.05, fused=True)
+
+
+class KeepsNormsInAList(Loop):
+    def prepare(self) -> None:
+        self.norms: list[Any] = [None]
+
+    def loss(self, x: Tensor) -> Tensor:
+        loss = super().loss(x)
+        self.norms[0] = loss.detach()
+        return loss
+
+
 class CountsByNonlocal(Loop):
     def prepare(self) -> None:
         calls = 0
@@ -131,6 +212,7 @@ REFUSED = {
     CountsInForward: "Counting.calls=1, before 0",
     CountsInTheStep: "self.number=1, before 0",
     AppendsLosses: "self.losses has 1 entries, before 0",
+    KeepsNormsInAList: "self.norms[0]=a tensor of shape [], before None, where a graph cannot put its tensors; return",
     CountsByNonlocal: "calls=1, before 0",
     GoesOnWithAnIterator: "self.numbers",
     GoesOnWithAGenerator: "self.numbers",
@@ -149,6 +231,15 @@ def test_changes_to_python_values_are_refused(ranks: Ranks) -> None:
         for kind, text in REFUSED.items():
             message = found[f"{kind.__name__}, stage 3"]
             assert message.startswith("zgraph.training_step") and text in message, (kind.__name__, message)
+
+
+KEPT: list[type[Loop]] = [KeepsANorm, KeepsALossByNonlocal, KeepsInTheState, ReturnsAWholeGradient, ReturnsItFused]
+
+
+@worlds(2)
+def test_tensors_that_a_step_keeps_or_returns_are_those_of_each_call(ranks: Ranks) -> None:
+    for found in ranks.run(verdicts, KEPT, [3]):
+        assert found == {f"{kind.__name__}, stage 3": "right" for kind in KEPT}
 
 
 @worlds(2)

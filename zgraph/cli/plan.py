@@ -157,8 +157,14 @@ def _planned(
     from zgraph.passes import presets
     from zgraph.planner.plan import plan
     from zgraph.planner.plan_pipeline import plan_pipeline
+    from zgraph.planner.schedules.axes import Axes
     from zgraph.sharding.shard import shard
 
+    if world is not None:
+        try:
+            Axes(world)
+        except ValueError as error:
+            raise UserError(str(error)) from error
     passes = None
     if budget is not None:
         target = Target(hardware=machine, budget_bytes=budget)
@@ -259,6 +265,11 @@ def hardware_named(text: str) -> Hardware:
     from zgraph.analysis.hardware import Hardware
 
     path = Path(text)
+    if not path.is_file() and (path.suffix or len(path.parts) > 1 or path.is_dir()):
+        raise UserError(
+            f"there is no file {text!r} with hardware; write one with zgraph calibrate --json > machine.json, or name "
+            "a preset, such as h100."
+        )
     try:
         return Hardware.from_json(path.read_text()) if path.is_file() else Hardware.preset(text)
     except (OSError, ValueError) as error:

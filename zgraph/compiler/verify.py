@@ -265,8 +265,12 @@ def check_absent(graph: fx.Graph, fact: str, predicate: Any, where: Where) -> No
 
 
 def check_waits_sunk(graph: fx.Graph, where: Where) -> None:
-    """Check that no compute runs between a gather's wait and its first user, where it could hide the gather."""
+    """Check that no compute that could hide a gather runs between the gather's wait and its first user.
+
+    A write to the memory that the gather sends needs the wait, as a user does.
+    """
     order = nodes.order_of(graph)
+    regions: Regions | None = None  # computed only if needed to tell memory apart
     for wait in nodes.call_functions(graph, nodes.is_wait):
         start = nodes.start_of(wait)
         readers = [user for result in nodes.results_of(wait) for user in result.users]
@@ -276,6 +280,10 @@ def check_waits_sunk(graph: fx.Graph, where: Where) -> None:
         between = wait.next
         while between is not user:
             if between.op == "call_function" and not nodes.is_communication(between):
+                written = written_arguments(between)
+                regions = regions or (Regions(list(graph.nodes)) if written else None)
+                if any(regions.overlap(one, start.all_input_nodes) for one in written if regions is not None):
+                    break
                 raise where.error(f"{wait.name} waits before {between.name}, which does not need it.", wait)
             between = between.next
 

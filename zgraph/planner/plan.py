@@ -17,7 +17,7 @@ from zgraph.planner.cluster import Cluster, Sharder, check_functions
 from zgraph.planner.frames import FramePlanner
 from zgraph.planner.memory import plan_ledger, rest_on_paper
 from zgraph.planner.plan_pipeline import OPTIONS as OF_PIPELINES
-from zgraph.planner.plan_pipeline import plan_pipeline
+from zgraph.planner.plan_pipeline import check_of_steps, plan_pipeline
 from zgraph.planner.planned_step import Plan
 from zgraph.planner.schedules.axes import Axes
 from zgraph.planner.whole_step import StepMaker, loop_body, plan_whole_step
@@ -92,13 +92,7 @@ def plan(
     axes = _axes_of(world_size, world)
     if axes is not None and axes.stages > 1:
         renamed("zgraph.plan with a pp axis", "zgraph.plan_pipeline")
-        left_out = {"optimizer_fn": optimizer_fn, "offload": offload, "step_fn": step_fn}
-        given = ", ".join(name for name, value in left_out.items() if value is not None)
-        if given:
-            raise ValueError(
-                f"zgraph.plan: {given} with a pipeline, whose schedule runs outside whole steps; leave it out: moments "
-                "of AdamW are counted all the same."
-            )
+        check_of_steps("zgraph.plan", {"optimizer_fn": optimizer_fn, "offload": offload, "step_fn": step_fn})
         shared: dict[str, Any] = {"world": axes.sizes, "shard_fn": shard_fn, "hardware": hardware, "passes": passes}
         return plan_pipeline(model_fn, batch=batch, allocator=allocator, **shared, **before)
     given = ", ".join(f"{name}={value!r}" for name, value in before.items() if value is not None)

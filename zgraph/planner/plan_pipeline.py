@@ -20,6 +20,26 @@ from zgraph.planner.stages import plan_stages
 from zgraph.sharding.shard import shard
 
 OPTIONS = ("micro_batches", "schedule", "chunks")  # that only pipelines have
+OF_STEPS = ("optimizer_fn", "offload", "step_fn")  # that only plans of whole steps have
+
+
+def check_of_steps(name: str, given: Mapping[str, Any]) -> None:
+    """Refuse arguments of whole steps for a pipeline, whose schedule runs outside whole steps.
+
+    Raises:
+        ValueError: such an argument is given.
+        TypeError: an unknown argument is given.
+    """
+    unknown = [key for key in given if key not in OF_STEPS]
+    if unknown:
+        raise TypeError(f"{name}() got an unexpected keyword argument {unknown[0]!r}")
+    found = [key for key, value in given.items() if value is not None]
+    if found:
+        raise ValueError(
+            f"{name}: {', '.join(found)} with a pipeline, whose schedule runs outside whole steps; leave it out: "
+            "moments of AdamW are counted all the same. Or plan the model without a pp axis: zgraph.plan(model_fn, "
+            f"world_size=8, batch=batch, {found[0]}=...)."
+        )
 
 
 def plan_pipeline(
@@ -34,6 +54,7 @@ def plan_pipeline(
     hardware: Hardware | str = "h100",
     passes: PassList | Sequence[GraphPass] | None = None,
     allocator: Allocator = EXACT,
+    **of_steps: Any,
 ) -> Plan:
     """Compile a pipeline's step as its ranks would, without a cluster, a GPU or the model's memory.
 
@@ -53,12 +74,14 @@ def plan_pipeline(
         chunks: stages on each rank, if an `nn.Sequential` is cut. None: 1.
         shard_fn: shards a stage; called with the stage and the mesh of all axes but "pp", see `zgraph.plan`.
         hardware, passes, allocator: as for `zgraph.plan`.
+        of_steps: refused: `offload`, `optimizer_fn` and `step_fn` of `zgraph.plan`, which pipelines do not have.
 
     Raises:
         ValueError: an argument is invalid, the model cannot be cut into the stages, torch has no such schedule for
             them, or the step does not fit into the target's budget_bytes.
         ZgraphError: this process is already in a process group, or a stage cannot be compiled.
     """
+    check_of_steps("zgraph.plan_pipeline", of_steps)
     check_functions("zgraph.plan_pipeline", model_fn, batch)
     axes = Axes(world)
     if axes.stages == 1:

@@ -115,6 +115,11 @@ def shard(
     """
     mesh = check_mesh(mesh, module)
     _check_options(zero_stage, reduction, param_dtype=param_dtype, reduce_dtype=reduce_dtype, mean_dtype=mean_dtype)
+    if not isinstance(offload, Offload | None):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(
+            f'zgraph.shard: offload={offload!r} is not a zgraph.Offload; write offload=zgraph.Offload(params="host", '
+            'optimizer="host"), or one of the two.'
+        )
     ignored_ids = ids_of(ignored)
     axis = tensor_axis(on_other_axes(module, mesh), mesh)
     at_rest = mesh_at_rest(mesh, axis)

@@ -28,7 +28,7 @@ from zgraph.passes import presets
 from zgraph.passes.compress_gradients import CompressGradients
 from zgraph.passes.quantize_gathers import QuantizeGathers
 from zgraph.runtime.exchanges.changes import hash_of
-from zgraph.runtime.exchanges.steps import members_of, numbers_of, origin_of_parameter
+from zgraph.runtime.exchanges.steps import members_of, numbers_of, origin_of_parameter, shard_loaded_state
 from zgraph.step import guards
 from zgraph.step.capture import parameter_hooks
 from zgraph.step.capture.capture import capture
@@ -186,6 +186,7 @@ class TrainingStep(Generic[P, R]):
         self._variants: list[guards.Variant] = []
         self._known: Current | None = None
         self._begun = 0
+        self._states: list[Any] = []
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         return cast(Any, self)._call(args, kwargs)
@@ -222,6 +223,11 @@ class TrainingStep(Generic[P, R]):
             scope.check_batch(leaves)
         parameters = lifted.held
         has_gradient = tuple(map(is_not, gradients_of(parameters), repeat(None)))
+        states = [one.state for one in self._optimizers]
+        if len(self._states) != len(states) or any(map(is_not, self._states, states)):
+            self._states = states
+            for one in self._optimizers:
+                shard_loaded_state(one)
         lifted.settle()
         state = current.state()
         options = OptionInputs.of(self._optimizers)

@@ -59,8 +59,17 @@ class Offload:
     def __post_init__(self) -> None:
         for name in ("params", "optimizer"):
             tier = getattr(self, name)
-            if not (tier is None or isinstance(tier, Tier) or tier in NAMES):
+            if isinstance(tier, type) and issubclass(tier, Tier):
+                raise ValueError(
+                    f"zgraph.Offload: {name}={tier.__name__} is a class; write {name}={tier.__name__}(), an instance."
+                )
+            if not (tier is None or isinstance(tier, Tier) or (isinstance(tier, str) and tier in NAMES)):
                 raise ValueError(f'zgraph.Offload: {name}={tier!r} is unknown; write "host", "disk" or None.')
+            if isinstance(tier, Tier) and None in (tier.to_device, tier.from_device):
+                raise ValueError(
+                    f"zgraph.Offload: {name}={tier!r} lacks a lane for its copies; give {type(tier).__name__} both: "
+                    f'to_device = from_device = zgraph.tiers.lanes.Lane("{tier}").'
+                )
         if self.params is None and self.optimizer is None:
             raise ValueError(
                 'zgraph.Offload: neither params nor optimizer is offloaded; write optimizer="host", for example, or '

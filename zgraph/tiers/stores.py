@@ -12,6 +12,8 @@ from zgraph.errors import ZgraphError
 from zgraph.tiers.disk.folder import DiskFolder
 from zgraph.tiers.tier import HOST, Copy, Store, Tier
 
+_METHODS = ("holds", "empty", "start_in", "start_out", "finish")  # of a `Store`
+
 
 @dataclass
 class Stores:
@@ -43,6 +45,12 @@ class Stores:
             )
         if found is None:
             found = tier.open(lanes, rank)
+            missing = [name for name in _METHODS if not callable(getattr(found, name, None))]
+            if missing:
+                raise ZgraphError(
+                    f"zgraph.Tier: {type(tier).__name__}.open() returned a {type(found).__name__} without "
+                    f"{', '.join(missing)}; return an object with the methods of zgraph.tiers.tier.Store."
+                )
             if tier != HOST:
                 self.by_key[tier.key], self.tiers[tier.key] = found, tier
         return found
@@ -108,13 +116,62 @@ class HostMemory:
         pass
 
 
+@dataclass(frozen=True)
+class _Checked:
+    """A copy of a user's store, whose result is checked when it is waited for."""
+
+    copy: Copy
+    like: Tensor
+    name: str
+
+    def wait(self) -> Tensor:
+        found: Any = self.copy.wait()
+        if isinstance(found, Tensor) and found.shape == self.like.shape and found.dtype == self.like.dtype:
+            return found
+        kind = f"{tuple(found.shape)} of {found.dtype}" if isinstance(found, Tensor) else f"{found!r:.80}"
+        raise ZgraphError(
+            f"zgraph.Tier: the copy that {self.name} started returned {kind} from wait(); return the copied tensor, "
+            f"{tuple(self.like.shape)} of {self.like.dtype}."
+        )
+
+
+def copied_in(store: Store, kept: Tensor, lanes: Any) -> Copy:
+    """Start copying a tensor from a store to the device.
+
+    Raises:
+        ZgraphError: a store of the user returned no copy; at the wait, if the copy is not like the tensor.
+    """
+    return _checked(store.start_in(kept, lanes), store, kept, "start_in()")
+
+
+def copied_out(store: Store, source: Tensor, kept: Tensor, lanes: Any) -> Copy:
+    """Start copying a tensor of the device over one of a store; errors as for `copied_in`."""
+    return _checked(store.start_out(source, kept, lanes), store, kept, "start_out()")
+
+
+def _checked(copy: Copy, store: Store, like: Tensor, method: str) -> Copy:
+    if isinstance(store, HostMemory | OnDisk):
+        return copy
+    name = f"{type(store).__name__}.{method}"
+    if not callable(getattr(copy, "wait", None)):
+        raise ZgraphError(
+            f"zgraph.Tier: {name} returned {copy!r:.80}; return an object with wait(), which returns the copied tensor."
+        )
+    return _Checked(copy, like, name)
+
+
 def allocated(store: Store, like: Tensor, name: str) -> Tensor:
     """Return an uninitialised tensor of a store, with the shape and dtype of `like`.
 
     Raises:
         ZgraphError: a user's store returned a tensor of another shape or dtype.
     """
-    found = store.empty(like, name)
+    found: Any = store.empty(like, name)
+    if not isinstance(found, Tensor):
+        raise ZgraphError(
+            f"zgraph.Tier: {type(store).__name__}.empty() returned {found!r:.80} for {name}; return a tensor like the "
+            f"one that is given, {tuple(like.shape)} of {like.dtype}."
+        )
     if found.shape != like.shape or found.dtype != like.dtype:
         raise ZgraphError(
             f"zgraph.Tier: {type(store).__name__}.empty() returned {tuple(found.shape)} of {found.dtype} for {name}; "

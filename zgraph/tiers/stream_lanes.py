@@ -15,7 +15,7 @@ from torch import Tensor
 from zgraph.tiers.disk.folder import DiskFolder, Transfer
 from zgraph.tiers.pinned_pool import PinnedPool
 from zgraph.tiers.staging import PIECE_BYTES, Staging
-from zgraph.tiers.stores import HostMemory, Stores, allocated
+from zgraph.tiers.stores import HostMemory, Stores, allocated, copied_in, copied_out
 from zgraph.tiers.thread_lanes import OnPaper, thread
 from zgraph.tiers.tier import Copy
 from zgraph.torch_compat.fake_values import is_fake
@@ -134,10 +134,10 @@ class StreamLanes:
         return self.to_host(tensor.detach(), self.pinned_like(tensor))
 
     def store(self, source: Tensor, kept: Tensor) -> Copy:
-        return (self.stores.of(kept) or self.host).start_out(source.detach(), kept, self)
+        return copied_out(self.stores.of(kept) or self.host, source.detach(), kept, self)
 
     def reload(self, kept: Tensor) -> Copy:
-        return (self.stores.of(kept) or self.host).start_in(kept, self)
+        return copied_in(self.stores.of(kept) or self.host, kept, self)
 
     def from_host(self, kept: Tensor) -> Copy:
         return self._start(self.back, kept, torch.empty_like(kept, device=self.device))
@@ -164,7 +164,7 @@ class StreamLanes:
         if is_fake(tensor):
             return OnPaper(tensor.new_empty(tensor.shape, device="cpu"))
         store = self.stores.by_key[key]
-        return store.start_out(tensor.detach(), allocated(store, tensor, "new state"), self)
+        return copied_out(store, tensor.detach(), allocated(store, tensor, "new state"), self)
 
     def update(self, operator: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Future[Any]:
         if any(isinstance(one, Tensor) and is_fake(one) for one in tree_flatten((args, kwargs))[0]):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zgraph.tiers.disk.folder import DiskFolder, Transfer
 from zgraph.tiers.host_pool import HostPool
-from zgraph.tiers.stores import HostMemory, Stores, allocated
+from zgraph.tiers.stores import HostMemory, Stores, allocated, copied_in, copied_out
 from zgraph.tiers.tier import Copy
 from zgraph.torch_compat.fake_values import is_fake
 
@@ -65,14 +65,14 @@ class ThreadLanes:
         return self.to_host(tensor.detach(), self.pool.empty_like(tensor))
 
     def reload(self, kept: Tensor) -> Copy:
-        return (self.stores.of(kept) or self.host).start_in(kept, self)
+        return copied_in(self.stores.of(kept) or self.host, kept, self)
 
     def store(self, source: Tensor, kept: Tensor) -> Copy:
-        return (self.stores.of(kept) or self.host).start_out(source.detach(), kept, self)
+        return copied_out(self.stores.of(kept) or self.host, source.detach(), kept, self)
 
     def spill(self, tensor: Tensor, key: str) -> Copy:
         store, tensor = self.stores.by_key[key], tensor.detach().contiguous()
-        return store.start_out(tensor, allocated(store, tensor, "new state"), self)
+        return copied_out(store, tensor, allocated(store, tensor, "new state"), self)
 
     def from_host(self, kept: Tensor) -> Copy:
         return self._start(self.back, kept, torch.empty_like(kept))

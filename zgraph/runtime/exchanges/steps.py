@@ -110,12 +110,34 @@ class Model:
 
 def _put_sharded_gradient(parameter: Tensor, grad: Tensor) -> DTensor:
     """Replace a parameter's unsharded gradient, equal on all ranks, by this rank's shard of it; return the shard."""
-    sharded = cast(DTensor, parameter)
-    whole = grad.detach().to(sharded.device_mesh.device_type)
-    placed = distribute_tensor(whole, sharded.device_mesh, sharded.placements, src_data_rank=None)
-    made = dtensor_like(local_of(placed).to(grad.device), sharded)
-    made.digest = checksum([grad])  # pyright: ignore[reportAttributeAccessIssue]  # it is of the parameter's class
-    parameter.grad = made
+    parameter.grad = made = _sharded(cast(DTensor, parameter), grad)
+    return made
+
+
+def shard_loaded_state(optimizer: torch.optim.Optimizer) -> None:
+    """Replace plain tensors in the state of sharded parameters by this rank's shards.
+
+    A state dict of an optimizer of the unsharded model has them, equal on all ranks. Only for optimizers of torch,
+    which keep no whole tensors by themselves.
+    """
+    is_flat = isinstance(optimizer, torch.optim.LBFGS)  # it keeps vectors of all parameters together
+    if is_flat or not type(optimizer).__module__.startswith("torch.optim."):
+        return
+    for parameter, entries in optimizer.state.items():
+        if isinstance(parameter, DTensor):
+            for key, value in entries.items():
+                is_plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
+                if is_plain and value.ndim and value.shape == parameter.shape:
+                    entries[key] = _sharded(parameter, value)
+
+
+def _sharded(like: DTensor, whole: Tensor) -> DTensor:
+    """Return this rank's shard of a plain tensor that is equal on all ranks, placed like a parameter."""
+    placed = distribute_tensor(
+        whole.detach().to(like.device_mesh.device_type), like.device_mesh, like.placements, src_data_rank=None
+    )
+    made = dtensor_like(local_of(placed).to(whole.device), like)
+    made.digest = checksum([whole])  # pyright: ignore[reportAttributeAccessIssue]  # it is of the parameter's class
     return made
 
 
@@ -137,6 +159,8 @@ def guard_steps(scope: Guarded) -> None:
         stepping = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
         alive.accumulation.check_step(stepping)
         models = [one for one in alive.models if any(state.is_among(stepping) for state in one.states)]
+        if models:
+            shard_loaded_state(optimizer)
         for model in models:
             check_all_sharded(stepping.values())
             number, text = members_of(optimizer)

@@ -27,7 +27,6 @@ from zgraph.step.capture.outputs import (
     Returned,
     SkipFlag,
     ToldFlag,
-    holds_traced,
     put_all,
     values_of,
 )
@@ -35,11 +34,12 @@ from zgraph.step.capture.stand_ins import StandIns
 from zgraph.step.capture.windows import resolve_windows
 from zgraph.step.lines.own_numbers import return_own_numbers
 from zgraph.step.lines.redirect import Redirect
-from zgraph.step.lines.refusals import line_of
+from zgraph.step.lines.refusals import line_of, only_given
 from zgraph.step.lines.watch import Watch
 from zgraph.step.outside.places import Binding
 from zgraph.step.outside.python_values import PythonValues
 from zgraph.step.outside.random_numbers import same_random_numbers
+from zgraph.step.outside.traced import holds_traced, is_traced
 from zgraph.step.outside.variables import Outside
 from zgraph.tiers.tier import DEVICE, Tier
 from zgraph.torch_compat.aot import trace
@@ -51,7 +51,6 @@ from zgraph.torch_compat.fake_values import (
     data_dependent_errors,
     fake_number,
     fake_of,
-    is_fake,
     step_mode,
 )
 from zgraph.torch_compat.modules import note_step, tree_flatten, tree_unflatten
@@ -308,6 +307,7 @@ class _Tracer:
         redirect = Redirect(self.watch, stand_ins.note_reading)
         with contextlib.ExitStack() as stack:
             stack.enter_context(inline_compiled())
+            stack.enter_context(only_given(self.optimizers))
             for scaler in self.outside.scalers:
                 stack.enter_context(self._scaling(scaler, stand_ins))
             stack.enter_context(stand_ins.in_place(redirect))
@@ -318,11 +318,7 @@ class _Tracer:
             result = self.function(*args, **kwargs)
         self.bindings, changed = self.values.effects()
         if changed:
-            raise ZgraphError(
-                f"zgraph.training_step: the step changes a value of Python, {changed}, which would happen only while "
-                "it is captured; change it outside the step, return the new value, or keep it in a tensor: "
-                'self.register_buffer("calls", torch.zeros(())), and self.calls.add_(1).'
-            )
+            raise ZgraphError(f"zgraph.training_step: the step changes a value of Python, {changed}.")
         return self._outputs(result, stand_ins)
 
     @contextlib.contextmanager
@@ -368,7 +364,7 @@ class _Tracer:
                         "graph cannot make; return tensors, alone or in tuples, lists, dicts or named tuples."
                     )
                 known[place] = leaf
-            elif not is_fake(_part(leaf)):
+            elif not is_traced(leaf):
                 raise ZgraphError(
                     "zgraph.training_step: the step returns a tensor that it has not computed; return one it computes."
                 )
@@ -386,7 +382,7 @@ class _Tracer:
         pairs += [(Gradient(position), _part(grad)) for position, grad in grads if grad is not None]
         for one in self.bindings:
             value = self.watch.stand_ins.get(id(one.tensor), one.tensor)
-            pairs.append((Bound(one.holder, one.key, _like(value)), _part(value)))
+            pairs.append((Bound(one, _like(value)), _part(value)))
         for scaler, optimizer, flags in self.told:
             pairs += [(ToldFlag(scaler, optimizer), flag.detach()) for flag in flags]
         pairs += [(SkipFlag(number), one.skip) for number, one in optimizers if one.skip is not None]

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
-from types import FunctionType, GeneratorType, ModuleType
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
-from torch import Tensor, nn, optim
+from torch import Tensor, optim
 from torch.distributed.tensor import DTensor
 
 from zgraph.optimizers.gradients import GradScaler
 from zgraph.sharding.tensors.sharded_tensor import sharded_like
 from zgraph.step.capture.lifted import Lifted, local
-from zgraph.torch_compat.fake_values import is_fake
-
-MOST_ENTRIES = 1000  # of a container, that are looked into for tensors
+from zgraph.step.outside.places import Binding
 
 
 @dataclass
@@ -92,14 +88,13 @@ class Gradient:
 
 @dataclass(frozen=True)
 class Bound:
-    """A tensor that the step has assigned to an attribute or a dict entry."""
+    """A tensor that the step has bound to an attribute, an entry of a dict, or a variable of an outer function."""
 
-    holder: dict[Any, Any]
-    key: Any
+    binding: Binding
     like: DTensor | None
 
     def put(self, value: Any, left: Left) -> None:
-        self.holder[self.key] = _wrapped(value, self.like)
+        self.binding.put(_wrapped(value, self.like))
 
 
 @dataclass(frozen=True)
@@ -149,26 +144,3 @@ def values_of(kind: type, outputs: Sequence[Output], values: Iterable[Any]) -> l
 
 def _wrapped(value: Tensor, like: Tensor | None) -> Tensor:
     return sharded_like(value, like) if isinstance(like, DTensor) else value
-
-
-def holds_traced(value: object, depth: int = 4) -> bool:
-    """Return whether a Python object holds fake tensors of the trace.
-
-    Searches containers, attributes, closures and generators, `depth` levels deep, and strings that show a fake tensor.
-    """
-    if isinstance(value, Tensor):
-        return is_fake(local(value))
-    if isinstance(value, str):
-        return "FakeTensor(" in value
-    if depth == 0 or value is None or isinstance(value, type | ModuleType | nn.Module | optim.Optimizer | int | float):
-        return False
-    inside: list[Any] = [*vars(value).values()] if hasattr(value, "__dict__") else []
-    if isinstance(value, Mapping):
-        inside += [one for entry in islice(cast("Mapping[Any, Any]", value).items(), MOST_ENTRIES) for one in entry]
-    elif isinstance(value, Collection) and not hasattr(value, "__array__"):  # arrays of numpy hold no tensors
-        inside += islice(cast("Collection[Any]", value), MOST_ENTRIES)
-    elif isinstance(value, FunctionType):
-        inside += [cell.cell_contents for cell in value.__closure__ or ()]
-    elif isinstance(value, GeneratorType):
-        inside += [*value.gi_frame.f_locals.values()] if value.gi_frame is not None else []
-    return any(holds_traced(one, depth - 1) for one in inside)

@@ -6,7 +6,7 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, optim
@@ -17,6 +17,7 @@ from zgraph.optimizers.local_step import ELEMENT_WISE, SCALARS
 from zgraph.optimizers.rounded_adam import Drawn, rounded_step
 from zgraph.step.capture.lifted import LiftedOptimizer, local
 from zgraph.step.capture.option_inputs import with_inputs
+from zgraph.step.capture.state_in_lines import StateInLines
 from zgraph.step.lines.redirect import with_numbers
 from zgraph.step.lines.refusals import refusal, user_line
 from zgraph.step.lines.watch import Watch
@@ -97,8 +98,10 @@ class TracedOptimizer:
             clear: called by `zero_grad` with indices of parameters and `set_to_none`; clears their gradients.
         """
         optimizer = self.lifted.optimizer
-        groups, own = optimizer.param_groups, {key: optimizer.__dict__.get(key) for key in ("step", "zero_grad")}
+        groups, state = optimizer.param_groups, optimizer.state
+        own = {key: optimizer.__dict__.get(key) for key in ("step", "zero_grad")}
         optimizer.param_groups = self.groups
+        optimizer.state = seen = cast(Any, StateInLines(type(optimizer).__name__, self._places(groups), self._keep))
         optimizer.__dict__["step"] = self._step
         optimizer.__dict__["zero_grad"] = lambda set_to_none=True: clear(self.own, set_to_none)
         try:
@@ -108,13 +111,40 @@ class TracedOptimizer:
                     "zgraph.training_step: the step changes options of its optimizer, such as the learning rate; call "
                     "scheduler.step() outside the step, after it."
                 )
+            if optimizer.state is not seen:
+                raise ZgraphError(
+                    f"zgraph.training_step: the step binds another state to {type(optimizer).__name__}, as "
+                    "load_state_dict does; do it outside the step."
+                )
         finally:
-            optimizer.param_groups = groups
+            optimizer.param_groups, optimizer.state = groups, state
             for key, value in own.items():
                 if value is None:
                     del optimizer.__dict__[key]
                 else:
                     optimizer.__dict__[key] = value
+
+    def _places(self, groups: Sequence[Mapping[str, Any]]) -> dict[int, int]:
+        """Return the positions of parameters by their ids, and by those of their stand-ins."""
+        pairs = [
+            (one, place)
+            for group, places in zip(groups, self.lifted.groups, strict=True)
+            for one, place in zip(group["params"], places, strict=True)
+        ]
+        return {id(one): place for one, place in [*pairs, *((self.parameters[place], place) for place in self.own)]}
+
+    def _keep(self, position: int, key: str, value: Any) -> None:
+        """Keep an entry that a line of the step has put into the state."""
+        if self.is_element_wise and isinstance(value, Tensor):
+            parameter = self.parameters[position]
+            if not _lies_like(value, parameter):
+                raise refusal(
+                    f'puts a tensor into state["{key}"] of {type(self.lifted.optimizer).__name__} that is not placed '
+                    "like its parameter",
+                    "keep it in an attribute",
+                )
+            value = _part_of(value)
+        self.state[self.stepped_on[position]][key] = value
 
     def new_state(self) -> list[tuple[int, str, Any]]:
         """Return entries that the step has added to the optimizer's state, as (index of the parameter, key, value).
@@ -245,6 +275,12 @@ class TracedOptimizer:
         assert self.skip is not None
         kept, new = _part_of(kept), _part_of(new)
         kept.copy_(torch.where(self.skip.to(kept.device), kept, new))
+
+
+def _lies_like(value: Tensor, parameter: Tensor) -> bool:
+    if isinstance(parameter, DTensor):
+        return isinstance(value, DTensor) and (value.placements, value.shape) == (parameter.placements, parameter.shape)
+    return not isinstance(value, DTensor) and value.shape == parameter.shape
 
 
 def _part_of(value: Tensor) -> Tensor:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import optim
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zgraph.errors import ZgraphError
 from zgraph.step.outside.variables import variables_of
@@ -54,6 +56,25 @@ def check_function(function: Callable[..., Any], optimizers: Sequence[optim.Opti
                 f"zgraph.training_step: the step uses an optimizer that it was not given, {name}; pass all optimizers "
                 "that it steps, as a list."
             )
+
+
+@contextlib.contextmanager
+def only_given(optimizers: Sequence[optim.Optimizer]) -> Generator[None]:
+    """Refuse, inside the `with`, steps of optimizers that the function reaches otherwise, as inside another one."""
+
+    def check(optimizer: optim.Optimizer, *_: object) -> None:
+        if all(optimizer is not one for one in optimizers):
+            raise refusal(
+                f"steps an optimizer that it was not given, of class {type(optimizer).__name__}, whose state would be "
+                "that of no call",
+                "pass all optimizers that it steps, as a list, also one inside another: [opt, opt.base_optimizer]",
+            )
+
+    handle = register_optimizer_step_pre_hook(cast(Any, check))
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def refusal(what: str, instead: str) -> ZgraphError:

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from zgraph.torch_compat.fake_values import is_fake
+from zgraph.step.outside.traced import is_traced
 
 _MOST_ENTRIES = 1000  # per container; of longer ones only the length is compared
 _MISSING: Any = type("Missing", (), {"__repr__": lambda _: "nothing"})()
@@ -24,11 +24,22 @@ _MISSING: Any = type("Missing", (), {"__repr__": lambda _: "nothing"})()
 
 @dataclass(frozen=True)
 class Binding:
-    """A traced tensor that a step has assigned to an attribute or a dict entry."""
+    """An attribute, an entry of a dict, or a variable of an outer function, to which a step binds a tensor it makes.
 
-    holder: dict[Any, Any]
+    Attributes:
+        holder: the attributes, the dict, or the variable's cell.
+        key: name of the attribute, or key of the entry.
+    """
+
+    holder: dict[Any, Any] | CellType
     key: Any
     tensor: Tensor
+
+    def put(self, value: Tensor) -> None:
+        if isinstance(self.holder, CellType):
+            self.holder.cell_contents = value
+        else:
+            self.holder[self.key] = value
 
 
 @dataclass(eq=False)
@@ -106,10 +117,13 @@ class Place:
         return f"{self.path}[{place}]" if isinstance(self.holder, list | tuple | deque) else self.path
 
     def take_made(self) -> list[Binding]:
-        """Return entries to which the trace has assigned a tensor, after restoring their earlier values.
-
-        Entries whose earlier value was another Python object are left out.
-        """
+        """Return entries in which a traced tensor replaces a tensor, number, None or nothing, after restoring them."""
+        if isinstance(self.holder, CellType):
+            one = next(iter(_contents(self.holder)), None)
+            if one is self.held[0] or not is_traced(one) or not _gives_way(self.held[0]):
+                return []
+            self.restore()
+            return [Binding(self.holder, None, one)]
         if not isinstance(self.holder, dict) or self._is_too_long:
             return []
         half = len(self.held) // 2
@@ -118,9 +132,9 @@ class Place:
         found: list[Binding] = []
         for key in dict.fromkeys((*before, *(self.holder if self.keys is None else ()))):
             one, other = self.holder.get(key), before.get(key, _MISSING)
-            if one is other or not (isinstance(one, Tensor) and is_fake(one)):
+            if one is other or not is_traced(one):
                 continue
-            if other is None or other is _MISSING or isinstance(other, Tensor):
+            if _gives_way(other):
                 found.append(Binding(self.holder, key, one))
                 self.holder[key] = other
                 if other is _MISSING:
@@ -152,7 +166,10 @@ class Place:
             self.holder.clear()
             self.holder.update(self.held[0])
         elif isinstance(self.holder, CellType):
-            self.holder.cell_contents = self.held[0]
+            if self.held[0] is _MISSING:
+                del self.holder.cell_contents
+            else:
+                self.holder.cell_contents = self.held[0]
 
 
 class Compared:
@@ -197,6 +214,11 @@ class Compared:
             and _are_same(self._now(), self._entries)
             and all(place.now() == place.held for place in self._others)
         )
+
+
+def _gives_way(value: Any) -> bool:
+    """Return whether a graph may put a tensor where this value was."""
+    return value is None or value is _MISSING or isinstance(value, Tensor | int | float)
 
 
 def _contents(cell: CellType) -> list[Any]:

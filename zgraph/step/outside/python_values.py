@@ -20,8 +20,8 @@ from torch import Tensor, nn, optim
 from zgraph.step.outside.calls import Calls, computes_names
 from zgraph.step.outside.functions import Functions, classes_of, is_library_module, packages_of
 from zgraph.step.outside.places import Binding, Compared, Place
+from zgraph.step.outside.traced import holds_traced, is_traced
 from zgraph.torch_compat.dynamo import without_compile
-from zgraph.torch_compat.fake_values import is_fake
 
 _DEPTH = 6
 _ROUNDS = 5  # in each, newly found functions name more values
@@ -99,7 +99,7 @@ class PythonValues:
             return f"{place.path} has {len(now) // each} entries, before {len(place.held) // each}"
         for number, (one, other) in enumerate(zip(now, place.held, strict=True)):
             if not self._same(one, other, _DEPTH):
-                return f"{place.name(number)}={one!r:.80}, before {other!r:.80}"
+                return f"{place.name(number)}={_shown(one)}, before {_shown(other)}"
         return ""
 
     def _same(self, one: Any, other: Any, depth: int) -> bool:
@@ -123,17 +123,19 @@ class PythonValues:
     def effects(self) -> tuple[list[Binding], str]:
         """Undo the changes that a trace has made to the values.
 
-        Returns the assignments of traced tensors, and a description of the first other change ("" if there is none).
+        Returns the assignments of traced tensors, and a description of the first other change, which ends with advice
+        ("" if there is none).
         """
         bindings: list[Binding] = []
         found = ""
         for place in self.places.values():
             for key in [key for key in place.holder if key not in place.every] if place.counts else ():
                 value = place.holder[key]
-                if isinstance(value, Tensor) and is_fake(value):
+                if is_traced(value):
                     bindings.append(Binding(place.holder, key, value))
                 else:
-                    found = found or f"{place.path}.{key}={value!r:.80}, before nothing"
+                    text = f"{place.path}.{key}={_shown(value)}, before nothing"
+                    found = found or text + _advice([value])
                 del place.holder[key]
             if place.is_same():
                 continue
@@ -141,9 +143,10 @@ class PythonValues:
             now = place.now()
             text = self._difference(place, now)
             before = set(map(id, place.held))
-            if not text and any(isinstance(one, Tensor) and is_fake(one) for one in now if id(one) not in before):
+            changed = [one for one in now if id(one) not in before]
+            if not text and any(map(is_traced, changed)):
                 text = f"{place.path} holds a tensor that the step has made"
-            found = found or text
+            found = found or (text + _advice(changed) if text else "")
             place.restore()
         self.bound = [one.holder for one in bindings] or self.bound
         return bindings, found
@@ -281,6 +284,27 @@ def _inside(value: Any) -> Any:
     if isinstance(value, list | dict | set | deque | tuple):
         return cast(Any, value)
     return getattr(value, "__dict__", value)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    if holds_traced(value):
+        return f"a {type(value).__name__} of tensors"
+    return f"{value!r:.80}"
+
+
+def _advice(changed: Sequence[Any]) -> str:
+    """Return what to do instead of a change that only the trace would make."""
+    if any(map(holds_traced, changed)):
+        return (
+            ", where a graph cannot put its tensors; return the tensor from the step and keep it outside, or bind it "
+            "to a variable or attribute that has held None, a number or a tensor"
+        )
+    return (
+        ", which would happen only while it is captured; change it outside the step, return the new value, or keep it "
+        'in a tensor: self.register_buffer("calls", torch.zeros(())), and self.calls.add_(1)'
+    )
 
 
 def _is_number_of_numpy(value: Any) -> bool:

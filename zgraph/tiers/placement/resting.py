@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from zgraph.tiers.copy_lanes import lanes_of
 from zgraph.tiers.devices import KINDS, is_gpu
 from zgraph.tiers.offload import MOMENTS, Offload
-from zgraph.tiers.stores import allocated
+from zgraph.tiers.stores import allocated, copied_out
 from zgraph.tiers.tier import DEVICE, HOST, Store, Tier
 from zgraph.torch_compat.dtensor import dtensor_like, local_of
 from zgraph.torch_compat.fake_values import fake_storage_key, is_fake
@@ -201,7 +201,7 @@ class Resting:
             if tier == HOST:
                 moved.copy_(local)
             else:
-                store.start_out(local.cpu().contiguous(), moved, lanes_of(self.device)).wait()
+                copied_out(store, local.cpu().contiguous(), moved, lanes_of(self.device)).wait()
         return cast(Any, dtensor_like(moved, tensor) if isinstance(tensor, DTensor) else moved)
 
 

@@ -330,11 +330,6 @@ class LiveRanges:
             self.last[storage] = here
         return here
 
-    def enter(self, storages: Iterable[int]) -> None:
-        """Add storages that are handed over before the next call."""
-        for storage in storages:
-            self.first[storage] = self.last[storage] = len(self.transient)
-
     def keep(self, storages: Iterable[int]) -> None:
         """Let storages outlive the calls so far."""
         for storage in storages:

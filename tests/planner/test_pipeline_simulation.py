@@ -35,7 +35,7 @@ from zgraph.planner.schedules.pipeline_run import PipelineRun, SplitCost, StageC
 from zgraph.torch_compat.groups import stages_hold_messages
 
 SHAPES = [
-    *[(1, 1, 1), (2, 1, 4), (4, 1, 4), (4, 1, 9), (3, 1, 8), (4, 3, 6), (2, 3, 3)],
+    *[(1, 1, 1), (3, 1, 1), (4, 1, 2), (2, 1, 4), (4, 1, 4), (4, 1, 9), (3, 1, 8), (4, 3, 6), (2, 3, 3)],
     *[(1, 2, 2), (2, 2, 4), (3, 2, 9), (4, 2, 8), (4, 2, 3)],
 ]
 

@@ -14,6 +14,7 @@ import pytest
 from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 from torch.distributed.pipelining.schedules import get_schedule_class
 
+from zgraph.analysis.micro_batches import MicroBatchMemory
 from zgraph.planner.schedules.keep_gathered import (
     beside_rest,
     first_fit,
@@ -31,11 +32,18 @@ from zgraph.planner.schedules.order import (
     schedules_for,
     why_not,
 )
-from zgraph.planner.schedules.pipeline_run import PipelineRun, SplitCost, StageCost, simulate_pipeline
+from zgraph.planner.schedules.pipeline_run import (
+    Gradients,
+    Messages,
+    PipelineRun,
+    SplitCost,
+    StageCost,
+    simulate_pipeline,
+)
 from zgraph.torch_compat.groups import stages_hold_messages
 
 SHAPES = [
-    *[(1, 1, 1), (2, 1, 4), (4, 1, 4), (4, 1, 9), (3, 1, 8), (4, 3, 6), (2, 3, 3)],
+    *[(1, 1, 1), (3, 1, 1), (4, 1, 2), (2, 1, 4), (4, 1, 4), (4, 1, 9), (3, 1, 8), (4, 3, 6), (2, 3, 3)],
     *[(1, 2, 2), (2, 2, 4), (3, 2, 9), (4, 2, 8), (4, 2, 3)],
 ]
 
@@ -195,14 +203,15 @@ def judge(order: list[Action], costs: list[StageCost], places: tuple[int, ...], 
     def left_behind(stage: int) -> int:
         """Of an output that goes to another rank: what is no longer there once it is sent, in newer torch."""
         is_sent = stage + 1 < len(places) and places[stage] != places[stage + 1]
-        return costs[stage].left_activation_bytes if is_sent and not holds else 0
+        return costs[stage].messages.activation_bytes if is_sent and not holds else 0
 
     for place, action in enumerate(order):
-        before, cost = order[:place], costs[action.stage]
+        before = order[:place]
         held = 0
         for stage in {one.stage for one in order}:
             of_stage = costs[stage]
-            split = of_stage.split or SplitCost(inputs_us=(), weights_us=())
+            whole, gradients, messages = of_stage.memory, of_stage.gradients, of_stage.messages
+            halves = of_stage.split.memory if of_stage.split else MicroBatchMemory()
             count = len(of_stage.forward_us)
             ran, returned, ended = (
                 [one.micro_batch for one in before if (one.kind, one.stage) == (kind, stage)]
@@ -210,46 +219,45 @@ def judge(order: list[Action], costs: list[StageCost], places: tuple[int, ...], 
             )
             now = action.kind if action.stage == stage else ""
             # What the next stage gets on the same rank lies in its buffer's place, and so does what comes back.
-            handed_on = of_stage.left_activation_bytes if places[stage : stage + 2].count(places[stage]) == 2 else 0
-            back = of_stage.left_bytes - of_stage.left_activation_bytes
-            handed_back = back if stage and places[stage - 1] == places[stage] else 0
+            handed_on = messages.activation_bytes if places[stage : stage + 2].count(places[stage]) == 2 else 0
+            handed_back = messages.gradient_bytes if stage and places[stage - 1] == places[stage] else 0
             running = {action.micro_batch} if action.stage == stage else set[int]()
             closes = now == ends and len(ended) == count - 1
-            held += of_stage.resting_bytes + of_stage.buffer_bytes
+            held += of_stage.resting_bytes + messages.received_bytes
             held -= 0 if holds else handed_on + handed_back * count  # there are no buffers for these
-            held += (of_stage.saved_bytes - handed_on - left_behind(stage)) * len(
+            held += (whole.saved_bytes - handed_on - left_behind(stage)) * len(
                 set(ran) - set(returned) - (running if now == "backward" else set())
             )
             if splits:
-                held += split.left_bytes * len(set(returned) - set(ended) - (running if now == "weights" else set()))
+                held += halves.saved_bytes * len(set(returned) - set(ended) - (running if now == "weights" else set()))
             if (ran or now == "forward") and len(ran) < count:
-                held += of_stage.kept_bytes
+                held += whole.kept_bytes
             elif len(ended) < count and not closes:
                 is_behind = splits and len(returned) == count
-                held += split.closing_kept_bytes if is_behind else of_stage.closing_kept_bytes
+                held += halves.closing_kept_bytes if is_behind else whole.closing_kept_bytes
             if ended and len(ended) < count and not closes:
-                held += of_stage.waiting_bytes
-            held += of_stage.gradient_bytes if ended else 0
-            held -= of_stage.own_gradient_bytes if ended and closes else 0
-            left = of_stage.left_bytes - handed_on - handed_back - left_behind(stage)
+                held += gradients.waiting_bytes
+            held += gradients.grad_bytes if ended else 0
+            held -= gradients.own_bytes if ended and closes else 0
+            left = messages.activation_bytes + messages.gradient_bytes - handed_on - handed_back - left_behind(stage)
             held += left * len(returned) if holds_sent else 0
             if holds and not holds_sent:
                 # 1F1B: the last but one that was sent before the first backward, as long as forwards run
                 warm_up = [one.kind for one in order].index("backward")
                 overwritten = count - warm_up  # the backward behind the last forward
                 is_there = warm_up > 1 and warm_up - 2 in returned
-                held += of_stage.left_activation_bytes if is_there and overwritten not in returned else 0
+                held += messages.activation_bytes if is_there and overwritten not in returned else 0
             held -= left_behind(stage) if now == "backward" else 0
             if now == "forward":
-                held += cost.forward_peak_bytes
+                held += whole.peak_bytes
             elif now == "backward" and splits:
-                held += split.inputs_peak_bytes
+                held += halves.peak_bytes
             elif closes:
-                held += split.closing_peak_bytes if splits else cost.closing_peak_bytes
+                held += halves.closing_peak_bytes if splits else whole.closing_peak_bytes
             elif now and ended:
-                held += split.weights_peak_bytes if splits else cost.backward_peak_bytes
+                held += halves.later_peak_bytes if splits else whole.later_peak_bytes
             elif now:
-                held += split.first_peak_bytes if splits else cost.first_peak_bytes
+                held += halves.first_peak_bytes if splits else whole.first_peak_bytes
         peak = max(peak, held)
     return peak
 
@@ -261,28 +269,30 @@ def test_the_peak_is_what_is_alive_at_some_action() -> None:
                 forward_us=(1.0,) * micro_batches,
                 backward_us=(2.0,) * micro_batches,
                 resting_bytes=10**6 + stage,
-                gradient_bytes=100 * (stage + 3),
-                own_gradient_bytes=50 * (stage % 2),
-                waiting_bytes=400 * (stage % 2),
-                kept_bytes=700 * (stage + 1),
-                closing_kept_bytes=500 * (stage + 1),
-                saved_bytes=500 + 31 * stage,
-                forward_peak_bytes=900 + 40 * stage,
-                first_peak_bytes=1900 - 7 * stage,
-                backward_peak_bytes=1500 - 7 * stage,
-                closing_peak_bytes=25_000 * (stage % 3),
-                left_bytes=3 * stage,
-                left_activation_bytes=stage,
-                buffer_bytes=11 * stage,
+                gradients=Gradients(
+                    grad_bytes=100 * (stage + 3), own_bytes=50 * (stage % 2), waiting_bytes=400 * (stage % 2)
+                ),
+                memory=MicroBatchMemory(
+                    kept_bytes=700 * (stage + 1),
+                    closing_kept_bytes=500 * (stage + 1),
+                    saved_bytes=500 + 31 * stage,
+                    peak_bytes=900 + 40 * stage,
+                    first_peak_bytes=1900 - 7 * stage,
+                    later_peak_bytes=1500 - 7 * stage,
+                    closing_peak_bytes=25_000 * (stage % 3),
+                ),
+                messages=Messages(activation_bytes=stage, gradient_bytes=2 * stage, received_bytes=11 * stage),
                 split=SplitCost(
                     inputs_us=(1.0,) * micro_batches,
                     weights_us=(1.0,) * micro_batches,
-                    left_bytes=300 + 7 * stage,
-                    closing_kept_bytes=200 * (stage + 1),
-                    inputs_peak_bytes=1000 * (stage % 2 + 1),
-                    first_peak_bytes=1800,
-                    weights_peak_bytes=1300,
-                    closing_peak_bytes=20_000 * (stage % 3),
+                    memory=MicroBatchMemory(
+                        saved_bytes=300 + 7 * stage,
+                        closing_kept_bytes=200 * (stage + 1),
+                        peak_bytes=1000 * (stage % 2 + 1),
+                        first_peak_bytes=1800,
+                        later_peak_bytes=1300,
+                        closing_peak_bytes=20_000 * (stage % 3),
+                    ),
                 ),
             )
             for stage in range(ranks * chunks)
@@ -345,19 +355,19 @@ def keeping(stage: int, kept: int, micro_batches: int) -> StageCost:
     halves = SplitCost(
         inputs_us=(1.0,) * micro_batches,
         weights_us=(1.0,) * micro_batches,
-        left_bytes=9,
-        closing_kept_bytes=kept,
-        closing_peak_bytes=kept,
+        memory=MicroBatchMemory(saved_bytes=9, closing_kept_bytes=kept, closing_peak_bytes=kept),
     )
     return StageCost(
         forward_us=(1.0,) * micro_batches,
         backward_us=(2.0,) * micro_batches,
         resting_bytes=1000 * (stage + 1),
-        kept_bytes=kept,
-        closing_kept_bytes=kept,
-        saved_bytes=50 + stage,
-        forward_peak_bytes=70,
-        closing_peak_bytes=60 + kept,
+        memory=MicroBatchMemory(
+            kept_bytes=kept,
+            closing_kept_bytes=kept,
+            saved_bytes=50 + stage,
+            peak_bytes=70,
+            closing_peak_bytes=60 + kept,
+        ),
         split=halves,
     )
 
@@ -396,7 +406,7 @@ def test_bytes_freed_by_a_stage_serve_the_others() -> None:
 
     def cost_of(stage: int, kept: int) -> StageCost:
         held = kept if stage == 0 else {0: 100, 5: 20}[kept]
-        return StageCost(forward_us=(1.0, 1.0), backward_us=(1.0, 1.0), buffer_bytes=held)
+        return StageCost(forward_us=(1.0, 1.0), backward_us=(1.0, 1.0), messages=Messages(received_bytes=held))
 
     assert keep_within(30, "Interleaved1F1B", 1, [[10], [5]], cost_of) == [10, 5]
     assert keep_within(29, "Interleaved1F1B", 1, [[10], [5]], cost_of) == [0, 5]

@@ -181,8 +181,9 @@ def test_the_last_backward_finds_the_sums_that_wait() -> None:
     )
     assert single is not None and last is not None
     without, cost = single.stages[1].cost, last.stages[1].cost
-    assert (without.waiting_bytes, cost.waiting_bytes) == (0, 2 * 2 * WIDTH * WIDTH * 4)
-    assert cost.closing_peak_bytes == without.closing_peak_bytes + cost.waiting_bytes
+    waiting_bytes = cost.gradients.waiting_bytes
+    assert (without.gradients.waiting_bytes, waiting_bytes) == (0, 2 * 2 * WIDTH * WIDTH * 4)
+    assert cost.memory.closing_peak_bytes == without.memory.closing_peak_bytes + waiting_bytes
 
 
 def test_the_bubble_of_equal_stages_is_that_of_the_formula() -> None:

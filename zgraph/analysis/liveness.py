@@ -1,7 +1,8 @@
 """Live ranges and memory curves: the storages of a graph that are alive while each node runs, and their peak.
 
 Every predicted peak is computed here. `LiveRanges` processes a program in a known order: a graph, a whole step, or
-a candidate step that has no graph yet. `Ledger` counts the same bytes while an order is being built.
+a candidate step that has no graph yet. `Ledger` counts the same bytes while an order is being built, and `alive_bytes`
+sums ranges that are known already, such as those of a pipeline's micro-batches.
 """
 
 from __future__ import annotations
@@ -114,10 +115,10 @@ class MemoryCurve:
 
     def bytes_in(self, space: str) -> list[int]:
         """Return the bytes in one memory space while each node runs; on the host, including `staging_bytes`."""
-        sizes = [entry.bytes if entry.space == space and not entry.held else 0 for entry in self.ranges]
-        first, last = [entry.first for entry in self.ranges], [entry.last for entry in self.ranges]
+        own = [entry for entry in self.ranges if entry.space == space and not entry.held]
         staged = self.staging_bytes if space == HOST.name else 0
-        return [staged + alive for alive in _alive_bytes(sizes, first, last, len(self.nodes))]
+        ranges = ((entry.bytes, entry.first, entry.last) for entry in own)
+        return [staged + alive for alive in alive_bytes(ranges, len(self.nodes))]
 
     def peak_in(self, space: str) -> int:
         """Return the maximum bytes in one memory space, including inputs that are kept there."""
@@ -329,11 +330,6 @@ class LiveRanges:
             self.last[storage] = here
         return here
 
-    def enter(self, storages: Iterable[int]) -> None:
-        """Add storages that exist from the next call on."""
-        for storage in storages:
-            self.first[storage] = self.last[storage] = len(self.transient)
-
     def keep(self, storages: Iterable[int]) -> None:
         """Let storages live until after the last call."""
         for storage in storages:
@@ -341,21 +337,22 @@ class LiveRanges:
 
     def bytes_during(self) -> list[int]:
         """Return the bytes alive while each call runs, including the bytes that the call allocates."""
-        alive = _alive_bytes(self.sizes, self.first, self.last, len(self.transient))
+        alive = alive_bytes(zip(self.sizes, self.first, self.last, strict=True), len(self.transient))
         return [bytes_ + taken for bytes_, taken in zip(alive, self.transient, strict=True)]
 
     def bytes_after(self) -> list[int]:
         """Return the bytes alive after each call."""
-        after = _alive_bytes(self.sizes, self.first, self.last, len(self.transient))
+        after = alive_bytes(zip(self.sizes, self.first, self.last, strict=True), len(self.transient))
         for size, first, last in zip(self.sizes, self.first, self.last, strict=True):
             if first >= 0 and last < len(after):
                 after[last] -= size
         return after
 
 
-def _alive_bytes(sizes: Sequence[int], first: Sequence[int], last: Sequence[int], calls: int) -> list[int]:
+def alive_bytes(ranges: Iterable[tuple[int, int, int]], calls: int) -> list[int]:
+    """Bytes alive during each call, of ranges (bytes, first, last) in calls, inclusive; first -1: never alive."""
     change = [0] * (calls + 2)
-    for size, begin, end in zip(sizes, first, last, strict=True):
+    for size, begin, end in ranges:
         if begin >= 0:
             change[begin] += size
             change[end + 1] -= size

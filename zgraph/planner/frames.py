@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -13,7 +12,7 @@ from torch import fx, nn
 from zgraph.analysis.cost import FREE, CostModel
 from zgraph.analysis.hardware import Hardware
 from zgraph.analysis.liveness import Allocator, MemoryCurve, memory_curve, step_curve
-from zgraph.analysis.workspace import remaining_bytes
+from zgraph.analysis.micro_batches import MicroBatchMemory
 from zgraph.compiler.frame import Frame
 from zgraph.compiler.frame_plan import FramePlan, Variant
 from zgraph.compiler.graph_pass import Direction, PassContext
@@ -36,24 +35,14 @@ Graphs = dict[Direction, PlannedGraph]
 class PlannedHalves:
     """Times and memory of a backward in two halves: first the gradients of inputs, then those of weights.
 
-    All byte counts leave out the values that the first half returns.
-
     Attributes:
         inputs_us, weights_us: time of the first and of the second half.
-        left_bytes: bytes alive between the halves, without gathered parameters that the window keeps.
-        kept_bytes: bytes of gathered parameters that the window keeps and the second half reads.
-        inputs_peak_bytes: peak of the first half, without parameters that the window keeps.
-        first_peak_bytes, later_peak_bytes, closing_peak_bytes: peaks of the second half, as in `PlannedFrame`.
+        memory: memory of the halves, without values that the first one returns.
     """
 
     inputs_us: float
     weights_us: float
-    left_bytes: int
-    kept_bytes: int
-    inputs_peak_bytes: int
-    first_peak_bytes: int
-    later_peak_bytes: int
-    closing_peak_bytes: int
+    memory: MicroBatchMemory
 
 
 @dataclass(frozen=True)
@@ -66,27 +55,14 @@ class PlannedFrame:
         graphs: graphs by direction.
         later: the same graphs for later micro-batches, which do not gather the parameters that the window keeps.
         curve: memory over the frame, forward and backward together.
-        kept_bytes: bytes of gathered parameters that the window keeps.
-        saved_bytes: bytes alive between forward and backward, without kept parameters.
-        kept_for_backward_bytes: the part of `kept_bytes` that backward reads.
-        forward_peak_bytes: peak of a forward, without kept parameters.
-        first_peak_bytes: peak of the first backward, without kept parameters, but with the gradient sums that it
-            creates.
-        later_peak_bytes: peak of a later backward, without kept parameters and gradient sums.
-        closing_peak_bytes: peak of the last backward, with the kept parameters and gradient sums that it frees.
-        halves: the backward in two halves; None: it is not split.
+        memory: memory of micro-batches that run the frame's forward and backward.
+        halves: halves of the frame's backward; None: backward is not split.
     """
 
     graphs: Graphs
     later: Graphs
     curve: MemoryCurve
-    kept_bytes: int
-    saved_bytes: int
-    kept_for_backward_bytes: int
-    forward_peak_bytes: int
-    first_peak_bytes: int
-    later_peak_bytes: int
-    closing_peak_bytes: int
+    memory: MicroBatchMemory
     halves: PlannedHalves | None = None
 
 
@@ -163,25 +139,16 @@ class FramePlanner:
         """
         curve = self._curve(plan)
         forward = next(iter(plan.graphs.values())).graph
-        end = len(forward.nodes)
-        kept = _kept_by_window(curve)
-        during = list(map(operator.sub, curve.bytes_during, kept))
-        made, found = _sums_that_wait(curve.nodes)
+        memory = MicroBatchMemory.of(curve, 0, len(forward.nodes))
         graphs: Graphs = {direction: self._planned(direction, plan) for direction in plan.graphs}
         later: Graphs = graphs
-        if any(kept):
+        if memory.kept_bytes:
             later = {direction: self._planned(direction, plan, is_kept=True) for direction in plan.graphs}
         frame = PlannedFrame(
             graphs=graphs,
             later=later,
             curve=curve,
-            kept_bytes=max(kept, default=0),
-            saved_bytes=curve.bytes_after[end - 1] - kept[end - 1],
-            kept_for_backward_bytes=kept[end - 1],
-            forward_peak_bytes=max(during[:end]),
-            first_peak_bytes=max(during[end:], default=0),
-            later_peak_bytes=max(map(operator.sub, during[end:], made[end:]), default=0),
-            closing_peak_bytes=max(map(operator.add, curve.bytes_during[end:], found[end:]), default=0),
+            memory=memory,
             halves=self._halves(plan, late) if late and "backward" in plan.graphs else None,
         )
         self.frames.append(frame)
@@ -192,11 +159,9 @@ class FramePlanner:
         if halves is None:
             return None
         split = edits.copy_of(backward)
-        place = len(plan.graphs["forward"].graph.nodes) + early_first(split.graph, late)
+        start = len(plan.graphs["forward"].graph.nodes)
+        place = start + early_first(split.graph, late)
         curve = self._curve(replace(plan, variants=(Variant(from_step=0, graphs={**plan.graphs, "backward": split}),)))
-        kept = _kept_by_window(curve)
-        during = list(map(operator.sub, curve.bytes_during, kept))
-        made, found = _sums_that_wait(curve.nodes)
         results = nodes.returned_by(plan.graphs["forward"].graph)[: plan.ctx.user_outputs]
         results += [nodes.returned_by(halves.first.graph)[number] for number in range(len(halves.early))]
         returned = sum(meta.tensor_value(one).nbytes for one in results)
@@ -204,16 +169,10 @@ class FramePlanner:
             simulate(order, {node: self._costs.cost(node) for node in order}, plan.ctx.sharing).step_us
             for order in (list(half.graph.nodes) for half in (halves.first, halves.second))
         )
-        start = len(plan.graphs["forward"].graph.nodes)
         return PlannedHalves(
             inputs_us=inputs_us,
             weights_us=weights_us,
-            left_bytes=curve.bytes_after[place - 1] - kept[place - 1] - returned,
-            kept_bytes=kept[place - 1],
-            inputs_peak_bytes=max(during[start:place]),
-            first_peak_bytes=max(during[place:]) - returned,
-            later_peak_bytes=max(map(operator.sub, during[place:], made[place:])) - returned,
-            closing_peak_bytes=max(map(operator.add, curve.bytes_during[place:], found[place:])) - returned,
+            memory=MicroBatchMemory.of(curve, start, place).without(returned),
         )
 
     def _planned(self, direction: Direction, plan: FramePlan, *, is_kept: bool = False) -> PlannedGraph:
@@ -241,48 +200,6 @@ class FramePlanner:
             allocator=self.allocator,
             device_type=device_type,
         )
-
-
-def peak_of(frames: Sequence[PlannedFrame], of_frame: Callable[[PlannedFrame], int], *, with_kept: bool = False) -> int:
-    """Return the most bytes alive while a micro-batch runs one frame after another.
-
-    Args:
-        frames: frames, in the order in which they run.
-        of_frame: returns the peak of one frame.
-        with_kept: whether to count the gathered parameters that the window keeps for earlier frames.
-    """
-    peak, beside = 0, 0
-    for frame in frames:
-        peak = max(peak, beside + of_frame(frame))
-        beside += frame.saved_bytes + (frame.kept_bytes if with_kept else 0)
-    return peak
-
-
-def _kept_by_window(curve: MemoryCurve) -> list[int]:
-    """Return, for each node of a frame, the bytes of the gathered parameters that the window keeps alive."""
-    kept = [0] * len(curve.nodes)
-    for entry in curve.ranges:
-        if nodes.is_kept_gather(entry.node) and not entry.held:
-            for place in range(entry.first, entry.last + 1):
-                kept[place] += entry.bytes
-    return kept
-
-
-def _sums_that_wait(order: Sequence[fx.Node]) -> tuple[list[int], list[int]]:
-    """Return, for each node of a frame, the bytes of gradient sums that wait for the last backward.
-
-    Returns:
-        Two lists: sums that the graph has created so far; and sums of earlier backwards that it will still read.
-    """
-    made, found = [0] * len(order), [0] * len(order)
-    for place, node in enumerate(order):
-        bytes_made = remaining_bytes(node)
-        for later in range(place, len(order) if bytes_made else 0):
-            made[later] += bytes_made
-        if node.target is torch.ops.zgraph.add_accumulated.default:
-            for earlier in range(place):
-                found[earlier] += meta.tensor_value(node).nbytes
-    return made, found
 
 
 def _transfers(node: fx.Node) -> list[Transfer]:

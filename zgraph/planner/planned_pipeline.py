@@ -104,7 +104,7 @@ def pipeline_tables(plan: PipelinePlan) -> list[Table]:
                     str(plan.places[number]),
                     duration(sum(stage.cost.forward_us) / micro_batches),
                     duration(sum(stage.cost.backward_us) / micro_batches),
-                    size(stage.cost.saved_bytes),
+                    size(stage.cost.memory.saved_bytes),
                     size(stage.activation_bytes) if number + 1 < len(plan.stages) else "",
                     size(stage.parameter_bytes),
                     "" if stage.keep_bytes is None else f"{size(stage.keep_bytes)} of {size(stage.stage_3_bytes)}",

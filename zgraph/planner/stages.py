@@ -13,17 +13,18 @@ from torch.distributed.tensor import DTensor
 
 from zgraph.analysis.hardware import Hardware
 from zgraph.analysis.liveness import MemoryCurve
+from zgraph.analysis.micro_batches import MicroBatchMemory
 from zgraph.compiler.graph_pass import Direction
 from zgraph.compiler.memory_ledger import SpaceUse
 from zgraph.errors import BudgetError, ZgraphError
-from zgraph.planner.frames import FramePlanner, PlannedFrame, peak_of
+from zgraph.planner.frames import FramePlanner, PlannedFrame
 from zgraph.planner.memory import plan_ledger, rest_on_paper
 from zgraph.planner.planned_step import PlannedGraph
 from zgraph.planner.schedules.axes import PIPELINE, Axes, AxisTraffic
 from zgraph.planner.schedules.keep_gathered import keep_within
 from zgraph.planner.schedules.layer_time import likeness
 from zgraph.planner.schedules.pipeline_plan import PipelinePlan, PlannedStage, added, check_schedule
-from zgraph.planner.schedules.pipeline_run import SplitCost, StageCost
+from zgraph.planner.schedules.pipeline_run import Gradients, Messages, SplitCost, StageCost
 from zgraph.planner.split_stages import split_stages
 from zgraph.reporting.summary import Report
 from zgraph.runtime.window_state import CLOSING, OPEN
@@ -276,33 +277,38 @@ def _planned(
     entering = sum(value.nbytes for value in received)
     returned = sum(value.nbytes for value in received if value.requires_grad)
     leaving = sum(value.nbytes for value in compiled.outputs)
-    saved = sum(frame.saved_bytes for frame in compiled.frames)
-    placeholders = _placeholder_bytes(compiled.module) if micro_batches > 1 else 0
+    created = _placeholder_bytes(compiled.module) if micro_batches > 1 else 0
+    memory = MicroBatchMemory.in_turn(
+        [frame.memory for frame in compiled.frames], [frame.memory for frame in compiled.closing], created
+    )
+    if is_last:  # its outputs stay until the step ends, so they do not count as in flight
+        memory = replace(memory, saved_bytes=memory.saved_bytes - leaving)
+    backward_us = _times(parts, ("backward",))
+    if number:
+        split = _split_cost(compiled, micro_batches, created)
+    else:  # without gradients of inputs, the whole backward runs as the second half
+        halves = replace(memory.without(leaving), peak_bytes=0)
+        split = SplitCost(inputs_us=(0.0,) * micro_batches, weights_us=backward_us, memory=halves)
     cost = StageCost(
         forward_us=_times(parts, ("forward", "inference")),
-        backward_us=_times(parts, ("backward",)),
+        backward_us=backward_us,
         send_us=machine.link_along(axes.stride(PIPELINE)).us(leaving),
         resting_bytes=device.parameters + device.state,
-        gradient_bytes=_gradient_bytes(compiled.module),
-        own_gradient_bytes=_waiting_bytes(compiled.module, 0) if micro_batches > 1 else 0,
-        waiting_bytes=_waiting_bytes(compiled.module, 1) if micro_batches > 1 else 0,
-        kept_bytes=sum(frame.kept_bytes for frame in compiled.frames),
-        closing_kept_bytes=sum(frame.kept_for_backward_bytes for frame in compiled.closing),
-        # Outputs of the last stage stay until the step ends, so they do not count as in flight.
-        saved_bytes=saved - leaving if is_last else saved,
-        forward_peak_bytes=max(
-            peak_of(frames, lambda frame: frame.forward_peak_bytes) for frames in (compiled.frames, compiled.closing)
+        memory=memory,
+        gradients=Gradients(
+            grad_bytes=_gradient_bytes(compiled.module),
+            own_bytes=_waiting_bytes(compiled.module, 0) if micro_batches > 1 else 0,
+            waiting_bytes=_waiting_bytes(compiled.module, 1) if micro_batches > 1 else 0,
         ),
-        first_peak_bytes=peak_of(compiled.frames, lambda frame: frame.first_peak_bytes) + placeholders,
-        backward_peak_bytes=peak_of(compiled.frames, lambda frame: frame.later_peak_bytes),
-        closing_peak_bytes=peak_of(compiled.closing, lambda frame: frame.closing_peak_bytes, with_kept=True),
-        left_bytes=returned if is_last else returned + leaving,
-        left_activation_bytes=0 if is_last else leaving,
-        # torch's stage has a buffer for each micro-batch's activations; for gradients it has one for each, or for all.
-        buffer_bytes=micro_batches * entering + (micro_batches if is_last or stages_hold_messages() else 1) * leaving,
+        messages=Messages(
+            activation_bytes=0 if is_last else leaving,
+            gradient_bytes=returned,
+            # torch's stage has a buffer for each micro-batch's activations; for gradients one for each, or for all.
+            received_bytes=micro_batches * entering
+            + (micro_batches if is_last or stages_hold_messages() else 1) * leaving,
+        ),
+        split=split,
     )
-    split = _split_cost(compiled, cost, micro_batches, placeholders, None if number else leaving)
-    cost = replace(cost, split=split)
     return PlannedStage(
         cost=cost,
         parameter_bytes=device.parameters,
@@ -314,43 +320,21 @@ def _planned(
     )
 
 
-def _split_cost(
-    compiled: _Compiled, whole: StageCost, micro_batches: int, placeholders: int, sent_by_first: int | None
-) -> SplitCost | None:
-    """Return the cost of a backward in two halves; None if the backward cannot be split.
+def _split_cost(compiled: _Compiled, micro_batches: int, created: int) -> SplitCost | None:
+    """Return the cost of a backward in two halves; None if it cannot be split.
 
     Args:
-        compiled: the stage.
-        whole: cost of the stage if each backward runs in one piece.
+        compiled: the stage, which is not the first one.
         micro_batches: number of micro-batches in a step.
-        placeholders: bytes of `.grad` placeholders that the first backward creates.
-        sent_by_first: for the first stage, the bytes that it sends to the next stage; its inputs need no gradients, so
-            the whole backward runs as the second half. None for other stages.
+        created: bytes of gradients that the first backward creates.
     """
-    if sent_by_first is not None:
-        return SplitCost(
-            inputs_us=(0.0,) * micro_batches,
-            weights_us=whole.backward_us,
-            left_bytes=whole.saved_bytes - sent_by_first,
-            closing_kept_bytes=whole.closing_kept_bytes,
-            first_peak_bytes=whole.first_peak_bytes - sent_by_first,
-            weights_peak_bytes=whole.backward_peak_bytes - sent_by_first,
-            closing_peak_bytes=whole.closing_peak_bytes - sent_by_first,
-        )
-    halves = [frame.halves for frame in compiled.frames if frame.halves is not None]
-    closing = [frame.halves for frame in compiled.closing if frame.halves is not None]
-    if len(compiled.frames) > 1 or not halves or not closing:
+    usual, last = compiled.frames[0].halves, compiled.closing[0].halves
+    if len(compiled.frames) > 1 or usual is None or last is None:
         return None
-    usual, last = halves[0], closing[0]
     return SplitCost(
         inputs_us=(usual.inputs_us,) * (micro_batches - 1) + (last.inputs_us,),
         weights_us=(usual.weights_us,) * (micro_batches - 1) + (last.weights_us,),
-        left_bytes=usual.left_bytes,
-        closing_kept_bytes=last.kept_bytes,
-        inputs_peak_bytes=max(usual.inputs_peak_bytes, last.inputs_peak_bytes),
-        first_peak_bytes=usual.first_peak_bytes + placeholders,
-        weights_peak_bytes=usual.later_peak_bytes,
-        closing_peak_bytes=last.closing_peak_bytes,
+        memory=MicroBatchMemory.in_turn([usual.memory], [last.memory], created),
     )
 
 

@@ -106,7 +106,7 @@ def _of_rank(schedule: str, rank: int, ranks: int, chunks: int, micro_batches: i
         order += [forward(ahead + turn)] if turn < total - ahead else []
         order += [backward(turn)]
         order += [replace(backward(turn - waits), kind="weights")] if turn >= waits else []
-    last = range(total - waits, total) if schedule in SPLITTING else ()
+    last = range(max(0, total - waits), total) if schedule in SPLITTING else ()
     return order + [replace(backward(turn), kind="weights") for turn in last]
 
 

@@ -191,7 +191,7 @@ class PipelinePlan:
                     "forward_us": sum(stage.cost.forward_us) / self.micro_batches,
                     "backward_us": sum(stage.cost.backward_us) / self.micro_batches,
                     "parameter_bytes": stage.parameter_bytes,
-                    "activation_bytes": stage.cost.saved_bytes,
+                    "activation_bytes": stage.cost.memory.saved_bytes,
                     "stage_3_bytes": stage.stage_3_bytes,
                     "keep_bytes": stage.keep_bytes,
                     "sent_to_next_bytes": stage.activation_bytes if number + 1 < len(self.stages) else 0,

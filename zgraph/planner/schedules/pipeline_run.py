@@ -1,10 +1,15 @@
-"""A simulated step of a pipeline: its time, its bubble, and the peak memory of each rank."""
+"""A simulated step of a pipeline: its time, its bubble, and the peak memory of each rank.
+
+Which bytes live from which action to which depends on the schedule and is listed here; `analysis` computes the peaks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
+from zgraph.analysis.liveness import alive_bytes
+from zgraph.analysis.micro_batches import MicroBatchMemory
 from zgraph.planner.schedules.order import SPLITTING, Action, order_of, ranks_of
 from zgraph.torch_compat.groups import stages_hold_messages
 
@@ -15,22 +20,43 @@ class SplitCost:
 
     Attributes:
         inputs_us, weights_us: time of each half, [micro_batches].
-        left_bytes: bytes that one micro-batch keeps from its first half to its second.
-        closing_kept_bytes: the part of `StageCost.closing_kept_bytes` that stays until the second half of the last
-            backward.
-        inputs_peak_bytes: most bytes of a micro-batch while its first half runs, including its saved values.
-        first_peak_bytes, weights_peak_bytes, closing_peak_bytes: peaks while the second half runs, including
-            `left_bytes`; each is defined like the field of `StageCost` with the same name.
+        memory: memory of the halves. Its `closing_kept_bytes` are the part of the stage's that stays until the second
+            half of the last backward.
     """
 
     inputs_us: tuple[float, ...]
     weights_us: tuple[float, ...]
-    left_bytes: int = 0
-    closing_kept_bytes: int = 0
-    inputs_peak_bytes: int = 0
-    first_peak_bytes: int = 0
-    weights_peak_bytes: int = 0
-    closing_peak_bytes: int = 0
+    memory: MicroBatchMemory = field(default_factory=MicroBatchMemory)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gradients:
+    """Bytes of one stage's gradients.
+
+    Attributes:
+        grad_bytes: bytes of `.grad`, from the first backward on.
+        own_bytes: the part of `grad_bytes` that holds this rank's own sums until the last backward.
+        waiting_bytes: bytes of gradient sums that wait to be reduced, from the first backward to the last.
+    """
+
+    grad_bytes: int = 0
+    own_bytes: int = 0
+    waiting_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Messages:
+    """Bytes of one stage's buffers for messages.
+
+    Attributes:
+        activation_bytes, gradient_bytes: send buffers of one micro-batch. torch's schedules hold them until the end of
+            the step. 1F1B holds them until it sends again, except the last activation sent before the first backward.
+        received_bytes: torch's receive buffers for activations and gradients, and the outputs that the stage returns.
+    """
+
+    activation_bytes: int = 0
+    gradient_bytes: int = 0
+    received_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,22 +67,10 @@ class StageCost:
         forward_us, backward_us: time of each forward and backward, [micro_batches].
         send_us: time to send an activation to the next stage, or a gradient to the previous one.
         resting_bytes: bytes of parameters, buffers and the optimizer's state.
-        gradient_bytes: bytes of `.grad`, from the first backward on.
-        own_gradient_bytes: the part of `gradient_bytes` that holds this rank's own sums until the last backward.
-        waiting_bytes: bytes of gradient sums that wait to be reduced, from the first backward to the last.
-        kept_bytes: bytes of gathered parameters that are kept from the first forward on.
-        closing_kept_bytes: the part of `kept_bytes` that stays after the last forward, until the last backward.
-        saved_bytes: bytes that one micro-batch keeps from its forward to its backward.
-        forward_peak_bytes, backward_peak_bytes: most bytes of a micro-batch while its forward or backward runs,
-            including its saved values.
-        first_peak_bytes: most bytes in the first backward, including the gradient sums that this backward leaves.
-        closing_peak_bytes: most bytes in the last backward, which may be the only one, including kept parameters and
-            earlier sums.
-        left_bytes: send buffers of one micro-batch, for activation and gradient. torch's schedules hold them until the
-            end of the step. 1F1B holds them until it sends again, except the last activation sent before the first
-            backward.
-        left_activation_bytes: the activation's part of `left_bytes`.
-        buffer_bytes: torch's receive buffers for activations and gradients, and the outputs that the stage returns.
+        memory: memory of a forward and its backward. Kept parameters live from the first forward to the last, or, for
+            its `closing_kept_bytes`, to the last backward.
+        gradients: gradients in `.grad` and elsewhere.
+        messages: buffers for messages.
         split: costs of a backward in two halves; None: the whole backward runs in place of the first half.
     """
 
@@ -64,19 +78,9 @@ class StageCost:
     backward_us: tuple[float, ...]
     send_us: float = 0.0
     resting_bytes: int = 0
-    gradient_bytes: int = 0
-    own_gradient_bytes: int = 0
-    waiting_bytes: int = 0
-    kept_bytes: int = 0
-    closing_kept_bytes: int = 0
-    saved_bytes: int = 0
-    forward_peak_bytes: int = 0
-    backward_peak_bytes: int = 0
-    first_peak_bytes: int = 0
-    closing_peak_bytes: int = 0
-    left_bytes: int = 0
-    left_activation_bytes: int = 0
-    buffer_bytes: int = 0
+    memory: MicroBatchMemory = field(default_factory=MicroBatchMemory)
+    gradients: Gradients = Gradients()
+    messages: Messages = Messages()
     split: SplitCost | None = None
 
     def us(self, action: Action, *, splits: bool) -> float:
@@ -214,83 +218,73 @@ def _beside(cost: StageCost, number: int, places: Sequence[int]) -> StageCost:
     """Return a stage's cost, without buffers for messages between neighbour stages on the same rank."""
     has_next = number + 1 < len(places) and places[number + 1] == places[number]
     has_previous = number > 0 and places[number - 1] == places[number]
-    activation = cost.left_activation_bytes if has_next else 0
-    gradient = cost.left_bytes - cost.left_activation_bytes if has_previous else 0
-    beside = replace(
-        cost, saved_bytes=cost.saved_bytes - activation, left_bytes=cost.left_bytes - activation - gradient
+    memory, messages, split = cost.memory, cost.messages, cost.split
+    activation = messages.activation_bytes if has_next else 0
+    gradient = messages.gradient_bytes if has_previous else 0
+    sent, received = messages.activation_bytes - activation, messages.received_bytes
+    memory = replace(memory, saved_bytes=memory.saved_bytes - activation)
+    if not stages_hold_messages():
+        received -= activation + gradient * len(cost.forward_us)  # nothing is received from this rank itself
+        if number + 1 < len(places):  # an output is freed as soon as it is sent
+            memory = memory.without(sent)
+            if split is not None:
+                peak_bytes = split.memory.peak_bytes - sent
+                split = replace(split, memory=replace(split.memory, peak_bytes=peak_bytes))
+            sent = 0
+    messages = Messages(
+        activation_bytes=sent, gradient_bytes=messages.gradient_bytes - gradient, received_bytes=received
     )
-    if stages_hold_messages():
-        return beside
-    if number + 1 < len(places) and not has_next:
-        beside = _without_sent(beside)
-    # Nothing is received from a neighbour on the same rank.
-    return replace(beside, buffer_bytes=cost.buffer_bytes - activation - gradient * len(cost.forward_us))
-
-
-def _without_sent(cost: StageCost) -> StageCost:
-    """Return the cost of a stage that frees each output as soon as it is sent."""
-    sent, split = cost.left_activation_bytes, cost.split
-    return replace(
-        cost,
-        saved_bytes=cost.saved_bytes - sent,
-        left_bytes=cost.left_bytes - sent,
-        left_activation_bytes=0,
-        backward_peak_bytes=cost.backward_peak_bytes - sent,
-        first_peak_bytes=cost.first_peak_bytes - sent,
-        closing_peak_bytes=cost.closing_peak_bytes - sent,
-        split=None if split is None else replace(split, inputs_peak_bytes=split.inputs_peak_bytes - sent),
-    )
+    return replace(cost, memory=memory, messages=messages, split=split)
 
 
 def _memory(
     order: Sequence[Action], costs: Sequence[StageCost], places: Sequence[int], *, holds_sent: bool, splits: bool
 ) -> tuple[int, int]:
     """Return the peak bytes of a rank, and its most micro-batches in flight."""
-    stages = {action.stage: _beside(costs[action.stage], action.stage, places) for action in order}
-    held = sum(cost.resting_bytes + cost.buffer_bytes for cost in stages.values())
-    done = {(kind, stage): 0 for kind in ("forward", "backward", "weights") for stage in stages}
-    peak, flying, most = held, 0, 0
-    first = next(place for place, action in enumerate(order) if action.kind == "backward")
-    for action in order:
-        cost = stages[action.stage]
-        split = cost.split if splits else None
-        turn = done[action.kind, action.stage]
-        done[action.kind, action.stage] += 1
-        is_last = turn + 1 == len(cost.forward_us)
-        if action.kind == "forward":
-            held += 0 if turn else cost.kept_bytes
-            peak = max(peak, held + cost.forward_peak_bytes)
-            held += cost.saved_bytes
-            if is_last:
-                held -= cost.kept_bytes - cost.closing_kept_bytes
-            flying += 1
-            most = max(most, flying)
-            continue
-        if action.kind == "backward":
-            held -= cost.saved_bytes
-            flying -= 1
-            if split is not None:
-                peak = max(peak, held + split.inputs_peak_bytes)
-                held += split.left_bytes + (cost.left_bytes if holds_sent else 0)
-                held -= cost.closing_kept_bytes - split.closing_kept_bytes if is_last else 0
-                continue
-        elif split is None:
-            continue  # the whole backward has run already
-        else:
-            held -= split.left_bytes
-        of_all: StageCost | SplitCost = cost if split is None else split
-        if is_last:
-            held -= of_all.closing_kept_bytes + (cost.waiting_bytes if turn else 0)
-            peak = max(peak, held + of_all.closing_peak_bytes - (cost.own_gradient_bytes if turn else 0))
-        elif turn:
-            peak = max(peak, held + (cost.backward_peak_bytes if split is None else split.weights_peak_bytes))
-        else:
-            peak = max(peak, held + of_all.first_peak_bytes)
-            held += cost.waiting_bytes
-        held += cost.left_bytes if holds_sent and split is None else 0
-        held += 0 if turn else cost.gradient_bytes
-        if not holds_sent and first - 2 < len(cost.forward_us) - first:
-            # torch's loop of 1F1B holds the last message of its warm-up until all forwards have run.
-            held += cost.left_activation_bytes if turn == first - 2 else 0
-            held -= cost.left_activation_bytes if turn == len(cost.forward_us) - first and first > 1 else 0
-    return peak, most
+    if not splits:
+        costs = [replace(cost, split=None) for cost in costs]
+    order = [one for one in order if one.kind != "weights" or costs[one.stage].split is not None]
+    ran: dict[int, dict[str, list[int]]] = {}  # positions of actions, by stage and kind
+    for place, action in enumerate(order):
+        ran.setdefault(action.stage, {}).setdefault(action.kind, []).append(place)
+    held = [
+        entry
+        for stage, at in ran.items()
+        for entry in _ranges(_beside(costs[stage], stage, places), at, len(order) - 1, holds_sent=holds_sent)
+    ]
+    flying = [
+        (1, begun, ended - 1) for at in ran.values() for begun, ended in zip(at["forward"], at["backward"], strict=True)
+    ]
+    return max(alive_bytes(held, len(order))), max(alive_bytes(flying, len(order)))
+
+
+def _ranges(
+    cost: StageCost, at: Mapping[str, Sequence[int]], end: int, *, holds_sent: bool
+) -> Iterator[tuple[int, int, int]]:
+    """Yield the bytes that a stage holds, each with the first and last position at which it does."""
+    forwards, backwards = at["forward"], at["backward"]
+    halves = [(cost.memory, forwards, backwards)]
+    if cost.split is not None:
+        halves.append((cost.split.memory, backwards, at["weights"]))
+    yield cost.resting_bytes + cost.messages.received_bytes, 0, end
+    kept_bytes = cost.memory.kept_bytes
+    for memory, begun, ended in halves:
+        yield from ((memory.peak_bytes, place, place) for place in begun)
+        yield from ((memory.saved_bytes, first + 1, last - 1) for first, last in zip(begun, ended, strict=True))
+        yield kept_bytes - memory.closing_kept_bytes, forwards[0], begun[-1]
+        kept_bytes = memory.closing_kept_bytes
+    memory, _, ends = halves[-1]
+    yield kept_bytes, forwards[0], ends[-1] - 1
+    yield memory.closing_peak_bytes, ends[-1], ends[-1]
+    yield cost.gradients.grad_bytes, ends[0] + 1, end
+    if len(ends) > 1:
+        yield memory.first_peak_bytes, ends[0], ends[0]
+        yield from ((memory.later_peak_bytes, place, place) for place in ends[1:-1])
+        yield cost.gradients.waiting_bytes, ends[0] + 1, ends[-1] - 1
+        yield -cost.gradients.own_bytes, ends[-1], ends[-1]  # the closing peak includes them
+    sent, warm_up = cost.messages.activation_bytes, backwards[0]
+    if holds_sent:
+        yield from ((sent + cost.messages.gradient_bytes, place + 1, end) for place in backwards)
+    elif 0 <= warm_up - 2 < len(forwards) - warm_up:
+        # torch's loop of 1F1B holds the last message of its warm-up until all forwards have run.
+        yield sent, backwards[warm_up - 2] + 1, backwards[len(forwards) - warm_up]

@@ -1,10 +1,14 @@
-"""Base of the models of a training step that trade memory for time: their estimates and common parts."""
+"""Base of the models of a training step that trade memory for time: the estimate of a step, from its replay.
+
+forward   a b c d           saves a, c        costs the bytes of c, from c's last reader here to its first in backward
+backward      D  C b B A                      costs the time of b, recomputed from a just before B reads b
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from types import MappingProxyType
 
@@ -12,7 +16,7 @@ from torch import fx
 
 from zgraph.analysis.cost import NodeCost
 from zgraph.analysis.hardware import Link
-from zgraph.analysis.liveness import placements
+from zgraph.analysis.liveness import LiveRanges, placements
 from zgraph.analysis.storages import Storage
 from zgraph.graph import meta, nodes
 from zgraph.graph.operator_arguments import UnshardArgs
@@ -45,16 +49,16 @@ class StepEstimate:
 
     Attributes:
         dropped: values that are not saved, so that backward recomputes them.
-        offloaded: values that are copied to the host in forward, and back in backward.
-        saved: nodes that forward saves, in addition to its inputs.
+        saved: nodes that a forward graph returns for backward; empty for a whole step.
         recomputed: nodes that backward recomputes, in execution order.
         bytes_during: bytes alive during each call, forward before backward.
         lane_us: how long each lane is busy.
         step_us: lower bound on the time of the step, see `LifetimeModel`.
         gaps: for each value, the positions between its last use in forward and its first use in backward. There the
             value occupies memory only because it is saved.
-        anchors: for a whole step, the backward node before which each node of `recomputed` runs again.
+        anchors: the backward node before which each node of `recomputed` runs again.
         clock_us: microseconds of compute done before each call, and as the last entry the total.
+        offloaded: values that are copied to the host in forward, and back in backward.
     """
 
     dropped: Mapping[Value, None]
@@ -64,9 +68,9 @@ class StepEstimate:
     lane_us: Mapping[Lane, float]
     step_us: float
     gaps: Mapping[Value, range]
-    anchors: tuple[fx.Node, ...] = ()
-    offloaded: Mapping[Value, None] = field(default_factory=dict[Value, None])
-    clock_us: Sequence[float] = ()
+    anchors: tuple[fx.Node, ...]
+    clock_us: Sequence[float]
+    offloaded: Mapping[Value, None]
 
     @property
     def peak_bytes(self) -> int:
@@ -91,7 +95,23 @@ class HostLinks:
     least_bytes: int
 
 
+@dataclass(frozen=True)
+class Choice:
+    """Calls of a step for one choice of dropped values.
+
+    Attributes:
+        calls: calls in order, except recomputed ones.
+        again: nodes that backwards recompute, keyed by the node before which they run.
+        saved: as in `StepEstimate`.
+    """
+
+    calls: Sequence[fx.Node]
+    again: Mapping[fx.Node, Sequence[fx.Node]]
+    saved: tuple[fx.Node, ...] = ()
+
+
 NONE_OFFLOADED: Mapping[Value, None] = MappingProxyType({})
+NO_COPIES: Mapping[int, int] = MappingProxyType({})
 
 
 class LifetimeModel:
@@ -108,13 +128,18 @@ class LifetimeModel:
 
     Attributes:
         values: values that may be dropped or offloaded.
-        backward: calls that only backward makes.
+        part: the part of the step to which each call belongs. Forwards have even numbers, and n + 1 is the backward of
+            forward n.
+        backward: calls that only backward makes, in order.
         required: nodes that forward runs even if nothing is saved.
+        returned: nodes whose storages live to the end of the step, each with the part that returns it.
     """
 
     values: Sequence[Value]
+    part: Mapping[fx.Node, int]
     backward: Sequence[fx.Node]
     required: Mapping[fx.Node, None]
+    returned: Sequence[tuple[fx.Node, int]]
 
     def __init__(
         self,
@@ -140,9 +165,15 @@ class LifetimeModel:
         for number, size in enumerate(self.sizes):
             if size:
                 self.makes.setdefault(found.storages[number].first, []).append(number)
+        # A getitem directly follows the call that it reads.
+        self.reads_storages = {
+            node: () if nodes.is_getitem(node) else tuple(dict.fromkeys(self.storages_of(reads)))
+            for node, reads in self.reads.items()
+        }
+        self.tangents = list(self.storages_of(filter(is_tangent, graph.nodes)))
 
-    def estimate(self, dropped: Mapping[Value, None], offloaded: Mapping[Value, None] = NONE_OFFLOADED) -> StepEstimate:
-        """Estimate a step that recomputes values in `dropped`, offloads those in `offloaded`, and saves all others."""
+    def choice(self, dropped: Mapping[Value, None]) -> Choice:
+        """Find the calls of a step that drops these values and saves all others."""
         raise NotImplementedError
 
     def base_of(self, value: Value) -> fx.Node | None:
@@ -153,11 +184,63 @@ class LifetimeModel:
         """The nodes that backward must also recompute if it drops `value`; None if a node cannot be recomputed."""
         raise NotImplementedError
 
+    def estimate(self, dropped: Mapping[Value, None], offloaded: Mapping[Value, None] = NONE_OFFLOADED) -> StepEstimate:
+        """Estimate a step that recomputes values in `dropped`, offloads those in `offloaded`, and saves all others."""
+        choice = self.choice(dropped)
+        again = choice.again
+        ran = [(one, self.part[node]) for node in choice.calls for one in (*again.get(node, ()), node)]
+        replay = _Replay(self, ran, self.numbers_of(offloaded))
+        costs: dict[int, list[NodeCost]] = {}
+        for node, part in ran:
+            costs.setdefault(part, []).append(self.costs[node])
+        copying = self._copying_in_parts(offloaded)
+        lane_us: dict[Lane, float] = {}
+        step_us = 0.0
+        for part, of_part in costs.items():
+            busy = busy_us(of_part) | copying.get(part, {})
+            step_us += self.at_best(busy)
+            for lane, us in busy.items():
+                lane_us[lane] = lane_us.get(lane, 0.0) + us
+        return StepEstimate(
+            dropped=dict(dropped),
+            saved=choice.saved,
+            recomputed=tuple(node for found in again.values() for node in found),
+            bytes_during=replay.alive.bytes_during(),
+            lane_us=lane_us,
+            step_us=step_us,
+            gaps={value: replay.gap(value, value in dropped or value in offloaded) for value in self.values},
+            anchors=tuple(anchor for anchor, found in again.items() for _ in found),
+            clock_us=_clock_us(self.costs[node] for node, _ in ran),
+            offloaded=dict(offloaded),
+        )
+
+    def recomputed(self, is_saved: Callable[[fx.Node], bool]) -> dict[fx.Node, list[fx.Node]]:
+        """Nodes that backwards recompute if forwards save these, keyed by the node before which they run."""
+        found: dict[fx.Node, list[fx.Node]] = {}
+        there: set[fx.Node] = set()
+        for node in self.backward:
+            missing: dict[fx.Node, None] = {}
+            pending = list(self.reads[node])
+            while pending:
+                source = pending.pop()
+                if self.part.get(source) != self.part[node] - 1 or source in there or source in missing:
+                    continue
+                if not is_saved(source):
+                    missing[source] = None
+                    pending.extend(self.reads[source])
+            if missing:
+                there |= missing.keys()
+                found[node] = sorted(missing, key=self.order.__getitem__)
+        return found
+
+    def storages_of(self, of_nodes: Iterable[fx.Node]) -> Iterator[int]:
+        return (number for node in of_nodes for number in self.lies_in[node])
+
     def bytes_of(self, value: Value) -> int:
         return sum(self.sizes[number] for number in self.lies_in[value.nodes[0]])
 
     def numbers_of(self, values: Iterable[Value]) -> frozenset[int]:
-        return frozenset(number for value in values for number in self.lies_in[value.nodes[0]])
+        return frozenset(self.storages_of(value.nodes[0] for value in values))
 
     def copy_us(self, value: Value) -> tuple[float, float]:
         """Two times: to copy a value to the host, and to copy it back. Both are infinite if it may not be offloaded."""
@@ -173,6 +256,17 @@ class LifetimeModel:
             return {}, {}
         return {DEVICE_TO_HOST: sum(out for out, _ in found)}, {HOST_TO_DEVICE: sum(back for _, back in found)}
 
+    def _copying_in_parts(self, offloaded: Mapping[Value, None]) -> dict[int, dict[Lane, float]]:
+        """Time on each lane to copy the values `offloaded`, by part: to the host in a forward, back in its backward."""
+        by_forward: dict[int, dict[Value, None]] = {}
+        for value in offloaded:
+            by_forward.setdefault(self.part[value.nodes[0]], {})[value] = None
+        return {
+            forward + behind: lanes
+            for forward, values in by_forward.items()
+            for behind, lanes in enumerate(self.copying(values))
+        }
+
     def at_best(self, lane_us: Mapping[Lane, float]) -> float:
         """Least time of a forward or backward in which each lane is busy for its time in `lane_us`."""
         links: dict[str, float] = {}
@@ -187,6 +281,76 @@ class LifetimeModel:
         return max(lane_us.get(COMPUTE, 0.0) + taken, *linked, 0.0)
 
 
+class _Replay:
+    """Finds the live ranges of the storages of a step, including those that backwards recompute or reload.
+
+    If a backward recomputes storage n, the copy is storage n + count. Calls of this backward that read the recomputed
+    node read the copy. All other readers read n, which ends with the last of them. An offloaded storage n also comes
+    back as storage n + count, at its first reader in backward.
+
+    Args:
+        model: model of the step.
+        ran: calls in order, each with the part in which it runs; recomputed calls do not run in their own part.
+        offloaded: storages that are offloaded.
+    """
+
+    def __init__(self, model: LifetimeModel, ran: Sequence[tuple[fx.Node, int]], offloaded: frozenset[int]) -> None:
+        self.model, self.count = model, len(model.sizes)
+        self.alive = LiveRanges([*model.sizes, *model.sizes])
+        self.last_forward_read: dict[int, int] = {}  # by storage: position of the last reader in forward
+        self.first_backward_read: dict[int, int] = {}  # by storage: position of the first reader in backward
+        self.copies: dict[tuple[fx.Node, int], dict[int, int]] = {}  # by node and part: copies of the node's storages
+        entering: Sequence[int] = model.tangents
+        for node, part in ran:
+            makes, reads = self._accesses(node, part)
+            if part % 2:
+                if not offloaded.isdisjoint(reads):
+                    reads = [number + self.count if number in offloaded else number for number in reads]
+                    makes = [*makes, *(n for n in reads if n >= self.count and self.alive.first[n] < 0)]
+                makes, entering = [*makes, *entering], ()
+            here = self.alive.run(makes, reads, model.workspace.get(node, 0))
+            for number in reads:
+                if part % 2:
+                    self.first_backward_read.setdefault(number, here)
+                else:
+                    self.last_forward_read[number] = here
+        done = dict.fromkeys(ran)
+        for node, part in model.returned:
+            if (node, part) in done:
+                self.alive.keep(self._copied(node, part).get(number, number) for number in model.lies_in[node])
+
+    def gap(self, value: Value, is_dropped: bool) -> range:
+        """Positions from a value's last reader in forward to its first reader in backward, or to its copy."""
+        numbers = self.model.lies_in[value.nodes[0]]
+        begin = max(self.last_forward_read.get(number, self.alive.first[number]) for number in numbers) + 1
+        if is_dropped:
+            ends = [self.alive.first[number + self.count] for number in numbers]
+        else:
+            ends = [self.first_backward_read.get(number, -1) for number in numbers]
+        return range(begin, min((end for end in ends if end >= 0), default=begin))
+
+    def _accesses(self, node: fx.Node, part: int) -> tuple[Sequence[int], Sequence[int]]:
+        """The storages that a call makes, and those that it reads."""
+        model = self.model
+        makes, reads = model.makes.get(node, ()), model.reads_storages[node]
+        copies: dict[int, int] = {}
+        for source in model.reads[node] if self.copies else ():
+            copies |= self._copied(source, part)
+        if copies:
+            reads = [copies.get(number, number) for number in reads]
+        if part != model.part[node]:
+            copies |= {number: number + self.count for number in makes}
+            makes = [number + self.count for number in makes]
+        if copies:
+            self.copies[node, part] = {number: copies[number] for number in model.lies_in[node] if number in copies}
+        return makes, reads
+
+    def _copied(self, node: fx.Node, part: int) -> Mapping[int, int]:
+        """Copies that calls of this part read in place of a node's storages."""
+        own = self.copies.get((node, self.model.part.get(node, part)), NO_COPIES)
+        return self.copies.get((node, part), own)
+
+
 def busy_us(costs: Iterable[NodeCost]) -> dict[Lane, float]:
     """Total time of these costs on each lane."""
     busy: dict[Lane, float] = {}
@@ -196,7 +360,7 @@ def busy_us(costs: Iterable[NodeCost]) -> dict[Lane, float]:
     return busy
 
 
-def clock_us(costs: Iterable[NodeCost]) -> list[float]:
+def _clock_us(costs: Iterable[NodeCost]) -> list[float]:
     """Microseconds of compute done before each of these calls, and as the last entry the total."""
     return [0.0, *accumulate(cost.us if cost.lane == COMPUTE else 0.0 for cost in costs)]
 

@@ -1,8 +1,4 @@
-"""A model of a whole training step in one graph that trades memory for time: what each backward recomputes.
-
-forward   a b c d           a, b, c are read in backward
-backward  D  C b B A        b costs nothing between its last reader in forward and where it is recomputed
-"""
+"""The model of a whole training step in one graph: what each backward recomputes."""
 
 from __future__ import annotations
 
@@ -11,20 +7,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from torch import fx
 
 from zgraph.analysis.cost import NodeCost
-from zgraph.analysis.liveness import LiveRanges
 from zgraph.graph import dataflow, nodes, traits
 from zgraph.graph.operator_arguments import UnshardArgs
-from zgraph.scheduling.lifetimes.lifetime_model import (
-    NONE_OFFLOADED,
-    HostLinks,
-    LifetimeModel,
-    StepEstimate,
-    Value,
-    busy_us,
-    clock_us,
-)
+from zgraph.scheduling.lifetimes.lifetime_model import Choice, HostLinks, LifetimeModel, StepEstimate, Value
 from zgraph.scheduling.timeline import Sharing
-from zgraph.tiers.lanes import Lane
 from zgraph.torch_compat.operators import written_arguments
 
 
@@ -54,7 +40,8 @@ class WholeStepModel(LifetimeModel):
         self.calls = list(self.costs)
         self.part = dataflow.parts_of(graph)
         self.backward = [node for node in self.calls if self.part[node] % 2]
-        self.returned = [node for node in nodes.returned_by(graph) if isinstance(node, fx.Node)]
+        returned = [node for node in nodes.returned_by(graph) if isinstance(node, fx.Node)]
+        self.returned = [(node, self.part[node]) for node in returned if node in self.part]
         self.effects = {node for node in self.calls if written_arguments(node) or node.is_impure()}
         self.spoiled = self._spoiled()
         self.crossing = self._crossing()
@@ -65,7 +52,7 @@ class WholeStepModel(LifetimeModel):
         self.always = dict.fromkeys(replicated)
         self.values = [value for value in values if value not in self.always]
         self.required = self._required()
-        self._asked: tuple[StepEstimate, set[int], set[fx.Node]] | None = None
+        self._asked: tuple[StepEstimate, frozenset[int], set[fx.Node]] | None = None
 
     # --- what can be dropped
 
@@ -111,7 +98,7 @@ class WholeStepModel(LifetimeModel):
         """Nodes that forwards always run: for the user, for later parts, and for values that cannot be recomputed."""
         fixed = {node for found in self.crossing.values() for node in found}
         fixed -= {node for value in (*self.values, *self.always) for node in value.nodes}
-        needed = dict.fromkeys([*self.returned, *fixed, *self.effects])
+        needed = dict.fromkeys([*(node for node, _ in self.returned), *fixed, *self.effects])
         for node in reversed(self.calls):
             if node in needed:
                 needed |= dict.fromkeys(source for source in self.reads[node] if self._may_need(node, source))
@@ -125,7 +112,7 @@ class WholeStepModel(LifetimeModel):
         if self._asked is None or self._asked[0] is not estimate:  # one estimate is asked about many values
             self._asked = estimate, self._gone(estimate.dropped), {*estimate.recomputed}
         _, kept_away, again = self._asked
-        gone = kept_away | {*self._numbers(value)}
+        gone = kept_away | self.numbers_of([value])
         found: dict[fx.Node, None] = {}
         pending = list(value.nodes)
         while pending:
@@ -152,7 +139,7 @@ class WholeStepModel(LifetimeModel):
     def _gathered_once(self, graph: fx.Graph) -> set[int]:
         """Storages of gathered parameters of stages 1 and 2, which live until their last reader."""
         markers = nodes.call_functions(graph, nodes.is_unshard)
-        return {number for marker in markers if _stage(marker) in (1, 2) for number in self.lies_in[marker]}
+        return {*self.storages_of(marker for marker in markers if _stage(marker) in (1, 2))}
 
     def base_of(self, value: Value) -> fx.Node | None:
         """The node to offload for a value: below all views that backward reads. None if it cannot be offloaded."""
@@ -166,148 +153,20 @@ class WholeStepModel(LifetimeModel):
             node = source
         return node
 
-    def _gone(self, dropped: Mapping[Value, None]) -> set[int]:
-        return {number for value in (*dropped, *self.always) for number in self._numbers(value)}
-
-    def _numbers(self, value: Value) -> tuple[int, ...]:
-        return self.lies_in[value.nodes[0]]
+    def _gone(self, dropped: Mapping[Value, None]) -> frozenset[int]:
+        return self.numbers_of((*dropped, *self.always))
 
     # --- one step
 
-    def estimate(self, dropped: Mapping[Value, None], offloaded: Mapping[Value, None] = NONE_OFFLOADED) -> StepEstimate:
-        again = self._again(self._gone(dropped))
+    def choice(self, dropped: Mapping[Value, None]) -> Choice:
+        gone = self._gone(dropped)
+        again = self.recomputed(lambda node: self.is_alive(node, gone, self.part[node]))
+        unread: set[fx.Node] = set()  # because backward reads the recomputed copies
         copied = {node for found in again.values() for node in found}
-        replay = _Replay(self, again, copied, self.numbers_of(offloaded))
-        busy: dict[int, list[NodeCost]] = {}
-        for node, part in replay.ran:
-            busy.setdefault(part, []).append(self.costs[node])
-        copying = self._copying_in_parts(offloaded)
-        lane_us: dict[Lane, float] = {}
-        step_us = 0.0
-        for part, costs in busy.items():
-            in_part = busy_us(costs) | copying.get(part, {})
-            step_us += self.at_best(in_part)
-            for lane, us in in_part.items():
-                lane_us[lane] = lane_us.get(lane, 0.0) + us
-        return StepEstimate(
-            dropped=dict(dropped),
-            saved=(),
-            recomputed=tuple(node for found in again.values() for node in found),
-            anchors=tuple(anchor for anchor, found in again.items() for _ in found),
-            bytes_during=replay.alive.bytes_during(),
-            lane_us=lane_us,
-            step_us=step_us,
-            gaps={
-                value: replay.gap(self._numbers(value), value in dropped or value in offloaded) for value in self.values
-            },
-            offloaded=dict(offloaded),
-            clock_us=clock_us(self.costs[node] for node, _ in replay.ran),
-        )
-
-    def _copying_in_parts(self, offloaded: Mapping[Value, None]) -> dict[int, dict[Lane, float]]:
-        """Time on each lane to copy the values `offloaded`, by part: to the host in a forward, back in its backward."""
-        by_forward: dict[int, dict[Value, None]] = {}
-        for value in offloaded:
-            by_forward.setdefault(self.part[value.nodes[0]], {})[value] = None
-        return {
-            forward + behind: lanes
-            for forward, values in by_forward.items()
-            for behind, lanes in enumerate(self.copying(values))
-        }
-
-    def _again(self, gone: set[int]) -> dict[fx.Node, list[fx.Node]]:
-        """Nodes that backwards recompute, keyed by the node before which they run."""
-        found: dict[fx.Node, list[fx.Node]] = {}
-        there: set[fx.Node] = set()
-        for node in self.backward:
-            missing: dict[fx.Node, None] = {}
-            pending = list(self.reads[node])
-            while pending:
-                source = pending.pop()
-                if source.op != "call_function" or self.part[source] != self.part[node] - 1:
-                    continue
-                if source not in there and source not in missing and not self.is_alive(source, gone, self.part[source]):
-                    missing[source] = None
-                    pending.extend(self.reads[source])
-            if missing:
-                there |= missing.keys()
-                found[node] = sorted(missing, key=self.order.__getitem__)
-        return found
-
-
-class _Replay:
-    """Finds the live ranges of a step's storages. A recomputed or reloaded copy of storage n is storage n + count.
-
-    Attributes:
-        ran: calls that run, each with the part in which it runs.
-    """
-
-    def __init__(
-        self,
-        model: WholeStepModel,
-        again: Mapping[fx.Node, list[fx.Node]],
-        copied: set[fx.Node],
-        offloaded: frozenset[int],
-    ) -> None:
-        self.model, self.copied, self.offloaded = model, copied, offloaded
-        self.count = len(model.sizes)
-        self.alive = LiveRanges([*model.sizes, *model.sizes])
-        self.last_forward_read: dict[int, int] = {}
-        self.first_backward_read: dict[int, int] = {}
-        self.ran: list[tuple[fx.Node, int]] = []
-        self.places: dict[tuple[fx.Node, bool], tuple[int, ...]] = {}  # storages by node and `is_copy`
-        unread = self._unread()
-        for node in model.calls:
-            for source in again.get(node, ()):
-                self._run(source, model.part[node], is_copy=True)
-            if node not in unread:
-                self._run(node, model.part[node], is_copy=False)
-        lasting = [place for place, storage in enumerate(model.placed.storages) if storage.outlives]
-        self.alive.keep(place for place in lasting if self.alive.first[place] >= 0)
-        self.alive.keep(place for node in model.returned for place in self._place_of(node, False))
-
-    def gap(self, numbers: tuple[int, ...], is_dropped: bool) -> range:
-        """Positions from a value's last reader in forward to its first reader in backward, or to its copy."""
-        begin = max((self.last_forward_read.get(number, self.alive.first[number]) for number in numbers), default=0) + 1
-        if is_dropped:
-            ends = [self.alive.first[number + self.count] for number in numbers]
-        else:
-            ends = [self.first_backward_read.get(number, -1) for number in numbers]
-        return range(begin, min((end for end in ends if end >= 0), default=begin))
-
-    def _unread(self) -> set[fx.Node]:
-        """Nodes that no longer have readers, because backward reads the recomputed copies."""
-        model = self.model
-        unread: set[fx.Node] = set()
-        for node in sorted(self.copied, key=model.order.__getitem__, reverse=True):
-            behind = model.part[node] + 1
-            if all(user in unread or model.part.get(user) == behind for user in node.users):
+        for node in sorted(copied, key=self.order.__getitem__, reverse=True):
+            if all(user in unread or self.part.get(user) == self.part[node] + 1 for user in node.users):
                 unread.add(node)
-        return unread
-
-    def _place_of(self, node: fx.Node, is_copy: bool) -> tuple[int, ...]:
-        return self.places.get((node, is_copy), self.model.lies_in.get(node, ()))
-
-    def _run(self, node: fx.Node, part: int, *, is_copy: bool) -> None:
-        model = self.model
-        places: dict[int, int] = {}
-        for source in model.reads[node]:
-            from_copy = source in self.copied and part == model.part[source] + 1
-            places |= zip(model.lies_in[source], self._place_of(source, from_copy), strict=True)
-        makes = {number: number + self.count if is_copy else number for number in model.makes.get(node, ())}
-        self.places[node, is_copy] = tuple(makes.get(n, places.get(n, n)) for n in model.lies_in[node])
-        reads = () if nodes.is_getitem(node) else places.values()  # it directly follows the call that it reads
-        made = list(makes.values())
-        if part % 2 and not self.offloaded.isdisjoint(reads):
-            reads = [number + self.count if number in self.offloaded else number for number in reads]
-            made += [n for n in dict.fromkeys(reads) if n >= self.count and self.alive.first[n] < 0 and n not in made]
-        here = self.alive.run(made, reads, model.workspace.get(node, 0))
-        self.ran.append((node, part))
-        for number in reads:
-            if part % 2:
-                self.first_backward_read.setdefault(number, here)
-            else:
-                self.last_forward_read[number] = here
+        return Choice([node for node in self.calls if node not in unread], again)
 
 
 def _stage(marker: fx.Node) -> int:

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from types import ModuleType
 
 import torch
+from low_rank_twin import low_rank_mean
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
-from zgraph.codegen.kernels.low_rank_reference import low_rank_mean
 from zgraph.codegen.low_rank_kernels import first_right
 from zgraph.compression.low_rank import LowRank, matrix_shape, state_of_matrix
 from zgraph.compression.methods import CompressionMethod, RngKey, TwoHop

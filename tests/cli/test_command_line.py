@@ -218,7 +218,7 @@ def test_plan_keeps_within_a_budget_or_says_what_would_do(folder: Path) -> None:
         (["users_step:step", "--world", "dp"], "'dp' names no axes with their sizes; write them as pp=4,dp=8"),
         (["users_step:step", "--world", "dp=2,dp=2"], "'dp=2,dp=2' names no axes"),
         (["users_step:step", "--world", "dp=2,tp=2"], "This command cannot split a model over tp"),
-        (["users_step:step", "--world", "dp=0"], "'dp': 0"),
+        (["users_step:step", "--world", "dp=0"], "world has 0 ranks on its axis 'dp'; write a number from 1 on"),
         (["users_step:step", "--world", "db=2"], "'db'"),
         (["--world-size", "2"], "Missing argument 'MODULE:FN'"),
         (["not_a_module:step", "--world-size", "2"], "there is no module 'not_a_module' here"),

@@ -4,14 +4,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    _global_optimizer_pre_hooks,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.hooks import RemovableHandle
 
 
@@ -39,6 +44,20 @@ def hook_steps(
         weakref.finalize(owner, _gone().append, register_optimizer_step_pre_hook(cast(Any, before)))
     if after is not None:
         weakref.finalize(owner, _gone().append, register_optimizer_step_post_hook(cast(Any, after)))
+
+
+@contextlib.contextmanager
+def before_steps(check: Callable[..., None]) -> Generator[None]:
+    """Run a function before each step of every optimizer, and before all other hooks, inside a `with`.
+
+    2.11 - 2.15: `_global_optimizer_pre_hooks`, ordered by the ids of their handles.
+    """
+    handle = register_optimizer_step_pre_hook(cast(Any, check))
+    cast(Any, _global_optimizer_pre_hooks).move_to_end(handle.id, last=False)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def tree_flatten(tree: object) -> tuple[list[Any], Any]:

@@ -6,15 +6,14 @@ import contextlib
 import sys
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import optim
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zgraph.errors import ZgraphError
 from zgraph.step.outside.variables import variables_of
-from zgraph.torch_compat.modules import step_hooks
+from zgraph.torch_compat.modules import before_steps, step_hooks
 
 _LIBRARIES = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).resolve().parents[2]}/")
 
@@ -70,11 +69,9 @@ def only_given(optimizers: Sequence[optim.Optimizer]) -> Generator[None]:
                 "pass all optimizers that it steps, as a list, also one inside another: [opt, opt.base_optimizer]",
             )
 
-    handle = register_optimizer_step_pre_hook(cast(Any, check))
-    try:
+    # Other hooks would meet the other ranks first.
+    with before_steps(check):
         yield
-    finally:
-        handle.remove()
 
 
 def refusal(what: str, instead: str) -> ZgraphError:

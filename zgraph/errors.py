@@ -68,8 +68,8 @@ def check_least(who: str, least: float, instead: str, fault: str = "", /, **opti
     Args:
         who: pass or class that has the options.
         least: smallest allowed number.
-        instead: words for the allowed values, after "write".
-        fault: words for the fault, after the refused value.
+        instead: description of the allowed values, which the message has after "write".
+        fault: description of the fault, which the message has after the refused value.
         options: values by name.
     """
     for name, value in options.items():

@@ -29,7 +29,7 @@ class Allocator:
         header_bytes: overhead of each allocation.
         mapped_from_bytes: smallest request that is rounded up to pages; None: no request is.
         page_bytes: page size of the operating system.
-        slack_bytes: maximum waste per request, added to each request that is larger than this.
+        slack_bytes: maximum waste per request, added to each request that is larger than the slack.
     """
 
     block_bytes: int = 1
@@ -83,10 +83,10 @@ class MemoryCurve:
     Attributes:
         nodes: nodes of the program in order; for a step, first the nodes of forward, then the nodes of backward.
         bytes_during: peak while each node runs, including its results and its workspace.
-        bytes_after: bytes after each node, when storages without further readers are freed.
+        bytes_after: bytes after each node, once storages without further readers have been freed.
         ranges: live range of every storage, ordered by first position.
         held_bytes: bytes of inputs on the device that are held outside of the program.
-        unknown: names of nodes with results of a size that depends on data; these results count as 0 bytes.
+        unknown: names of nodes whose results have a size that depends on data; these results count as 0 bytes.
         staging_bytes: bytes of pinned host memory through which tensors pass between a disk and a GPU.
     """
 
@@ -114,7 +114,7 @@ class MemoryCurve:
         return sorted(alive, key=lambda entry: (-entry.bytes, entry.first))
 
     def bytes_in(self, space: str) -> list[int]:
-        """Return the bytes in one memory space while each node runs; on the host, including `staging_bytes`."""
+        """Return the bytes in one memory space while each node runs; those of the host include `staging_bytes`."""
         own = [entry for entry in self.ranges if entry.space == space and not entry.held]
         staged = self.staging_bytes if space == HOST.name else 0
         ranges = ((entry.bytes, entry.first, entry.last) for entry in own)
@@ -350,7 +350,7 @@ class LiveRanges:
 
 
 def alive_bytes(ranges: Iterable[tuple[int, int, int]], calls: int) -> list[int]:
-    """Bytes alive during each call, of ranges (bytes, first, last) in calls, inclusive; first -1: never alive."""
+    """Return the bytes alive during each call; ranges are (bytes, first call, last call), unused if first is -1."""
     change = [0] * (calls + 2)
     for size, begin, end in ranges:
         if begin >= 0:

@@ -134,8 +134,8 @@ class _Axis:
 def link_of(ranks: MeasuringRanks, group: ProcessGroup, ranks_per_host: int) -> _Axis | None:
     """Measure the link of one group with all_to_alls and all_gathers; None for a single rank.
 
-    Small collectives are timed with several in flight, as in a step. One at a time, gloo on a single core would
-    need ten times as long, because its thread waits a scheduler tick for a lock that the sending program holds. In a
+    Small collectives are timed with several in flight, as in a step. One at a time, they would need ten times as long
+    with gloo on a single core: gloo's thread waits a scheduler tick for a lock that the sending program holds. In a
     step, the program computes during that tick.
     """
     world = dist.get_world_size(group)
@@ -243,9 +243,9 @@ def random_values(*sizes: int, dtype: torch.dtype, device: torch.device) -> Tens
 
 
 def timed(ranks: MeasuringRanks, run: Callable[[], object]) -> tuple[float, float]:
-    """Run a function; return the microseconds until its result is ready, and the processor time of all threads.
+    """Run a function; return the microseconds until its result is ready, and the processor microseconds of all threads.
 
-    On a GPU, the first is the time between two stream events, and the second is 0.
+    On a GPU, two stream events measure the time until the result is ready, and the processor time is 0.
     """
     if ranks.device.type != "cpu":
         begin, end = (torch.Event(ranks.device, enable_timing=True) for _ in range(2))

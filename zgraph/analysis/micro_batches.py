@@ -1,4 +1,4 @@
-"""Memory of a step's micro-batches, from the curve of one: the bytes that each leaves, and the peaks of its halves."""
+"""Memory of a step's micro-batches (bytes saved, peaks of both halves), computed from the curve of one micro-batch."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from zgraph.graph import meta, nodes
 class MicroBatchMemory:
     """Memory of micro-batches in two halves: forward and backward, or the two halves of a backward.
 
-    Neither parameters that a window keeps gathered nor gradient sums that wait for the last micro-batch are counted,
-    except where they are named.
+    Parameters that a window keeps gathered, and gradient sums that wait for the last micro-batch, count only where an
+    attribute names them.
 
     Attributes:
         saved_bytes: bytes that a micro-batch keeps from its first half to its second.
@@ -28,10 +28,10 @@ class MicroBatchMemory:
         first_peak_bytes: most bytes alive while the first micro-batch's second half runs, including the sums that it
             creates.
         later_peak_bytes: most bytes alive while a later second half runs and adds to these sums.
-        closing_peak_bytes: most bytes alive while the last second half runs, which may be the only one, including the
-            kept parameters and sums that it frees.
+        closing_peak_bytes: most bytes alive while the last (or only) second half runs, including the kept parameters
+            and the sums that it frees.
         kept_bytes: bytes of gathered parameters that the window keeps.
-        closing_kept_bytes: the part of `kept_bytes` that stays for the last second half.
+        closing_kept_bytes: the part of `kept_bytes` that is still kept when the last second half starts.
     """
 
     saved_bytes: int = 0
@@ -44,7 +44,7 @@ class MicroBatchMemory:
 
     @classmethod
     def of(cls, curve: MemoryCurve, begin: int, cut: int) -> MicroBatchMemory:
-        """Memory of micro-batches with this curve, whose first half runs from `begin` to `cut`, and then the second."""
+        """Memory of micro-batches with this curve; the first half is from `begin` to `cut`, the rest the second."""
         kept = _kept_by_window(curve)
         during = list(map(operator.sub, curve.bytes_during, kept))
         made, found = _sums_that_wait(curve.nodes)
@@ -88,7 +88,7 @@ class MicroBatchMemory:
         )
 
     def without(self, nbytes: int) -> MicroBatchMemory:
-        """The memory without these bytes, which stay from the first half to the end of the second."""
+        """This memory less `nbytes` bytes, which are alive from the first half to the end of the second half."""
         return replace(
             self,
             saved_bytes=self.saved_bytes - nbytes,
@@ -99,7 +99,7 @@ class MicroBatchMemory:
 
 
 def _peak_of(peaks: Iterable[int], left: Iterable[int]) -> int:
-    """Most bytes alive while frames run one after the other, each with this peak, and leave these bytes."""
+    """Most bytes alive while frames run one after the other, given the peak of each, and the bytes that each leaves."""
     return max(map(operator.add, peaks, accumulate(left, initial=0)), default=0)
 
 

@@ -72,8 +72,8 @@ def mortal_inputs(order: Iterable[fx.Node]) -> frozenset[fx.Node]:
 def rows_of_its_own(order: Iterable[fx.Node]) -> list[fx.Node]:
     """Return the copies of this rank's rows that feed a gather.
 
-    Their sizes differ between ranks, which have different numbers of rows and may pad them. Tensors that are packed
-    from the copies, or sent, have the same sizes on all ranks.
+    The sizes of these copies differ between ranks, because ranks have different numbers of rows and may pad them.
+    Tensors packed from the copies, and tensors that are sent, have the same sizes on all ranks.
     """
     gathers = filter(_gathers_parameters, order)
     return list(dict.fromkeys(node for start in gathers for node in _own_copies(start)))
@@ -82,10 +82,10 @@ def rows_of_its_own(order: Iterable[fx.Node]) -> list[fx.Node]:
 def as_all_ranks_count(storages: Sequence[Storage], order: Iterable[fx.Node]) -> list[Storage]:
     """Change the sizes of storages to the maximum over all ranks, so that all ranks make the same plan.
 
-    Ranks may have different numbers of a parameter's rows. Copies of rows for a gather then count 0; instead, the chunk
-    that each rank sends counts, which is equally long on all ranks. It counts while the gather is in flight or, if
-    chunks are packed into one buffer, during the packing. Rows copied back from the host for a gather count until the
-    chunk is made. A reduced gradient counts as the longest part of any rank.
+    If ranks have different numbers of a parameter's rows, the copies of these rows for a gather count 0. Instead, the
+    chunk that each rank sends counts, because chunks are equally long on all ranks. A chunk counts while the gather is
+    in flight or, if chunks are packed into one buffer, during the packing. Rows copied back from the host for a gather
+    count until the chunk is made. A reduced gradient counts with its largest size on any rank.
 
     Returns:
         The given storages in their order, some with other sizes or readers, followed by a storage for each chunk.
@@ -121,7 +121,7 @@ def _own_copies(start: fx.Node) -> list[fx.Node]:
 
 
 def _longest_bytes(storage: Storage) -> int:
-    """Return the size of a storage; a shard, its state and a reduced gradient count as the longest part of any rank."""
+    """Return the size of a storage; for a shard, its state or a reduced gradient, the largest size on any rank."""
     node = storage.first
     longest = meta.longest_bytes(node)
     if longest is not None:
@@ -162,7 +162,7 @@ class Finder:
     allocated at its start.
 
     Attributes:
-        unknown: names of nodes with results of a size that depends on data; these results count as 0 bytes.
+        unknown: names of nodes whose results have a size that depends on data; these results count as 0 bytes.
     """
 
     def __init__(self) -> None:
@@ -309,7 +309,7 @@ class Finder:
 
 
 def _copied_to(node: fx.Node) -> Tier | None:
-    """Return the memory space of a node's value if it is recorded or the node is a copy; None for other nodes."""
+    """Return the memory space of a node's value, if one is recorded or the node is a copy; otherwise None."""
     transit = meta.transit(node)
     if transit is None or meta.space(node) is not None:
         return meta.space(node)

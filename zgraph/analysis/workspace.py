@@ -5,8 +5,8 @@ that are not in the table count as having no workspace.
 
 Buffers of a fixed size of a few KiB are not counted, nor are buffers that depend on the processor: oneDNN repacks
 operands of narrow matrix products, and bf16 attention repacks keys and values on processors with AMX (in backward also
-with AVX512-BF16). Such a buffer is at most as large as an operand. At a width of 512 it needs 0.1 to 0.4 MiB, which
-matters only for small models.
+with AVX512-BF16). Such a buffer is at most as large as an operand: 0.1 to 0.4 MiB at a width of 512, which matters
+only for small models.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def transient_bytes(
 
 
 def _attention(node: fx.Node, threads: int) -> int:
-    """Return the bytes of blocks of scores and of results in fp32 for each thread.
+    """Return the bytes of two fp32 blocks for each thread: one of scores, and one of results.
 
     Narrow inputs need another block of scores in their own dtype.
     """
@@ -171,7 +171,7 @@ def _attention_block(node: fx.Node, query: int) -> tuple[int, int]:
 
 
 def _convolution(node: fx.Node, threads: int) -> int:
-    """Return the bytes of copies in oneDNN's layout: of input and weight or, if larger, of the result."""
+    """Return the bytes of copies in oneDNN's layout: input and weight together, or the result if it is larger."""
     if not _is_relaid(node, 0):
         return 0
     return max(_bytes(_tensor(node, 0)) + _bytes(_tensor(node, 1)), _bytes(meta.tensor_value(node)))
@@ -204,9 +204,9 @@ def _reduction(node: fx.Node, threads: int) -> int:
 
 
 def _sum_ranks(node: fx.Node, threads: int) -> int:
-    """Return the bytes of the sum over ranks and of one widened piece.
+    """Return the bytes of the sum over ranks, and of one rank's piece in the sum's dtype.
 
-    The sum needs no extra memory if the result has its dtype; a piece is only widened if it is narrower than fp32.
+    The sum needs no extra memory if the result has the same dtype; the piece needs none unless it has to be widened.
     """
     received, result = _tensor(node, 0), meta.tensor_value(node)
     wide = accumulate_dtype(received.dtype)

@@ -68,7 +68,8 @@ def write_manifest(folder: Path, step: int, ranks: int, files: Mapping[str, Sequ
 
     Args:
         folder: folder of the checkpoint.
-        step, ranks: step of the checkpoint, and number of ranks that saved it.
+        step: step of the checkpoint.
+        ranks: number of ranks that saved the checkpoint.
         files: [size in bytes, CRC-32] of every other file, by name.
     """
     manifest = {"format": FORMAT, "version": VERSION, "step": step, "ranks": ranks, "torch": torch.__version__}

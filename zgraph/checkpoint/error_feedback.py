@@ -100,13 +100,16 @@ class Part:
     """Error feedback of one reduction in a checkpoint, and how to restore it.
 
     Attributes:
-        name, slot, param: name of the parameter, name of the reduction, and the parameter in this run.
-        way: how rank r restores its error. "own": the error that rank r saved; "cut": the same, cut into other chunks;
-            "mean": the mean of the errors that all ranks saved.
+        name: name of the parameter.
+        slot: name of the reduction.
+        param: the parameter in this run.
+        way: what rank r restores: "own", the error that rank r saved; "cut", the error that rank r saved, cut into
+            other chunks; "mean", the mean of the errors that all ranks saved.
         fact: facts about the reduction: see `facts_of`.
         ranks: number of ranks that saved the error.
         sizes: shape and dtype of each error tensor in the checkpoint; the first dim is `ranks`.
-        numel, chunks: number of elements per chunk of the gradient, and number of chunks, in this run.
+        numel: number of elements per chunk of the gradient, in this run.
+        chunks: number of chunks of the gradient, in this run.
     """
 
     name: str
@@ -148,8 +151,8 @@ class Part:
     def _divisor(self) -> int:
         """Divisor of the sum of all saved errors; the quotient is the error that each rank restores.
 
-        It is the number of ranks that saved if gradients are averaged, and the number of ranks that load if they are
-        summed.
+        If gradients are averaged, the divisor is the number of ranks that saved errors; if gradients are summed, it is
+        the number of ranks that load them.
         """
         return self.ranks if self.param.spec.reduction == "mean" else self.param.sharded.device_mesh.size()
 
@@ -345,13 +348,13 @@ def _check_method(name: str, slot: str, fact: Mapping[str, Any], numel: int, chu
 
 
 def read_parts(parts: Sequence[Part], read: Callable[[Tensors], None]) -> list[tuple[Part, Feedback]]:
-    """Read errors from a checkpoint and build their feedback, without changing the model; called by all ranks.
+    """Return the errors read from a checkpoint as error feedback, without changing the model; called by all ranks.
 
     Errors that are restored as saved are read together, all others one by one, to save memory.
 
     Args:
         parts: result of `plan_restore`.
-        read: fills new tensors from the checkpoint; their keys are parameter, reduction and tensor name.
+        read: fills new tensors from the checkpoint; a tensor has the key (parameter, reduction, tensor name).
     """
     own = [part for part in parts if part.way == "own"]
     restored: list[tuple[Part, Feedback]] = []
@@ -409,7 +412,8 @@ def cut_error(flat: Tensor, numel: int, chunks: int, group: int, *, quantized: b
 
     Args:
         flat: error, in the order of the parameter's elements.
-        numel, chunks: number of elements per chunk, and number of chunks.
+        numel: number of elements per chunk.
+        chunks: number of chunks.
         group: number of elements that share a scale.
         quantized: whether to encode the error in int8.
 

@@ -57,10 +57,10 @@ def load_checkpoint(
 ) -> Checkpoint:
     """Load a checkpoint written by `save_checkpoint`; called by every rank.
 
-    With the number of ranks that saved, the run continues with bitwise equal results; for other numbers see
-    `runtime_state`. Either everything is loaded or nothing: names, shapes, dtypes, and the size and CRC-32 of every
-    file are checked first; then everything is read into new tensors, which are copied into the model at the end. No
-    code in a file is executed (see `SafeReader`).
+    If as many ranks load as have saved, the run continues with bitwise equal results; otherwise see `runtime_state`.
+    Either everything is loaded or nothing: names, shapes, dtypes, and the size and CRC-32 of every file are checked
+    first; then everything is read into new tensors, which are copied into the model at the end. No code in a file is
+    executed (see `SafeReader`).
 
     Args:
         path: directory of the checkpoint, for example from `latest_checkpoint`.

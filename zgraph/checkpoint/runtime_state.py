@@ -42,12 +42,11 @@ def runtime_state(model: nn.Module, *, load_from: str | os.PathLike[str] | None 
 
     If N ranks have saved and another number M of ranks loads:
 
-    - Rank r restores the state of rank r modulo N. For r >= N, its random generators are seeded with a hash of that
-    state
-      and r, so that all ranks draw different numbers.
-    - Tensors that passes keep are dropped, because they depend on how parameters are divided among ranks. - Of
-    unsharded gradients, each rank restores the mean error over the N ranks, divided and quantized anew. The total error
-      of all ranks stays the same, except for the quantization.
+    - Rank r restores the state of rank r modulo N. If r >= N, its random generators are seeded with a hash of that
+      state and r, so that all ranks draw different numbers.
+    - Tensors that passes keep are dropped, because they depend on how parameters are divided among ranks.
+    - For unsharded gradients, each rank restores the mean error over the N ranks, divided and quantized anew. The total
+      error of all ranks stays the same, except for the quantization.
     - Other errors are dropped, and a `ZgraphWarning` names them: errors of a second hop, of gathered means and of
       user-defined compression methods, and all errors if nothing is sent any more.
 
@@ -55,9 +54,9 @@ def runtime_state(model: nn.Module, *, load_from: str | os.PathLike[str] | None 
     method are refused: by the load if the model has already compressed, otherwise by the model's first reduction.
 
     Errors are separate entries of the checkpoint, "feedback.<parameter>.<slot>.<tensor>". DCP reads only entries that
-    the model also has, so pass `load_from`; a load that would leave out errors is refused. A rank holds all rows that
-    it reads at once, up to ceil(N / M) per parameter. `load_checkpoint` needs less memory: it reads one parameter at a
-    time if errors must be divided anew.
+    the model also has, so pass `load_from`; a load that would leave out errors is refused. During the load, a
+    rank holds all rows that it reads, up to ceil(N / M) per parameter. `load_checkpoint` needs less memory: it reads
+    one parameter at a time if errors must be divided anew.
 
     Args:
         model: model, sharded or not, compiled or not. Every rank must call `state_dict` and `load_state_dict`, because
@@ -173,7 +172,7 @@ class RuntimeState:
         """Restore a rank's saved state and its error feedback.
 
         Args:
-            own: state of rank r modulo `ranks`, where r is this rank.
+            own: state that rank r modulo `ranks` has saved, where r is the number of this rank.
             ranks: number of ranks that saved.
             errors: restored error feedback of each reduction.
         """

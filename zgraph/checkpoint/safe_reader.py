@@ -85,7 +85,7 @@ class SafePlanner(DefaultLoadPlanner):
 
 
 class _StandIn:
-    """Replacement for one of torch's classes, which only stores the arguments and state in a pickle."""
+    """Replacement for one of torch's classes; stores arguments and state from a pickle, and does nothing else."""
 
     kind = ""
 

@@ -69,7 +69,7 @@ def _loaded(path: Path) -> Document:
 
 
 def _names(first: Path, second: Path) -> tuple[str, str]:
-    """Return short names of two paths: as many last parts as make them differ, or "A" and "B" for equal paths."""
+    """Return short names of two paths: the fewest last parts in which they differ; "A" and "B" if they are equal."""
     parts = first.resolve().parts, second.resolve().parts
     for count in range(1, max(map(len, parts)) + 1):
         ends = [str(Path(*each[-count:])) for each in parts]

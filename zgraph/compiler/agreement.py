@@ -5,9 +5,10 @@ batch sizes. A rank publishes the signature in the rendezvous store and waits un
 published an equal one. A collective would not do, because it never ends if only one rank recompiles. If two ranks wait
 for each other with different signatures, both raise an error immediately.
 
-The signature has one order for the collectives of all groups, although groups run independently. Otherwise two ranks
-could wait forever: one for a gather before it starts a reduction, the other for the reduction before it starts the
-gather. On NCCL, kernels of two groups may also block each other if ranks launch them in different orders.
+The signature has one order for the collectives of all groups, although groups run independently. With one order for
+each group, two ranks could wait forever: one for a gather before it starts a reduction, the other for the reduction
+before it starts the gather. On NCCL, kernels of two groups may also block each other if ranks launch them in different
+orders.
 """
 
 from __future__ import annotations
@@ -246,7 +247,7 @@ class _Board:
         return [rank for rank in ranks if not self.has_published(rank, signature)]
 
     def end_wait(self, rank: int, signature: Signature) -> str:
-        """End a peer's wait for an exchange that this rank has not started; return the reason, or "" if there is none.
+        """End a peer's wait for an exchange that this rank has not started; return the error text, or "" if none waits.
 
         This rank cannot start the exchange while it waits for the peer's signature.
         """

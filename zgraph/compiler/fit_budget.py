@@ -52,12 +52,12 @@ def plan_within_budget(plan_for: Callable[[int], FramePlan], budget_bytes: int, 
 
 
 def fit(peak_of: Callable[[int], int], budget_bytes: int) -> int | None:
-    """Return the bytes to plan for so that the final graphs stay within the budget; None if no try succeeds.
+    """Return a target in bytes with which the final graphs stay within the budget; None if no target is found.
 
-    The last call of `peak_of` is made with the returned bytes.
+    The last call of `peak_of` is made with the returned target.
 
     Args:
-        peak_of: returns the peak of the final graphs, given the bytes that passes plan for; equal for equal bytes.
+        peak_of: returns the peak of the final graphs if passes plan for a target; equal targets give equal peaks.
         budget_bytes: bytes that must not be exceeded.
     """
     target = budget_bytes

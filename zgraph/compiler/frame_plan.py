@@ -116,7 +116,7 @@ def _show(graphs: Graphs, ctx: PassContext, observe: Observer) -> None:
 
 
 def _earlier(step: int, graphs: Graphs, pipeline: PassList, ctx: PassContext) -> Variant:
-    """Return the variant for an earlier step, made by the passes that have started by then, without their notes."""
+    """Return the variant for an earlier step: only passes that start by this step run, without notes."""
     copies: Graphs = {direction: edits.copy_of(gm) for direction, gm in graphs.items()}
     list(pipeline.at(step).run("graph", replace(ctx, notes=[], decisions=[]), copies, lambda *_: None))
     return Variant(from_step=step, graphs=copies)

@@ -66,7 +66,7 @@ class PassContext:
             plan exceeded it. None: no limit.
         host_budget_bytes: maximum bytes that a rank may keep in host memory, between and during steps. Set by
             `zgraph.Offload`, and the same on all ranks. None: no limit.
-        update: where `zgraph.Offload` wants state on the host to be updated. None: `StreamStates` decides.
+        update: where to update state that is kept on the host, set by `zgraph.Offload`. None: `StreamStates` decides.
         machine: preset of the ranks' GPUs, the same on all ranks; None: unknown. Passes use its links if `hardware` is
             None.
         planned_backend: backend of the groups of a planned cluster; real groups have their own.
@@ -111,7 +111,7 @@ class PassContext:
         return dist.get_rank(resolve_group(group_name))
 
     def host_groups(self, group_name: str, ranks_per_host: int) -> tuple[str, str]:
-        """Return the names of two subgroups: this host's ranks, and the ranks at this position on each host.
+        """Return the names of two subgroups: this host's ranks, and each host's rank at this rank's position.
 
         Consecutive ranks share a host. Missing subgroups are created, so all ranks of the group must call this
         together.

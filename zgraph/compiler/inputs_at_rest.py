@@ -52,7 +52,7 @@ def take_to_device(graph: fx.Graph) -> bool:
 
 
 def check_only_copied(graph: fx.Graph) -> None:
-    """Check that a final graph only copies, or updates in place, the inputs that are stored on the host of a GPU.
+    """Check that copies and updates in place are the only uses of inputs that are stored on the host of a GPU.
 
     Raises:
         ZgraphError: names the operator that would receive a tensor on the host, and the remedy.

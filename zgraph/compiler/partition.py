@@ -37,8 +37,8 @@ class JointSplit:
         """Split a joint graph, tagged by passes, into forward and backward by torch's min-cut partitioner.
 
         Differs from torch's partitioner in three ways: attention without dropout counts as not random, forward's
-        outputs are in the order in which AOTAutograd reads them, and every node has its fake value. The joint graph is
-        changed as the partitioner changes it.
+        outputs are in the order in which AOTAutograd reads them, and every node has its fake value. Like torch's
+        partitioner, this changes the joint graph.
         """
         with self.timed():
             _hide_zero_dropout(joint.graph)

@@ -243,7 +243,7 @@ def check_gathers_released(graph: fx.Graph, user_outputs: int, where: Where) -> 
 
 
 def check_parts_gather(graph: fx.Graph, where: Where) -> None:
-    """Check that no backward of a whole step reads a parameter gathered earlier, unless its lifetime allows this."""
+    """Check that no part of a whole step reads another part's gathered parameter, unless its lifetime allows this."""
     for node in nodes.call_functions(graph, lambda node: meta.part(node) is not None):
         for read in node.all_input_nodes:
             source = _source_gather(read) if meta.part(read) != meta.part(node) else None
@@ -258,7 +258,7 @@ def check_parts_gather(graph: fx.Graph, where: Where) -> None:
 
 
 def check_absent(graph: fx.Graph, fact: str, predicate: Any, where: Where) -> None:
-    """Check that the graph has no node for which `predicate` holds, as `fact` (all such nodes are lowered) promises."""
+    """Check that `predicate` holds for no node of the graph; `fact` promises that all such nodes are lowered."""
     left = next(nodes.call_functions(graph, predicate), None)
     if left is not None:
         raise where.error(f"{left.name} is still there although {fact} was promised.", left)
@@ -267,7 +267,7 @@ def check_absent(graph: fx.Graph, fact: str, predicate: Any, where: Where) -> No
 def check_waits_sunk(graph: fx.Graph, where: Where) -> None:
     """Check that no compute that could hide a gather runs between the gather's wait and its first user.
 
-    A write to the memory that the gather sends needs the wait, as a user does.
+    A write to the memory that the gather sends counts as a user, because it must come after the wait.
     """
     order = nodes.order_of(graph)
     regions: Regions | None = None  # computed only if needed to tell memory apart

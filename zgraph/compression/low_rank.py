@@ -30,8 +30,8 @@ class LowRank:
 
     Sums, products and errors are fp32. A rank keeps one fp32 number per element of the gradient, and Q.
 
-    The paper instead subtracts the mean gradient from M. Its error then also contains the difference between the rank's
-    gradient and the mean; these differences cancel in the mean over the ranks, which is the same in both versions.
+    The paper instead subtracts the mean gradient from M. The paper's E thus also contains the difference between the
+    rank's gradient and the mean. These differences cancel over the ranks, so the mean of E is the same in both.
 
     A gradient of more than two dims is treated as a matrix: its first dims form the rows, the others the columns, split
     where the factors are smallest. Vectors, and gradients whose factors save too little, are sent uncompressed.
@@ -78,7 +78,7 @@ class LowRank:
 
 
 def factor_bytes() -> int:
-    """Return the bytes sent for each number of a factor: once to be summed, and once as the mean."""
+    """Return the total bytes sent for each number of a factor, which is sent twice: to be summed, and as the mean."""
     return 2 * FACTOR_DTYPE.itemsize
 
 

@@ -37,8 +37,8 @@ class CompressionMethod(ABC):
 
     A gradient is cut into equal chunks, one for each rank of the group. Each chunk is encoded as bytes, and one
     all_to_all exchanges the bytes of many gradients. Each rank then decodes and sums the chunks that it has received.
-    Kernels encode and decode for a `BlockMethod`, methods of the class for a `TensorMethod`. Each subclass is a frozen
-    dataclass whose fields are numbers, strings, bools or dtypes.
+    Chunks of a `BlockMethod` are encoded and decoded by kernels, chunks of a `TensorMethod` by its own methods. Each
+    subclass is a frozen dataclass whose fields are numbers, strings, bools or dtypes.
 
     Attributes:
         name: identifier of the class in graphs and checkpoints, independent of class and module names. Each subclass
@@ -60,7 +60,7 @@ class CompressionMethod(ABC):
         """
 
     def state(self, numel: int, chunks: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Return (shape, dtype), by name, of the tensors kept for a gradient of `chunks` chunks; all start as zeros."""
+        """Return {name: (shape, dtype)} of the tensors kept for a gradient of `chunks` chunks; all start as zeros."""
         return {}
 
 
@@ -78,7 +78,7 @@ class TensorMethod(CompressionMethod):
         Args:
             grad: [chunks, numel] in the gradient's dtype, padded with zeros.
             state: the tensors described by the method `state`, updated in place.
-            draw, rank: key of random numbers; the result may depend on no others.
+            draw, rank: seeds, from which all random numbers must come.
 
         Returns:
             [chunks, bytes] uint8 for each section.
@@ -252,7 +252,7 @@ class TwoHop:
     Attributes:
         intra_host, inter_host: compression method inside a host, and across hosts.
         ranks_per_host: number of consecutive ranks that share a host. None: with hybrid sharding, the number of ranks
-            that share one replica; otherwise the number in the pipeline's hardware. Required if there is neither.
+            that share one replica; otherwise the number in the pipeline's hardware. Required if both are missing.
 
     Source: Jia et al. 2024, "SDP4Bit", arXiv 2410.15526, section 3.2, which keeps no error.
     """

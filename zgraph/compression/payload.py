@@ -17,9 +17,9 @@ ALIGNMENT = 16  # bytes; vector units and GPUs prefer each rank's payload to beg
 class BucketLayout:
     """Layout of a bucket's encoded gradients in its payload [world, payload_bytes], a row for each receiving rank.
 
-    Every gradient is padded and cut into `stretches * world` equal chunks; chunk `s * world + d` goes to rank d. The
-    row of rank d has first the codes of all its chunks, gradient by gradient, then their scales: in general, one
-    section after another. A row is padded to a multiple of 16 bytes.
+    Every gradient is padded and cut into `stretches * world` equal chunks; chunk `s * world + d` goes to rank d. A
+    row has one section after another, each gradient by gradient: for example the codes of all chunks for rank d, then
+    the scales of all these chunks. A row is padded to a multiple of 16 bytes.
 
     Attributes:
         method: compression method, which defines the sections.
@@ -62,7 +62,7 @@ class BucketLayout:
 
 
 def chunk_unit(method: CompressionMethod, chunk: Chunk, stretches: int) -> list[Chunk]:
-    """Return a description of the encoded chunks that each rank receives of a gradient, for `meta.set_chunks`.
+    """Describe, for `meta.set_chunks`, the encoded chunks of one gradient that each rank receives.
 
     Returns [] unless the method is a `BlockMethod`, because other encodings have no fixed size per group.
     """

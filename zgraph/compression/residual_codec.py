@@ -19,7 +19,7 @@ def encode_error(error: Tensor, share: float = 0.0) -> tuple[Tensor, Tensor]:
 
     Args:
         error: [..., groups, group].
-        share: weight of the old error; only scales are multiplied by 1 - share.
+        share: weight of the old error. The factor 1 - share is part of the scales, not of the codes.
 
     Returns:
         Codes [..., groups, group] int8, and scales [..., groups] bf16.

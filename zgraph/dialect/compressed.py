@@ -104,7 +104,7 @@ def _(
     Args:
         handles: handles of the parameters.
         method, slot, numels: as in `quantize_grads`.
-        chunks: number of chunks of a gradient, `stretches * world` of `quantize_grads`.
+        chunks: number of chunks of a gradient, that is `stretches * world`, see `BucketLayout`.
         device: device of the copies.
 
     Returns:
@@ -177,7 +177,7 @@ def _(shards: Sequence[Tensor], method: str, numels: Sequence[int], rank: int) -
         shards: shard of each parameter, any shape and floating-point dtype; padded with zeros to its `numels`.
         method: compression method without state, as `zgraph.compression.method_text.to_text` writes it.
         numels: for each parameter, the elements of its longest shard on any rank.
-        rank: this rank's index in the group; it seeds the signs of rotations, so they are equal in every call.
+        rank: this rank's index in the group, which seeds the signs of rotations; all calls use the same signs.
 
     Returns:
         [sum of `shard_bytes`] uint8, parameter by parameter, so that each parameter can be decoded separately.

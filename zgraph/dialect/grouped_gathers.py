@@ -3,7 +3,7 @@
 On NCCL a grouped gather is one kernel, which occupies multiprocessors while it runs. Copy engines could transfer the
 data instead, through symmetric memory (torch 2.13) or NCCL's NCCL_CTA_POLICY_ZERO (NCCL 2.28). Neither is used:
 
-- Both need the sent tensors, and NCCL also the received tensors, at equal offsets of windows that all ranks have
+- On all ranks, sent tensors (with NCCL, also received tensors) must lie at equal offsets of windows that the ranks have
   registered together (ncclCommWindowRegister; torch's `rendezvous`). The caching allocator places a gathered parameter
   wherever it has room, which differs between ranks with different numbers of rows. Registering is a collective: if only
   one rank compiles, or allocates more, the others hang.

@@ -52,8 +52,8 @@ def _(
         rank: rank of the factors.
 
     Returns:
-        left [rank * sum(rows)] fp32, all M Q, see `FactorLayout`; then for each batch all M, [matrices, rows, columns]
-        fp32.
+        left [rank * sum(rows)] fp32, the products M Q in the order of `FactorLayout`; then for each batch one tensor
+        [matrices, rows, columns] fp32, its matrices M.
     """
     layout, like = layout_of(rows, columns, rank), grads[0]
     deltas = [

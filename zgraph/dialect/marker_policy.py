@@ -1,4 +1,4 @@
-"""The arguments that both marker operators take after their tensors, and the part of their schemas that lists these."""
+"""The arguments that both marker operators take after their tensors, and the part of the schemas that lists them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class MarkerPolicy:
     """How a parameter is gathered and its gradient reduced, in the order of the markers' arguments.
 
     Attributes:
-        dtype: dtype of the marker's result: of the unsharded parameter, to which shards are cast before they are sent,
-            or of the reduced gradient, which is the parameter's dtype.
+        dtype: dtype of the marker's result. For `unshard`, shards are cast to this dtype before they are sent; for
+            `reduce_grad`, it is the parameter's dtype.
         wire_dtype: dtype in which the gradient is sent, see `wire_dtype_of`.
         mean_dtype: dtype in which the mean gradient is gathered if each rank computes a part, see `mean_dtype_of`.
         zero_stage: 0 replicated, else sharded on dim 0.
         reduction: reduction of the gradient over the ranks: "mean", "sum", or the divisor of the sum.
         window: position of this forward in its window, see runtime/window_state.py.
-        replica_group, group_name: groups that, with the parameter's shape and `zero_stage`, form its `ShardLayout`.
+        replica_group, group_name: process groups; with shape and `zero_stage`, they define the `ShardLayout`.
     """
 
     dtype: torch.dtype

@@ -98,10 +98,10 @@ def reduce_grad(grad: Tensor, handle: Tensor, *arguments: Any) -> Tensor:
         arguments: see `MarkerPolicy`.
 
     Returns:
-        [rows, ...] if the parameter is sharded, [*shape] at stage 0, in the policy's dtype: summed in fp32 in rank
-        order over the group, then over the replicas, and divided once. If ranks then gather the parts of the mean, each
-        rank first rounds its part to `mean_dtype_of`, so that all ranks get equal bits. If the gradient waits for the
-        end of the window, the result is the tensor that autograd adds to `.grad` until then, see `accumulate_grad`.
+        [rows, ...] if the parameter is sharded, [*shape] at stage 0, in the policy's dtype. Gradients are summed in
+        fp32 in rank order, first over the group, then over the replicas, and divided once. If ranks then gather parts
+        of the mean, each rank first rounds its part to `mean_dtype_of`, so that all ranks get equal bits. If the
+        gradient waits for the end of the window, the result is that of `accumulate_grad`.
 
     Raises:
         CollectiveError: the exchange failed; the message names the parameter.

@@ -50,7 +50,7 @@ def accumulate_grad(grad: Tensor, handle: Tensor, dtype: torch.dtype, zero_stage
     Args:
         grad: [*shape], gradient of this rank only.
         handle: handle of the parameter; at stage 1 its state keeps the sum of gradients.
-        dtype: dtype of the sum, which is the parameter's.
+        dtype: dtype of the sum: the parameter's dtype.
         zero_stage: 0 or 1.
         rows: number of rows of this rank's shard; 0 at stage 0.
 
@@ -80,10 +80,10 @@ def _(grad: Tensor, handle: Tensor, dtype: torch.dtype, zero_stage: int) -> Tens
 
 @torch.library.custom_op("zgraph::wait_in_grad", mutates_args=())
 def wait_in_grad(handles: Sequence[Tensor]) -> None:
-    """At stage 0, prepare `.grad` of parameters to accumulate gradients until the closing backward.
+    """Prepare `.grad` of parameters at stage 0 to accumulate gradients until the closing backward.
 
-    A graph calls this before autograd adds its gradients to `.grad`. (`accumulate_grad` does the same for one gradient,
-    which it has to copy.)
+    A graph calls this before autograd adds the graph's gradients to `.grad`. (For a single gradient that has to be
+    copied, `accumulate_grad` also prepares `.grad`.)
     """
     with announcing(handles):
         for handle in handles:

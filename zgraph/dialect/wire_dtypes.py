@@ -23,10 +23,10 @@ def wire_dtype_of(grad: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
 def mean_dtype_of(
     grad: torch.dtype, dtype: torch.dtype, wire_dtype: torch.dtype | None, asked: torch.dtype | None
 ) -> torch.dtype:
-    """Return the dtype in which ranks gather a mean gradient after each rank has computed a part.
+    """Return the dtype in which ranks gather a mean gradient of which each rank has computed a part.
 
-    This is `asked`, else `wire_dtype`, else `grad`. If it is not narrower than `dtype`, the result is `dtype`, because
-    widening changes no bit.
+    The first of `asked`, `wire_dtype` and `grad` that is not None, if it is narrower than `dtype`. Otherwise `dtype`,
+    because widening changes no bit.
 
     Args:
         grad: dtype of the unsharded gradient, before it is sent.

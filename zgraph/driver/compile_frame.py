@@ -38,7 +38,7 @@ class FrameCompiler:
     Args:
         frame: frame to compile.
         options: options of the backend.
-        known: context for planning a cluster that is not there, so that nothing is sent. None: this process's cluster.
+        known: context for planning a cluster that does not exist; nothing is sent. None: use this process's cluster.
         on_plan: called with the plan, and the positions of the weight gradients among the outputs of its backward.
     """
 
@@ -169,8 +169,8 @@ class FrameCompiler:
     def _plan(self, captured: fx.GraphModule, ctx: PassContext) -> FramePlan:
         """Run the passes on a copy of the captured graph, within the context's budget if it has one.
 
-        A pipeline stage has several micro-batches in flight. Its plan ignores the budget as long as one micro-batch
-        fits: the rest of the budget is for `keep_bytes`.
+        A pipeline stage, which has several micro-batches in flight, is planned without a budget if one micro-batch then
+        fits into the budget: the rest of the budget is for `keep_bytes`.
         """
 
         def plan_for(plan_bytes: int | None) -> FramePlan:

@@ -65,8 +65,8 @@ def _dispatch_hierarchical_gather(number: int, ranks_per_host: int) -> Callable[
 def order_of_waits(graph: fx.Graph, ranks_per_host: int = 1) -> list[str]:
     """Describe the positions of all waits for hierarchical gathers, one line each; lines must be equal on all ranks.
 
-    A hierarchical gather ends only when all ranks of a host wait for it. So ranks deadlock if one waits for the gather
-    before it starts another collective, and another rank waits for that collective first.
+    A hierarchical gather ends only when all ranks of a host wait for it. So two ranks deadlock if the first starts
+    another collective after it has waited for the gather, and the second waits for that collective before the gather.
     """
     found: list[str] = []
     numbers: dict[fx.Node, int] = {}

@@ -13,7 +13,7 @@ from zgraph.torch_compat.operators import written_arguments
 
 
 def reshaped_values(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield the node, and all nodes that only view, cast or copy its result, directly or through each other."""
+    """Yield the node, and all nodes whose values come from the node's result only by views, casts and copies."""
     pending = [node]
     while pending:
         value = pending.pop()
@@ -54,7 +54,7 @@ def needed_for(kept: Iterable[fx.Node], graph: fx.Graph) -> set[fx.Node]:
 
 
 def written_sources(node: fx.Node) -> list[fx.Node]:
-    """Return the nodes to whose memory a call writes; for a view among the arguments, the view's base."""
+    """Return the nodes whose memory a call writes to; for an argument that is a view, the view's base."""
     return list(map(below_views, written_arguments(node)))
 
 
@@ -78,7 +78,7 @@ def _is_brought(node: fx.Node) -> bool:
 
 
 def copy_in(start: fx.Node) -> list[fx.Node] | None:
-    """Return the nodes between graph inputs and a collective's start if they only cast, pad or pack data; else None.
+    """Return the nodes between graph inputs and a collective's start; None unless all of them cast, pad or pack data.
 
     Inputs reloaded from the host count as graph inputs.
     """

@@ -127,7 +127,7 @@ def set_rest(node: fx.Node, tier: Tier) -> None:
 
 
 def kept_as(node: fx.Node) -> Kept | None:
-    """Return whether a value is "parameters" or "state", kept between steps; None for values of a single step."""
+    """Return "parameters" or "state" for a value that is kept between steps; None for values of a single step."""
     return cast("Kept | None", node.meta.get(_KEPT))
 
 
@@ -347,10 +347,9 @@ def create(
 
 
 def take_evaluation(node: fx.Node) -> bool:
-    """Return whether a node's fake value is the one that `create` computed from the same call and inputs.
+    """Return whether `create` has computed a node's fake value from the call and inputs that the node has now.
 
-    The verification then need not compute the value again. The record of `create` is dropped, so this works once per
-    node.
+    Verification then need not compute the value again. The record of `create` is dropped: a second call returns False.
     """
     (target, args, kwargs), values = node.meta.pop(_EVALUATED, ((None, (), {}), []))
     if target is None:

@@ -82,8 +82,8 @@ class Runner(Protocol):
 class StepProfiler:
     """Profiler of all compiled graphs of a model.
 
-    On the CPU, torch.profiler records memory during the first step, which makes this step slow. Its times are used only
-    for graphs that are not called again later.
+    On the CPU, torch.profiler records memory during the first step, which makes this step slow. Times of the first
+    step are used only for graphs that no later step calls.
     """
 
     def __init__(self, *, watch_allocations: bool) -> None:

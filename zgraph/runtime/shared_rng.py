@@ -21,7 +21,7 @@ _OVERWRITING = frozenset(
 class SharedRng:
     """Draws rank 0's random numbers on every rank.
 
-    Also advances a saved copy of this rank's own random state, as if the numbers had been drawn from that state.
+    Also advances a saved copy of this rank's own random state, as if the rank had drawn its own numbers.
     """
 
     def __init__(self, mesh: DeviceMesh, seed: int | None) -> None:
@@ -63,10 +63,7 @@ class SharedRng:
 
 
 def random_state(device_type: str) -> tuple[Tensor, ...]:
-    """Return the states of the default random generators.
-
-    They are the CPU's generator and, unless `device_type` is "cpu", the current device's.
-    """
+    """Return the states of the CPU's and the current device's random generators; for "cpu", of the CPU's only."""
     if device_type == "cpu":
         return (torch.get_rng_state(),)
     return torch.get_rng_state(), torch.get_device_module(device_type).get_rng_state()

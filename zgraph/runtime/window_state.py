@@ -49,7 +49,7 @@ class Accumulation:
     Attributes:
         opened: whether a window may be open; read by guards of compiled frames.
         pending: parameters that have gathered copies or unreduced gradients.
-        leaves: number of a backward pass, and the AccumulateGrad nodes found so far in this pass, by id of their leaf.
+        leaves: (number of a backward pass, AccumulateGrad nodes found so far in the pass, by id of their leaf).
         adds_returned: whether the caller of `torch.autograd.grad` adds the returned gradients to `.grad`, as pipeline
             stages do.
     """
@@ -97,7 +97,7 @@ class Accumulation:
         """Return how the running backward uses a parameter's gradient.
 
         Returns:
-            "added": to `.grad`, or unknown; "returned": by `torch.autograd.grad`; "unused": not requested.
+            "added" (to `.grad`, also if unknown), "returned" (by `torch.autograd.grad`) or "unused" (not requested).
         """
         number = running_backward()
         if number == -1:
@@ -134,8 +134,8 @@ class ParameterState:
         placeholder: at stage 1, expected value of each element of `.grad`, 0-d.
         earlier: reduced gradient that `.grad` had before the window.
         begun: tensor that has replaced `earlier` in `.grad`.
-        writes: version of `begun` if only backward passes have written to it.
-        backward: number of the last backward pass that has written to `begun`.
+        writes: expected version of `begun`; a higher version means that the user has written to it.
+        backward: number of the last backward pass counted in `writes`.
         tensors: further tensors of this rank by name, saved in checkpoints.
         feedbacks: error feedback of the parameter's compressed reductions.
         defer: callback that receives the part of a compiled backward that computes weight gradients; None: this part
@@ -166,7 +166,7 @@ class ParameterState:
         self.accumulation.note(self)
 
     def gathered(self, dtype: torch.dtype) -> Tensor | None:
-        """Return the window's gathered copy in `dtype`; None if there is none, or the parameter was written since."""
+        """Return the window's gathered copy in `dtype`; None without a copy, or if the parameter has changed since."""
         if self.kept and self.version != _version(self.parameter):
             self.kept.clear()
         return self.kept.get(dtype)
@@ -340,8 +340,8 @@ class ParameterState:
     def _follow_others(self, grad: Tensor) -> None:
         """At stage 1, on a rank without rows of the parameter, discard waiting gradients after the user zeroes `.grad`.
 
-        Such a rank has no elements that show the edit. It counts as zeroing if all other waiting gradients are zero,
-        too.
+        Such a rank has no elements that show how the user changed `.grad`. If all other waiting gradients are zero,
+        the user is assumed to have zeroed this one, too.
 
         Raises:
             ZgraphError: the user has changed `.grad`, and another gradient is not zero.

@@ -105,7 +105,7 @@ class Beam:
         return choose(states)
 
     def _fill(self, states: list[Builder], slot: int, steps: int) -> list[Builder]:
-        """Return the best states after at most `steps` options in `slot` and the compute node that follows the slot."""
+        """Issue at most `steps` options in `slot`, then the compute node after the slot; return the best states."""
         behind = self.problem.dependencies.compute_order[slot]
         filled = [_with(state, [behind]) for state in states]
         for _ in range(steps):

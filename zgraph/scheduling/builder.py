@@ -61,12 +61,12 @@ class Builder:
     Attributes:
         order: nodes issued so far.
         peaks: bytes alive while each node of `order` runs.
-        in_flight: starts whose wait is not issued yet, oldest first, with their bytes as `limited_bytes` counts them.
+        in_flight: `limited_bytes` of each start whose wait is not issued yet; oldest start first.
         heads: number of issued starts of each queue.
-        unfinished: keys of those `output_chains` whose starts are all issued, but not all other nodes; oldest first.
+        unfinished: keys of `output_chains` with all starts issued but other nodes left to issue; oldest first.
         pending_copies: copies out of buffers that can be issued next.
         compute_us: microseconds of compute issued so far.
-        most_in_flight: maximum of the bytes of `in_flight`, over all moments with more than two collectives that count.
+        most_in_flight: most bytes of `in_flight` at any moment when more than two of its starts had bytes.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -147,7 +147,7 @@ class Builder:
 
         Args:
             number: the node; all nodes that it needs must already be issued.
-            views_along: whether to issue also the views of a collective's input or result that become possible.
+            views_along: whether to also issue views of a collective's input or result, once all their needs are issued.
         """
         problem, dependencies, start_of = self.problem, self.problem.dependencies, self.problem.queues.start_of
         self.clock.issue(number)
@@ -220,8 +220,8 @@ def choose(found: Sequence[Builder], known: Builder | None = None, limits: Limit
 
     Args:
         found: candidates; of equally good ones, the first is returned.
-        known: candidate that the result must not be worse than, unless `known` exceeds the limits by more; None: any
-            result is allowed.
+        known: None, or one of the candidates: the result is not worse than `known` (see `is_worse`), unless `known`
+            exceeds the limits by more than the result.
         limits: limits for the scores; None: the limits of each schedule's problem.
     """
     scores = [builder.score(limits) for builder in found]

@@ -20,9 +20,9 @@ class Dependencies:
     Slot p is the gap before the p-th compute node. Compute nodes keep their order; movable nodes are placed in slots.
 
     Attributes:
-        needs: for each node, the nodes that must be issued earlier: its inputs, conflicting earlier accesses to the
-            same memory, and for a start in a queue the previous start of the queue.
-        users: the reverse of `needs`, without the order of queues.
+        needs: for each node, the nodes that must be issued earlier: its inputs, earlier accesses to the same memory
+            that conflict with it, and, if it is a start in a queue, the previous start of the queue.
+        users: for each node, the nodes that need it; the order of a queue does not count.
         given: whether each node is an input of the graph, which is never issued.
         movable: whether the scheduler chooses the place of each node.
         is_start: whether each node starts a movable collective, or a movable copy between memory spaces.
@@ -34,7 +34,7 @@ class Dependencies:
             the collective, because their number may differ between ranks.
         compute_order: compute nodes (neither inputs nor movable) in program order; the last is the output.
         rank: index of each compute node in `compute_order`.
-        after: for each movable node, the nearest starts on which it depends without compute in between.
+        after: for each movable node, the nearest starts that it depends on through movable nodes only.
         release: for each movable node, the first slot in which all compute that it needs is done.
         use: for each movable node, the slot before the first compute node that needs it.
     """
@@ -56,7 +56,7 @@ class Dependencies:
 
     @classmethod
     def of(cls, work: Work) -> Dependencies:
-        """Return the dependencies of a program, without the order of queues, which `in_queues` adds."""
+        """Return the dependencies of a program; `in_queues` adds the order of the queues."""
         ahead = hazards(work.nodes)
         given = [node.op in ("placeholder", "get_attr") for node in work.nodes]
         movable = [traits.is_movable(node) for node in work.nodes]

@@ -63,7 +63,7 @@ def why_exposed(start: fx.Node, order: Sequence[fx.Node], timeline: Timeline, li
 def _waited_before(
     start: fx.Node, order: Sequence[fx.Node], place_of: Mapping[fx.Node, int], timeline: Timeline
 ) -> fx.Node | None:
-    """Return the first compute node after a collective's wait if it does not depend on the wait, else None."""
+    """Return the first compute node after a collective's wait; None if this node depends on the wait."""
     wait = nodes.wait_of(start)
     if wait is None:
         return None

@@ -202,7 +202,7 @@ class Greedy:
         self.builder.pull(start)
 
     def _make_room(self, number: int) -> None:
-        """Finish reductions if node `number` needs their memory, or while it must wait for collectives anyway."""
+        """Finish reductions while node `number` waits for collectives anyway, or if it needs the reductions' memory."""
         builder, start_of = self.builder, self.problem.queues.start_of
         missing = builder.missing([number])
         waited_for = dict.fromkeys(start_of[one] for one in missing if one in start_of)
@@ -241,7 +241,7 @@ class Greedy:
                 return
 
     def _ready(self, start: int) -> float:
-        """Return the latest begin, in microseconds, of the collectives on which `start` depends."""
+        """Return when the last collective on which `start` depends begins, in microseconds."""
         return max((self.builder.clock.begin[before] for before in self.problem.dependencies.after[start]), default=0.0)
 
 
@@ -352,7 +352,7 @@ def _reserved(problem: Problem, reductions: Sequence[int]) -> list[tuple[float, 
 
 
 def _back(until: float, us: float, busy: list[tuple[float, float]]) -> float:
-    """Return the latest time that is followed by `us` free microseconds before `until`; time inside `busy` is not free.
+    """Return the latest begin from which `us` microseconds outside the intervals `busy` remain before `until`.
 
     Intervals of `busy` that end after the result are removed from the list.
     """

@@ -81,7 +81,7 @@ class Problem:
         )
 
     def by_numbers(self) -> Problem:
-        """Return the problem without its nodes; problems that are then equal have the same schedules, as numbers."""
+        """Return the problem without its nodes; if the results are equal, so are the schedules, as lists of numbers."""
         return replace(self, work=replace(self.work, nodes=(), numbers={}))
 
 

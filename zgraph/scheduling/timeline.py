@@ -67,7 +67,7 @@ class Sharing:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Begin and end of a node, in microseconds from the start of the graph, and its lane; None for waits and views."""
+    """Begin and end of a node, in microseconds from the graph's start, and its lane; waits and views have no lane."""
 
     begin_us: float
     end_us: float
@@ -84,7 +84,7 @@ class Timeline:
 
     Attributes:
         step_us: time until every lane is done.
-        spans: begin and end of each node; of a wait, the time for which it blocked.
+        spans: begin and end of each node; for a wait, begin and end of its blocking.
         exposed_us: for each collective or copy, the time for which the compute lane waited for it.
         hidden_us: for each collective or copy, the part of its run in which the compute lane did not wait.
         busy_us: time for which each lane is busy.

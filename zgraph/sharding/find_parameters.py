@@ -1,4 +1,4 @@
-"""Find the parameters that `zgraph.shard` must shard, and every module and attribute that holds each."""
+"""Find the parameters that `zgraph.shard` must shard, each with all modules and attributes that hold it."""
 
 from __future__ import annotations
 

@@ -51,9 +51,9 @@ def materialize(
     Args:
         module: a model sharded by `zgraph.shard`, compiled or not.
         init: called without gradient for each module as `module.apply(init)` would, children first. None: each
-            module's `reset_parameters`, once. This equals construction if each module initialises itself at the end
-            of its `__init__`. Exceptions: a tied parameter gets the value of its last module, and under torch 2.11 a
-            convolution that was moved to channels_last draws its numbers in memory order.
+            module's `reset_parameters`, once. Values are then those of a model built without the meta device, if each
+            module initialises itself at the end of its `__init__`. Exceptions: a tied parameter gets the value of its
+            last module, and under torch 2.11 a convolution moved to channels_last draws its numbers in memory order.
             Modules are skipped if neither they nor their children have meta tensors. Parameters that had values keep
             them.
         seed: seed for torch's generators, as for torch.manual_seed; None: they continue from rank 0's state.

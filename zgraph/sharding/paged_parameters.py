@@ -198,7 +198,7 @@ class ParameterPager:
             self.page_out(page)
 
     def adopt(self, root: nn.Module) -> None:
-        """Copy tensors that `init` has assigned to parameters or buffers, instead of writing in place, to the pages.
+        """Copy to the pages the tensors by which `init` has replaced parameters or buffers instead of writing in place.
 
         Args:
             root: module in which to look for assigned tensors, including its children.
@@ -300,7 +300,7 @@ def _at_rest(page: PagedParameter, part: Tensor) -> Tensor:
 
 
 def _gather_into(page: PagedParameter) -> None:
-    """Gather all ranks' parts into the unsharded tensor. With `Shard(0)`, no second buffer of its size is allocated."""
+    """Gather all ranks' parts into the unsharded tensor; with `Shard(0)`, without a second buffer of that size."""
     assert isinstance(page.sharded, DTensor) and page.shard is not None
     mesh, placements = page.sharded.device_mesh, page.sharded.placements
     axes = [axis for axis, kind in enumerate(placements) if not kind.is_replicate() and mesh.size(axis) > 1]

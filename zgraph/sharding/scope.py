@@ -55,19 +55,19 @@ class Scope:
         last: window position of the last forward that recorded gradients.
         is_staged: whether a pipeline stage runs these modules; the stage may request a backward in two halves.
         splitting_forwards: number of compiled forwards so far whose backward can run in two halves.
-        repeats: whether a backward through the result of an uncompiled forward is running, so that forwards are
-            recomputations by activation checkpointing.
-        models: one entry per call of `zgraph.shard`: the parameters that all ranks of the call's groups step together.
-        report: `zgraph.Report` of the graphs compiled for these modules, only stored here; None: there are none.
+        repeats: whether the backward of an uncompiled forward is running; a forward is then a recomputation by
+            activation checkpointing.
+        models: for each call of `zgraph.shard`, its parameters, which all ranks of the call's groups step together.
+        report: `zgraph.Report` of the graphs compiled for these modules, only stored here; None: no graphs.
         machine: hardware of all ranks, as far as GPU names tell; None: unknown.
         resting: memory of the tensors that these modules offload; None: there is no offload.
         same_batch: check that the ranks of a tensor-parallel group get equal inputs; None: not needed or switched off.
         same_gradients: for each tensor-parallel part, a check that its unsplit parameters have equal gradients.
         uncompiled: modules that gather outside of graphs although the model is compiled.
         clocks: clocks of each `zgraph.Metrics` that watches these modules, only stored here.
-        replaced: parameters that sharding has replaced; emptied after a forward for which no optimizer held any.
-        handle_of: function that returns the traced tensor for a parameter's handle while a whole step is traced; None:
-            no step is being traced.
+        replaced: parameters that sharding has replaced; emptied once a forward finds that no optimizer holds one.
+        handle_of: while a whole step is traced, function that returns the traced tensor of a parameter's handle; else
+            None.
     """
 
     # Slots for the attributes that forwards write, also at their end. In a Dynamo graph, after a torch.cond or similar,
@@ -299,7 +299,7 @@ class ModuleState:
         unsharded: currently gathered parameters, by attribute.
         reduces_all_params: whether the user named the module in `units`, so that all its parameters receive a gradient.
         input_dtype: dtype to which the module's floating-point inputs are cast; only roots with a param_dtype have one.
-        module: module that has this state; in a copied state, the copied module.
+        module: module that has this state; a copied module's state has the copy here.
     """
 
     scope: Scope

@@ -90,9 +90,9 @@ def shard(
         reduce_dtype: dtype in which gradients are sent, unless a gradient's own dtype is narrower. Sums are computed in
             fp32 (fp64 for fp64). None: the gradient's own.
         mean_dtype: dtype in which mean gradients are gathered if each rank computes a part of the mean: at stage 0, for
-            0-d parameters, and across the replicas of hybrid sharding. The mean is rounded once, equal on all ranks,
-            and never wider than the parameter. None: `reduce_dtype`, or the gradient's own if that is None.
-            torch.float32 keeps the precision of the sum, for more bytes.
+            0-d parameters, and across the replicas of hybrid sharding. The mean is rounded once, to the same value on
+            all ranks, and never wider than the parameter. None: `reduce_dtype`, or the gradient's own dtype if
+            `reduce_dtype` is None. torch.float32 keeps the precision of the sum, for more bytes.
         reduction: "mean" divides the summed gradient by the number of ranks, "sum" does not. A number is the divisor:
             for experts that receive tokens from all ranks but are sharded over the ranks that hold the same expert,
             pass the number of all ranks.

@@ -233,7 +233,7 @@ def _unsharded_on_first(value: Tensor, spec: ParamSpec | None, first: bool) -> T
 
 
 def _gathered_part(value: DTensor, layout: ShardLayout, device: torch.device) -> Tensor | None:
-    """Gather a parameter on the first rank of its group; of a tensor-parallel parameter, one rank's part.
+    """Gather a parameter, or one rank's part of a tensor-parallel parameter, on the first rank of its group.
 
     Returns the gathered tensor on `device`; None on all other ranks.
     """

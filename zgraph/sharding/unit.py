@@ -1,6 +1,6 @@
 """Units: modules that gather their parameters when their forward starts, and release them when it ends.
 
-`zgraph.shard` replaces a unit's class by a subclass. The `forward` of the subclass gathers first. Its parameters are
+`zgraph.shard` replaces a unit's class by a subclass, whose `forward` gathers first. The unit's parameters become
 properties that return the unsharded tensor inside forward, and the sharded DTensor outside. Inside forward,
 `parameters()` yields unsharded tensors, too, if gradients are enabled, so a penalty on all parameters gets gradients as
 usual.
@@ -45,7 +45,7 @@ from zgraph.torch_compat.modules import apply_keeping, local_parameters, tree_fl
 
 @no_frames_inside
 def gather(param: ShardedParam, scope: Scope) -> Tensor:
-    """Return the unsharded parameter, gathered by a marker operator; of a tensor-parallel parameter, this rank's part.
+    """Return the unsharded parameter (if it is tensor-parallel, this rank's part), gathered by a marker operator.
 
     Raises:
         ZgraphError: the parameter is no longer the DTensor that `shard` made.

@@ -29,8 +29,12 @@ class _ReduceAllParams(torch.autograd.Function):
     A parameter that this rank did not read (an expert without tokens) thus gets a zero gradient and is reduced; else
     the other ranks would wait for this rank.
 
-    `forward` takes the number of outputs among `tensors`, which precede the parameters; whether backward returns zeros
-    for the parameters; for each parameter, whether backward gathers it again; and the result of `after_gathers`.
+    Args of `forward`:
+        outputs: number of outputs in `tensors`.
+        zeros: whether backward returns zeros for the parameters.
+        again: for each parameter, whether backward gathers it again.
+        gathered: result of `after_gathers`.
+        tensors: the outputs, then the gathered parameters.
     """
 
     @staticmethod
@@ -166,8 +170,8 @@ def _refuse(unit: str, parameter: str, returned: str) -> None:
 def flatten_outputs(result: Any) -> tuple[list[Any], Rebuild]:
     """Return the leaves of a module's output, and a function that rebuilds the output from other leaves.
 
-    Dataclasses are flattened by their fields, in addition to pytree's types. If this finds no tensor, all other objects
-    are flattened by their attributes. Rebuilding copies the flattened objects.
+    Flattens pytree's types, and dataclasses by their fields. If the leaves then contain no tensor, other objects are
+    flattened, too, by their attributes. Rebuilding copies the flattened objects.
     """
     leaves, rebuild = _flatten(result, dataclasses.is_dataclass)
     if any(isinstance(leaf, Tensor) for leaf in leaves):

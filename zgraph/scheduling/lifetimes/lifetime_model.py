@@ -1,6 +1,6 @@
 """Base of the models of a training step that trade memory for time: the estimate of a step, from its replay.
 
-forward   a b c d           saves a, c        costs the bytes of c, from c's last reader here to its first in backward
+forward   a b c d           saves a, c        costs the bytes of c, from its last forward to its first backward reader
 backward      D  C b B A                      costs the time of b, recomputed from a just before B reads b
 """
 
@@ -117,8 +117,8 @@ NO_COPIES: Mapping[int, int] = MappingProxyType({})
 class LifetimeModel:
     """Base of models of a training step: the step's calls with their costs, and the storages of their results.
 
-    A forward or a backward is assumed to last as long as its busiest lane: the schedule, which is found later, hides
-    the rest if it can.
+    A forward or a backward is assumed to last as long as its busiest lane. The schedule is found later, and may
+    fail to hide the other lanes.
 
     Args:
         graph: graph before gathers and reductions are lowered.
@@ -215,7 +215,7 @@ class LifetimeModel:
         )
 
     def recomputed(self, is_saved: Callable[[fx.Node], bool]) -> dict[fx.Node, list[fx.Node]]:
-        """Nodes that backwards recompute if forwards save these, keyed by the node before which they run."""
+        """Nodes that backwards recompute if forwards save only `is_saved` nodes, by the node before which they run."""
         found: dict[fx.Node, list[fx.Node]] = {}
         there: set[fx.Node] = set()
         for node in self.backward:
@@ -250,14 +250,14 @@ class LifetimeModel:
         return links.device_to_host.us(self.bytes_of(value)), links.host_to_device.us(self.bytes_of(value))
 
     def copying(self, offloaded: Mapping[Value, None]) -> tuple[dict[Lane, float], dict[Lane, float]]:
-        """Time on each lane to copy the values `offloaded`: first to the host, in forward, then back, in backward."""
+        """Two maps of lane to time, for copying `offloaded` values to the host in forward, and back in backward."""
         found = [self.copy_us(value) for value in offloaded]
         if not found:
             return {}, {}
         return {DEVICE_TO_HOST: sum(out for out, _ in found)}, {HOST_TO_DEVICE: sum(back for _, back in found)}
 
     def _copying_in_parts(self, offloaded: Mapping[Value, None]) -> dict[int, dict[Lane, float]]:
-        """Time on each lane to copy the values `offloaded`, by part: to the host in a forward, back in its backward."""
+        """Time on each lane for copying `offloaded` values, by part: forwards copy to the host, backwards copy back."""
         by_forward: dict[int, dict[Value, None]] = {}
         for value in offloaded:
             by_forward.setdefault(self.part[value.nodes[0]], {})[value] = None
@@ -284,9 +284,9 @@ class LifetimeModel:
 class _Replay:
     """Finds the live ranges of the storages of a step, including those that backwards recompute or reload.
 
-    If a backward recomputes storage n, the copy is storage n + count. Calls of this backward that read the recomputed
-    node read the copy. All other readers read n, which ends with the last of them. An offloaded storage n also comes
-    back as storage n + count, at its first reader in backward.
+    If a backward recomputes storage n, the copy is storage n + count. This backward's readers of the recomputed node
+    read the copy. All other readers read n, and the last of them ends n's live range. An offloaded storage n also
+    comes back as storage n + count, at its first reader in backward.
 
     Args:
         model: model of the step.
@@ -320,7 +320,7 @@ class _Replay:
                 self.alive.keep(self._copied(node, part).get(number, number) for number in model.lies_in[node])
 
     def gap(self, value: Value, is_dropped: bool) -> range:
-        """Positions from a value's last reader in forward to its first reader in backward, or to its copy."""
+        """Positions from a value's last reader in forward to its first in backward, or to its copy if `is_dropped`."""
         numbers = self.model.lies_in[value.nodes[0]]
         begin = max(self.last_forward_read.get(number, self.alive.first[number]) for number in numbers) + 1
         if is_dropped:
@@ -330,7 +330,7 @@ class _Replay:
         return range(begin, min((end for end in ends if end >= 0), default=begin))
 
     def _accesses(self, node: fx.Node, part: int) -> tuple[Sequence[int], Sequence[int]]:
-        """The storages that a call makes, and those that it reads."""
+        """Two lists: the storages that a call makes, and the storages that it reads."""
         model = self.model
         makes, reads = model.makes.get(node, ()), model.reads_storages[node]
         copies: dict[int, int] = {}

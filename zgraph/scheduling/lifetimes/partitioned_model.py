@@ -139,7 +139,7 @@ def _ancestors(ends: Iterable[fx.Node], order: Sequence[fx.Node]) -> dict[fx.Nod
 
 
 def _from_first_tangent(calls: list[fx.Node]) -> list[fx.Node]:
-    """The calls from the first reader of a tangent on. Earlier calls are left out: they run where they are read."""
+    """Drop the calls before the first reader of a tangent: each of them will run just before its own first reader."""
     first = next(
         (position for position, node in enumerate(calls) if any(map(is_tangent, node.all_input_nodes))),
         0,

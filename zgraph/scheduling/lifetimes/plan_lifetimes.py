@@ -43,9 +43,9 @@ def greedy_frontier(model: LifetimeModel) -> Path:
     Starts twice: from a step that saves everything, and from a step that saves no gathered parameter. Values that turn
     out not to be alive at the peak are saved again; the most expensive to recompute are tried first.
 
-    Source: the ratio is that of Chen et al. 2016, arXiv 1604.06174, and of Jain et al. 2020 (Checkmate), arXiv
-    1910.02653, section 6, whose optimum it approaches. Here gathered parameters are values like activations, and only
-    bytes that are alive at the peak count.
+    Source: time per byte is the ratio of Chen et al. 2016, arXiv 1604.06174, and of Jain et al. 2020 (Checkmate), arXiv
+    1910.02653, section 6; the search approaches Checkmate's optimum. Here gathered parameters are values, too, like
+    activations, and only bytes that are alive at the peak count.
     """
     parameters = dict.fromkeys(value for value in model.values if value.gather is not None)
     estimates = _frontier_from(model, model.estimate({}))
@@ -53,7 +53,7 @@ def greedy_frontier(model: LifetimeModel) -> Path:
 
 
 def _frontier_from(model: LifetimeModel, estimate: StepEstimate) -> list[StepEstimate]:
-    """Return `estimate`, then those found by dropping or offloading more and more values without a higher peak."""
+    """Return `estimate` and further estimates, each with more values dropped or offloaded and no higher peak."""
     estimates = [estimate]
     at_once = max(1, len(model.values) // MAX_ESTIMATES)
     barred: dict[Move, None] = {}

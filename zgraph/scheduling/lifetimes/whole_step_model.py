@@ -66,7 +66,7 @@ class WholeStepModel(LifetimeModel):
         return {node for node, numbers in places.items() if written & {*numbers}}
 
     def _crossing(self) -> dict[int, dict[fx.Node, None]]:
-        """For each storage, its nodes that are made by a forward and read by the backward of this forward."""
+        """For each storage, those of its nodes that a forward makes and the backward of the same forward reads."""
         found: dict[int, dict[fx.Node, None]] = {}
         for node in self.backward:
             for source in self.reads[node]:
@@ -86,7 +86,7 @@ class WholeStepModel(LifetimeModel):
                 yield number, list(found)
 
     def _gathers(self, graph: fx.Graph) -> dict[int, fx.Node]:
-        """Gathers of stages 0 and 3. The keys are the storages of a gather, and of its views, casts and copies."""
+        """Gathers of stages 0 and 3, keyed by the storages of a gather's result, and of its views, casts and copies."""
         found: dict[int, fx.Node] = {}
         for marker in nodes.call_functions(graph, nodes.is_unshard):
             if _stage(marker) in (0, 3):
@@ -142,7 +142,7 @@ class WholeStepModel(LifetimeModel):
         return {*self.storages_of(marker for marker in markers if _stage(marker) in (1, 2))}
 
     def base_of(self, value: Value) -> fx.Node | None:
-        """The node to offload for a value: below all views that backward reads. None if it cannot be offloaded."""
+        """The node to offload for a value: the base of all views that backward reads. None: it cannot be offloaded."""
         if value.gather is not None or any(node in self.spoiled for node in value.nodes):
             return None
         (base, *others) = dict.fromkeys(map(self._without_views, value.nodes))

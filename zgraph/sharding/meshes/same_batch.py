@@ -18,7 +18,7 @@ from zgraph.torch_compat.groups import is_fake_world
 
 
 class SameBatch:
-    """Check that compares checksums of the first batch over a tensor-parallel axis; all ranks of the axis must run it.
+    """A check that compares checksums of the first batch over a tensor-parallel axis. All ranks of the axis run it.
 
     Args:
         mesh: the tensor-parallel axis, a mesh of T ranks.

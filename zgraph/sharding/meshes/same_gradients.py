@@ -26,7 +26,7 @@ _NOISE = 1e-4  # fraction of the largest norm: smaller gradients may be pure rou
 
 
 class SameGradients:
-    """Check that compares gradients over a tensor-parallel axis before the first optimizer step.
+    """A check that compares gradients over a tensor-parallel axis before the first optimizer step.
 
     All ranks of the axis must run it.
 

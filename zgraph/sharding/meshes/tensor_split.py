@@ -1,8 +1,8 @@
 """Tensor parallelism: zgraph further shards the part of a parameter that each rank of a tensor-parallel axis has.
 
-`parallelize_module` makes DTensors on a `tp` axis. As with FSDP2, zgraph shards the local part of each over its own
-axes, so that between forwards the parameter is a DTensor on all these axes. In forward the part is gathered, and
-wrapped as the same DTensor on `tp` as before; DTensor's operators compute and communicate on `tp`.
+`parallelize_module` makes parameters DTensors on a `tp` axis. As with FSDP2, zgraph shards each rank's part over
+zgraph's axes, so between forwards the parameter is a DTensor on `tp` and zgraph's axes. In forward the part is
+gathered, and wrapped as a DTensor on `tp` alone, as before; DTensor's operators compute and communicate on `tp`.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class TensorSplit:
         return DTensor.from_local(part, self.mesh, [self.placement], run_check=False)
 
     def lies_on(self, mesh: DeviceMesh) -> bool:
-        """Return whether `mesh` contains the axis, as for experts that an earlier call of `zgraph.shard` sharded."""
+        """Return whether the axis is part of `mesh`, which it can be if an earlier call sharded experts over `mesh`."""
         return set(self.mesh.mesh_dim_names or ()) <= set(mesh.mesh_dim_names or ())
 
     def check_divisor(self, name: str, reduction: str, mesh: DeviceMesh) -> None:
@@ -93,7 +93,7 @@ class TensorSplit:
             mesh: mesh over which all other parameters are now sharded.
 
         Raises:
-            ValueError: `reduction` is "mean", which divides by fewer ranks than for the other parameters.
+            ValueError: `reduction` is "mean", but this mean is over fewer ranks than the means of the other parameters.
         """
         if self.size > 1 and self.lies_on(mesh) and reduction == "mean":
             raise ValueError(

@@ -27,7 +27,7 @@ class ParamSpec:
         split: placement on a tensor-parallel axis; None: there is no such axis.
         ignored: whether the parameter is neither sharded nor synchronised: each rank keeps its own values, and the
             gradient is not reduced.
-        codes: encoding of the weight as low-bit codes, whose storage `layout` and `dtype` describe; None: not encoded.
+        codes: encoding of the weight as low-bit codes (`layout` and `dtype` are then the codes'); None: not encoded.
     """
 
     layout: ShardLayout

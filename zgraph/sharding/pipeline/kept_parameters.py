@@ -37,11 +37,11 @@ def first_fit(sizes: Sequence[int], room_bytes: float) -> list[int]:
 
 
 def keep_gathered(params: Iterable[ShardedParam], most_bytes: float) -> None:
-    """Choose the parameters that stay gathered during a step, before compilation. Equal on ranks with equal `params`.
+    """Choose, before compilation, the parameters that stay gathered during a step; ranks with equal `params` agree.
 
     Args:
         params: parameters of one stage, in the module's order.
-        most_bytes: limit for all kept parameters; each in turn is kept if it still fits.
+        most_bytes: limit for the total of the kept parameters; each in turn is kept if it still fits.
     """
     there = may_be_kept(params)
     kept = set(first_fit([gathered_bytes(param) for param in there], most_bytes))

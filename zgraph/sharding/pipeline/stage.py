@@ -30,8 +30,8 @@ class PipelineStage(NoMessageToItself, TorchStage):
 
     All micro-batches of a `schedule.step` form one accumulation window, as if all forwards but one had run under
     `zgraph.no_sync`. At ZeRO stages 0 and 1 gradients are reduced once per step, in the last backward. At stages 1 and
-    2 parameters are gathered once per step. At stage 3 each micro-batch gathers the parameters that `keep_bytes` does
-    not keep, and reduces. A step inside `zgraph.no_sync` leaves the window open for the next step.
+    2 parameters are gathered once per step. At stage 3 each micro-batch reduces its gradients, and gathers all
+    parameters not kept by `keep_bytes`. A step inside `zgraph.no_sync` leaves the window open for the next step.
 
     Schedules that split a backward into two halves, for inputs and for weights, are supported. A compiled backward is
     split into two graphs; the second has the reductions. A backward cannot be split with tensor parallelism, with
@@ -41,7 +41,7 @@ class PipelineStage(NoMessageToItself, TorchStage):
 
     Args:
         submodule, stage_index, num_stages, device: as for torch's `PipelineStage`.
-        closes: which micro-batch runs its backward last: the "last" one, or the "first" in `ScheduleLoopedBFS`. With
+        closes: the micro-batch whose backward is the last of a step: "last", or "first" for `ScheduleLoopedBFS`. With
             "first", ZeRO stages 1 and 2 gather twice per step.
         keep_bytes: at ZeRO stage 3: bytes of gathered parameters that may be kept from a step's first forward to its
             last backward. Parameters that fit, in the module's order, are gathered once per step, as at stage 2; each
@@ -52,7 +52,7 @@ class PipelineStage(NoMessageToItself, TorchStage):
     Raises:
         ValueError: a `dw_builder` is given, `closes` is unknown, `keep_bytes` is not a number of bytes, or it is given
             without parameters at ZeRO stage 3.
-        ZgraphError: from `schedule.step`, if the last backward is of another micro-batch than `closes` says; from
+        ZgraphError: from `schedule.step`, if the last backward is not that of the micro-batch in `closes`; from
             `optimizer.step()`, if the schedule's step has failed.
     """
 

@@ -26,8 +26,8 @@ class Way:
     Attributes:
         nodes: all nodes of this part.
         readers: the nodes that are compiled functions and also return gradients of parameters.
-        begins: edges of the outputs. In torch 2.11 and 2.12 a node of a Python function is freed with the nodes that
-            lead to it, even if Python refers to it; these edges keep all nodes alive.
+        begins: edges of the outputs, which keep all nodes alive. Without them, torch 2.11 and 2.12 free the node of a
+            Python function with the nodes that lead to it, even if Python still refers to the node.
     """
 
     nodes: set[Node]
@@ -127,8 +127,8 @@ def way_through(outputs: Iterable[Any], inputs: Iterable[Any]) -> Way | None:
     """Return the part of autograd's graph between a stage's outputs and its inputs.
 
     Returns:
-        The part; None if it has no compiled function, or if functions that are not compiled, or not in this part,
-        return gradients of parameters.
+        The part; None if it has no compiled function, or if gradients of parameters also come from uncompiled
+        functions or from outside the part.
     """
     ends = {get_gradient_edge(value).node for value in inputs if isinstance(value, Tensor) and value.requires_grad}
     edges = edges_of(outputs)

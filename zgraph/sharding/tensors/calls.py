@@ -1,4 +1,4 @@
-"""Calls of operators on shards by DTensor, or on whole tensors where DTensor refuses them or would draw wrongly.
+"""Call operators through DTensor on shards, or on whole tensors if DTensor refuses or would draw wrong numbers.
 
 Random numbers are drawn for the whole tensor. On CPUs DTensor does not manage generators and draws each shard from the
 rank's generator: equal seeds repeat rows on every rank, and different seeds let replicas drift apart.

@@ -58,7 +58,7 @@ _OWN = frozenset({"viewed", "of_model", "of_parameter", "origin", "writes", "see
 
 
 class Sharded(Tracked):
-    """A DTensor whose operators give the same on every rank as for the whole tensor. They return `Sharded` tensors."""
+    """A DTensor whose operators return, as `Sharded` tensors, the same on every rank as for the whole tensor."""
 
     @classmethod
     def __torch_dispatch__(
@@ -179,7 +179,7 @@ def sharded_like(local: Tensor, like: DTensor) -> DTensor:
 
 
 def note_change(tensors: Iterable[Tensor], name: str, numbers: Sequence[float]) -> None:
-    """Record a change of tensors' local parts by `numbers`, as if an operator had changed the whole tensors."""
+    """Record that local parts of tensors were changed, as if operator `name` had changed the whole by `numbers`."""
     for tensor in tensors:
         model = model_of(tensor) if isinstance(tensor, Sharded) else None
         if model is not None and model.changes.are_noted:

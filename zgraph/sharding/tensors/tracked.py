@@ -19,9 +19,9 @@ class Tracked(DTensor):
 
     Attributes:
         viewed: origin of the view; None if this tensor is not a view.
-        of_model: model whose ranks must all write to this tensor, and read numbers from it, alike; None: unknown.
-        of_parameter: name of this parameter, or of the parameter of this gradient; else of the first parameter used.
-        origin: number, equal on all ranks, for the parameter or for the inputs and operators of a result.
+        of_model: model whose ranks must all write to this tensor, and read its numbers, alike; None: unknown.
+        of_parameter: name of this parameter, of this gradient's parameter, or of a result's first parameter.
+        origin: number that identifies the parameter, or the operators and inputs of a result; equal on all ranks.
         writes: number of writes since the first copy of the tensor's rows was gathered; None before that.
         seen: for a gathered copy, the number of writes whose values the copy includes.
         digest: digest of the numbers that the tensor was computed from: see `zgraph.runtime.exchanges.changes`.
@@ -45,7 +45,7 @@ class View(NamedTuple):
 
 
 def become_like(tensor: DTensor, like: Tracked) -> Tracked:
-    """Give a DTensor the class of `like` in place, and its model and origin."""
+    """Give a DTensor, in place, the class, model, parameter name and origin of `like`."""
     tensor.__class__ = type(like)
     made = cast(Tracked, tensor)
     if like.of_model is not None:

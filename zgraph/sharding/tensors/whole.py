@@ -25,7 +25,7 @@ _READ_WHOLE = "A loss reads parameter.full_tensor(), whose gradient is averaged 
 def all_gathered(
     args: Sequence[Any], kwargs: Mapping[str, Any], known: Mapping[int, Tensor] = MappingProxyType({})
 ) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """Return the arguments with DTensors gathered, except those whose ids have a whole tensor in `known`."""
+    """Return the arguments with whole tensors for DTensors: from `known` (by id) if listed there, else gathered."""
     leaves, tree = tree_flatten((args, dict(kwargs)))
     whole = [
         known[id(leaf)] if id(leaf) in known else gathered(leaf) if isinstance(leaf, DTensor) else leaf
@@ -73,7 +73,7 @@ def check_equal(tensors: Sequence[Tensor], mesh: DeviceMesh, func: OpOverload) -
 
 
 def of_first(whole: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return the first rank's `whole` on all ranks of a mesh."""
+    """Return on every rank of a mesh the tensor `whole` of the first rank."""
     for axis in range(mesh.ndim):
         if mesh.size(axis) > 1:
             mine = whole if mesh.get_local_rank(axis) == 0 else torch.zeros_like(whole)
@@ -83,7 +83,7 @@ def of_first(whole: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def laid_out(whole: Tensor, like: Tracked) -> Tracked:
-    """Distribute `whole`, which all ranks hold, as `like` is. If shapes differ or `like` is partial, replicate it."""
+    """Give `whole`, held by all ranks, the placements of `like`; replicate it if shapes differ or `like` is partial."""
     everywhere = [Replicate()] * like.device_mesh.ndim
     made = DTensor.from_local(whole, like.device_mesh, everywhere, run_check=False)
     if whole.shape == like.shape and not is_partial(like):

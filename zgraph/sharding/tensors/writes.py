@@ -29,7 +29,7 @@ RESHAPED = (
 def write(
     func: OpOverload, traits: Traits, args: Sequence[Any], kwargs: Mapping[str, Any], sharded: Sequence[Tracked]
 ) -> Any:
-    """Call an operator that writes, by its schema, to its first argument, to lists, or to `out=`."""
+    """Call an operator whose schema says that it writes to its first argument, to lists, or to `out=`."""
     if traits.assigns:  # only traced by Dynamo, whose graph is refused later
         func, traits = aten.copy_.default, traits_of(aten.copy_.default)
     outputs = written_tensors(func, args, kwargs)

@@ -111,9 +111,9 @@ class Captured:
 
     Attributes:
         gm: the graph. Inputs are the tensors of `Lifted.tensors`, tensors from outside, the options of `OptionInputs`,
-            and the tensors of the arguments. It writes to shards, buffers, state and tensors from outside.
+            and the tensors of the arguments. The graph writes to shards, buffers, state and tensors from outside.
         effects: what the graph's outputs are, and what else the step returns and changes.
-        assumed: assumptions of the graph about options and other numbers on which Python branched.
+        assumed: assumptions of the graph about numbers, such as options, on which Python branched.
     """
 
     gm: fx.GraphModule

@@ -1,4 +1,4 @@
-"""Tensors of a model and its optimizers, which are inputs of a captured step in addition to its arguments."""
+"""Tensors of a model and its optimizers: inputs of a captured step, in addition to the step's arguments."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class Lifted:
 
     @cached_property
     def _places(self) -> tuple[tuple[list[nn.Module], list[str], list[Tensor]], ...]:
-        """Modules, attribute names and tensors: of all parameters, and of all buffers."""
+        """Two triples of lists (modules, attribute names, tensors): one of all parameters, one of all buffers."""
         return _places_of(self.parameters), _places_of(self.buffers)
 
     def is_current(self) -> bool:
@@ -288,13 +288,16 @@ class StateLayout:
     Attributes:
         owners: parameters that have entries.
         sizes: number of entries of each owner.
-        keys, kinds: name and type of each entry.
-        are_dtensors, are_plain, are_numbers: whether each entry is a DTensor, another tensor, or not a tensor.
+        keys: name of each entry.
+        kinds: type of each entry.
+        are_dtensors: whether each entry is a DTensor.
+        are_plain: whether each entry is a tensor but no DTensor.
+        are_numbers: whether each entry is not a tensor.
         numbers: values of the entries that are not tensors.
-        order: for each state input of the graph, its index in a list of the local parts of all DTensors, followed by
-            all other tensors.
-        conditions: (index of the optimizer, index of the parameter, key, number or None) of each entry, in the order
-            of the graph's inputs.
+        order: for each state input of the graph, its index in a list with the local parts of all DTensors first, and
+            all plain tensors after them.
+        conditions: for each entry (index of the optimizer, index of the parameter, key, value; None for a tensor), in
+            the order of the graph's inputs.
     """
 
     owners: Sequence[Tensor]

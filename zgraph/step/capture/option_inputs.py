@@ -91,8 +91,8 @@ class Assumed:
         guards: comparisons that the trace made, with their outcomes.
         names: names of the graph's inputs that are optimizer options.
         values: values of these options during the trace.
-        read: numbers that the trace read from input tensors: (index of the tensor, constant to add to its value), by
-            name.
+        read: numbers that the trace read from input tensors: by name, (index of the tensor, constant to add to the
+            tensor's value).
     """
 
     def __init__(

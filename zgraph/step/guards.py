@@ -101,7 +101,7 @@ class Variant:
 def why_another(
     others: Sequence[Variant], conditions: Conditions, options: OptionInputs, tensors: Sequence[Tensor]
 ) -> str:
-    """Describe why a call needs another graph, by comparison with the most similar one; "" if there is none yet."""
+    """Describe why a call needs another graph: its difference from the closest of `others`; "" if `others` is empty."""
     closest = conditions.closest([one.conditions for one in others])
     if closest is None:
         return ""
@@ -114,7 +114,7 @@ def why_another(
 
 
 def of_arguments(leaves: Sequence[Any], tree: Any) -> tuple[Any, ...]:
-    """Return the structure of a call's arguments, with layouts of tensors and values of all others, for comparison.
+    """Return a call's arguments in comparable form: their structure, layouts of tensors, values of all others.
 
     Raises:
         ZgraphError: an argument can neither be an input of a graph nor be compared.

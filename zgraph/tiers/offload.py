@@ -28,10 +28,10 @@ class Offload:
             deleted when the process ends.
         host_budget_bytes: limit of bytes that a rank may keep on the host; a step that would exceed it is refused
             before it runs. None: no limit.
-        update: device that updates parameters whose optimizer state is on the host, in a `zgraph.training_step`:
-            "host", or "device", which copies parameters and state to the device and back. None: `presets.planned` runs
-            each fused update where the step is fastest, and other presets run it on the host; unfused updates run on
-            the device if it is a GPU. A GPU and its host round an update differently.
+        update: where a `zgraph.training_step` updates parameters whose optimizer state is on the host: "host", or
+            "device", which copies parameters and state to the device and back. None: fused updates run on the host, or
+            under `presets.planned` where the step is fastest; unfused updates run on the device if it is a GPU. A GPU
+            and its host round updates differently.
         moments_dtype: torch.bfloat16 for both moments of fused Adam or AdamW, which halves the memory and disk traffic
             of the moments. Updates compute in fp32, and round moments stochastically. This changes results. Needs
             `zgraph.training_step`. None: moments have the parameter's dtype.

@@ -5,7 +5,7 @@
     GPU                 [copy 1][copy 2][copy 3]      a stream
 
 Only copies of pinned memory overlap with compute on a GPU, and files can be read only into host memory. There are two
-buffers for each direction: one is copied while the other is read or written.
+buffers for each direction: one is copied from or to the GPU while the other is read from or written to the disk.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Staging:
         return ((begin, min(begin + self.piece_bytes, nbytes)) for begin in range(0, nbytes, self.piece_bytes))
 
     def _take(self, nbytes: int, of: int) -> tuple[int, Tensor]:
-        """Return the index of the next buffer and its first `nbytes` bytes, after its last copy has ended.
+        """Wait until the next buffer's last copy has ended; return the buffer's index and its first `nbytes` bytes.
 
         Args:
             nbytes: bytes of this piece.

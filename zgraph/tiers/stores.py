@@ -21,7 +21,7 @@ class Stores:
 
     Attributes:
         by_key: stores by `Tier.key`, the string by which operators name a tier.
-        tiers: tier of the store with each key.
+        tiers: tiers of these stores, by the same keys.
     """
 
     by_key: WeakValueDictionary[str, Store] = field(default_factory=WeakValueDictionary[str, Store])
@@ -118,7 +118,7 @@ class HostMemory:
 
 @dataclass(frozen=True)
 class _Checked:
-    """A copy of a user's store, whose result is checked when it is waited for."""
+    """A copy started by a user's store; `wait` checks the copy's result."""
 
     copy: Copy
     like: Tensor
@@ -139,13 +139,13 @@ def copied_in(store: Store, kept: Tensor, lanes: Any) -> Copy:
     """Start copying a tensor from a store to the device.
 
     Raises:
-        ZgraphError: a store of the user returned no copy; at the wait, if the copy is not like the tensor.
+        ZgraphError: a user's store returned no copy. The copy's `wait` raises it if the result is unlike the tensor.
     """
     return _checked(store.start_in(kept, lanes), store, kept, "start_in()")
 
 
 def copied_out(store: Store, source: Tensor, kept: Tensor, lanes: Any) -> Copy:
-    """Start copying a tensor of the device over one of a store; errors as for `copied_in`."""
+    """Start copying the device tensor `source` over `kept`, a tensor of a store; errors as for `copied_in`."""
     return _checked(store.start_out(source, kept, lanes), store, kept, "start_out()")
 
 

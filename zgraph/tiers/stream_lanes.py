@@ -36,7 +36,7 @@ class _OnStream:
         return self.copied
 
     def __del__(self) -> None:
-        """Make the compute stream wait for the copy, if no caller has, so that its memory is not freed earlier."""
+        """Make the compute stream wait for the copy, if no caller has: the copy's memory must not be freed earlier."""
         self._order_compute()
 
     def _order_compute(self) -> None:
@@ -66,7 +66,7 @@ class _FromDisk:
         return self.copied
 
     def __del__(self) -> None:
-        """Wait for the copies, if no caller has, so that their memory is not freed earlier."""
+        """Wait for the copies, if no caller has: the copies' memory must not be freed earlier."""
         with contextlib.suppress(Exception):
             self.read.wait()
         self._order_compute()
@@ -105,7 +105,7 @@ class StreamLanes:
     - A copy's source is kept until the compute stream waits for the copy, so its memory is not reused earlier.
     - Freed host memory is reused by torch's pinned-memory allocator after all streams that used it.
     - A reload runs after earlier offloads and stores of its tensor, because the compute stream has waited for these.
-    - An update runs after all compute queued before the update, and after the copies for which this compute has waited.
+    - An update runs after all compute queued before the update, and after the copies that this compute has waited for.
     - The host blocks only in `finish`, for updates, and for the disk.
 
     Tensors on disk are copied through small pinned buffers, see `zgraph.tiers.staging`, by the threads of the disk

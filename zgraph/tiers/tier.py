@@ -103,7 +103,7 @@ class Tier:
         raise NotImplementedError(f"{type(self).__name__}.open: return the store of this rank")
 
     def copy_us(self, hardware: Links, nbytes: float, *, to_device: bool) -> float:
-        """Return the predicted microseconds of a copy while no other copy runs; by default as from or to the host."""
+        """Return the predicted microseconds of a copy that runs alone; by default, of one between host and device."""
         return (hardware.host_to_device if to_device else hardware.device_to_host).us(nbytes)
 
 
@@ -171,7 +171,7 @@ class Transit(NamedTuple):
 
 
 def is_offloaded(tier: Tier | None) -> bool:
-    """Return whether a tier is recorded and is not the device; None means that no tier is recorded."""
+    """Return whether `tier` is another tier than the device; False for None, which means that no tier is recorded."""
     return tier is not None and tier != DEVICE
 
 

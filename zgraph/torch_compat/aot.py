@@ -56,8 +56,8 @@ def aot_autograd(
 def _donate_nothing() -> None:
     """Let users call a compiled backward with `retain_graph=True` (torch 2.11 - 2.15).
 
-    AOTAutograd refuses `retain_graph=True` if its list of saved tensors that the backward may overwrite is not empty.
-    zgraph's backward overwrites none of them, so this function empties the list. The option `donated_buffer` is no
+    AOTAutograd lists saved tensors that the backward may overwrite, and refuses `retain_graph=True` if there are any.
+    zgraph's backward overwrites no saved tensor, so this function empties the list. The option `donated_buffer` is no
     replacement: it would have to be off when the user calls backward.
     """
     from torch._guards import TracingContext

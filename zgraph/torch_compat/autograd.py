@@ -111,7 +111,7 @@ def drop_graph(value: Tensor) -> None:
 
 
 def hooks_of(tensors: Iterable[Tensor]) -> tuple[list[dict[int, Any] | None], list[dict[int, Any] | None]]:
-    """Return two lists, the gradient hooks and the post-accumulate hooks of each tensor, as dicts by handle id.
+    """Return two lists: the gradient hooks and the post-accumulate hooks of each tensor, each a dict by handle id.
 
     torch 2.11 - 2.13: `_backward_hooks` and `_post_accumulate_grad_hooks`, read without the slow `__torch_function__`.
     """

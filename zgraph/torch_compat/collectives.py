@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 
 def all_gather(output: Tensor, input: Tensor, group: ProcessGroup, *, async_op: bool = False) -> dist.Work | None:
-    """Gather equally long tensors into one tensor: `all_gather_into_tensor`, which torch 2.13 renames."""
+    """Gather equally long tensors into one tensor. Calls `all_gather_into_tensor`, which torch 2.13 renames."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # pyright: ignore[reportDeprecated]
     return gather(output, input, group=group, async_op=async_op)  # pyright: ignore[reportDeprecated]
 
 
 def reduce_scatter(output: Tensor, input: Tensor, group: ProcessGroup) -> dist.Work | None:
-    """Start a reduce_scatter of equally long parts: `reduce_scatter_tensor`, which torch 2.13 renames."""
+    """Start a reduce_scatter of equally long parts. Calls `reduce_scatter_tensor`, which torch 2.13 renames."""
     scatter: Any = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor")  # noqa: B009
     return scatter(output, input, group=group, async_op=True)
 
@@ -91,7 +91,7 @@ def wait(started: Tensor) -> Tensor:
 
 
 def register_work(result: Tensor, work: dist.Work) -> None:
-    """Make `wait(result)` also wait for this work; several works are possible (torch 2.11 - 2.15: `_register_work`)."""
+    """Make `wait(result)` also wait for `work`; a result may have several (torch 2.11 - 2.15: `_register_work`)."""
     _register_work(result, work)
 
 

@@ -109,7 +109,7 @@ def _forget_placements() -> None:
 
 
 def on_local_parts(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call an operator, on local tensors if it is pointwise and has symbolic numbers and equally placed DTensors.
+    """Call an operator; a pointwise one with symbolic numbers runs on the local tensors of equally placed DTensors.
 
     torch 2.11 - 2.15: DTensor hashes an operator's arguments (`OpSchema.__hash__`), which turns symbolic numbers into
     constants; then each new learning rate would need another graph.
@@ -163,7 +163,7 @@ def replicated_scalar(local: Tensor, mesh: DeviceMesh) -> DTensor:
 
 
 def partial_norms(norms: Tensor, mesh: DeviceMesh, split: Sequence[bool], norm_type: float) -> DTensor:
-    """Wrap norms of local tensors as a DTensor of the norms of the whole tensors, to be reduced over the mesh.
+    """Wrap norms of local tensors as a DTensor that, reduced over the mesh, has the norms of the whole tensors.
 
     torch 2.11 - 2.15: placement `_NormPartial`, as in DTensor's own norms.
 

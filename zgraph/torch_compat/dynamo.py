@@ -51,7 +51,7 @@ def _skip_frames(function: Callable[P, R], inside: Any) -> Callable[P, R]:
 
 @never_a_frame
 def compiles_frames() -> bool:
-    """Return whether Dynamo would compile a function called now, as inside a call of a torch.compile'd function.
+    """Return whether Dynamo would compile a function called now, because a torch.compile'd function is running.
 
     False where Dynamo is switched off, for example by `torch.compiler.disable` (torch 2.11 - 2.13).
     """
@@ -202,7 +202,7 @@ def recompile_reason() -> str:
     """Return the guard whose failure made Dynamo compile the current frame again, as text; "" if there is none.
 
     torch 2.11 - 2.15: `get_metrics_context`. If several compiled variants of the frame exist, Dynamo records the failed
-    guard of the one checked first.
+    guard of the variant checked first.
     """
     from torch._dynamo.utils import get_metrics_context
 
@@ -230,7 +230,7 @@ def graph_break_reasons() -> dict[str, int]:
 
 
 def raise_through_dynamo(message: str, kind: type[Exception] = ValueError) -> NoReturn:
-    """Raise an error during tracing or compiling that reaches the user unchanged.
+    """Raise an error that reaches the user unchanged, although Dynamo is tracing or compiling.
 
     Dynamo wraps other errors in BackendCompilerFailed or InternalTorchDynamoError. torch 2.11 - 2.15: a
     ShortenTraceback is not wrapped; only Dynamo's frames are removed from its traceback, and a hint is added to its

@@ -34,7 +34,7 @@ def fake_storage_key(value: Tensor) -> int:
 
 
 def hint_of(size: object) -> int | None:
-    """Return a size as a number, without adding a guard; None if it depends on data.
+    """Return a size as a number, without adding a guard; None if the size depends on data.
 
     torch 2.11 - 2.15: `SymNode.hint`.
     """
@@ -213,7 +213,7 @@ class NumberGuards:
 
 
 def _anonymous(guard: Any) -> tuple[Any, str, list[Any]]:
-    """Return a guard, its text with "<0>", "<1>", ... in place of symbols, and the list of these symbols."""
+    """Return (guard, its text with "<0>", "<1>", ... in place of symbols, list of the replaced symbols)."""
     symbols = sorted(guard.free_symbols, key=str)
     text = str(guard)
     for place, symbol in enumerate(symbols):

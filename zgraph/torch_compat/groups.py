@@ -25,7 +25,7 @@ def resolve_group(group_name: str) -> ProcessGroup:
 
 
 def backend_of(group: ProcessGroup, device: torch.device) -> str:
-    """Return the name of a group's backend for a device, such as "gloo"; "" if it has none for the device.
+    """Return the name of a group's backend for a device, such as "gloo"; "" if the group has no such backend.
 
     torch 2.11 - 2.15: `_get_backend`, because `dist.get_backend` returns "undefined" for groups that serve several
     devices.
@@ -56,8 +56,8 @@ def make_sibling_group(
     """Create a process group of some or all ranks of a group, with the same backend and timeout.
 
     Only members of the new group call this. Exception: if the default group is bound to a device
-    (`init_process_group(device_id=...)`), the new group is split off its communicator immediately, and all ranks of the
-    world must take part in this split.
+    (`init_process_group(device_id=...)`), the new communicator is split off the default group's immediately, and all
+    ranks of the world must take part in this split.
 
     torch 2.11 - 2.15: `_new_process_group_helper`, because it accepts a name. `dist.new_group` must be called by all
     ranks of the world, or chooses names that may differ between members (`use_local_synchronization`).
@@ -105,7 +105,7 @@ def keep_gloo_from_preempting() -> None:
     """Keep gloo's receiving threads from preempting other threads, by the scheduling policy SCHED_BATCH; Linux only.
 
     gloo sends on the thread that starts a send, and locks the connection meanwhile. Arriving data wakes the receiving
-    thread; if it preempts the sender, it finds the lock taken and retries until its time slice ends
+    thread. If this thread preempts the sender, it finds the lock taken and retries until its time slice ends
     (`Pair::handleEvents`, torch 2.11 - 2.15). With one core per rank this costs about three milliseconds per bucket.
     """
     for task in Path("/proc/self/task").glob("*"):

@@ -33,7 +33,7 @@ def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
 
 
 def _lerp(start: Tensor, end: Tensor, weight: Any) -> Tensor:
-    """Decompose `torch.lerp` with a number as weight as in torch 2.12, so that one graph works for any weight.
+    """Decompose `torch.lerp` whose weight is a number, as torch 2.12 does, so that one graph works for any weight.
 
     torch 2.11 would make the weight a constant tensor of the graph.
     """
@@ -70,7 +70,7 @@ def fuse_attention(gm: fx.GraphModule, device: torch.device) -> int:
 
     Args:
         gm: joint graph, decomposed by `inductor_decompositions`; changed in place. Afterwards, new nodes may come
-            before their inputs, and the strides in the metadata of their users may be wrong.
+            before their inputs, and users of new nodes may have wrong strides in their metadata.
         device: device of the attention.
 
     Returns:

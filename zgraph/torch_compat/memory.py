@@ -21,8 +21,8 @@ class DispatchMode(TorchDispatchMode):
 def storage_key(tensor: Tensor) -> int | None:
     """Return an int that is equal for all views of a tensor (torch 2.11 - 2.15: `_cdata`).
 
-    Resizing the storage does not change it. None for tensors without storage: sparse tensors, and subclasses that wrap
-    other tensors.
+    The int stays the same when the storage is resized. None for tensors without storage: sparse tensors, and subclasses
+    that wrap other tensors.
     """
     if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
         return None
@@ -47,13 +47,13 @@ def is_profiling() -> bool:
 def allocation_events(
     taken: torch.profiler.profile, prefix: str
 ) -> tuple[dict[str, tuple[int, int]], list[tuple[int, int]]]:
-    """Return the labels and the CPU allocations of a profile that recorded memory.
+    """Return a dict of labels and a list of CPU allocations, from a profile that recorded memory.
 
     torch 2.11 - 2.15: `kineto_results`.
 
     Returns:
-        (begin, end) of each label that starts with `prefix`; and (time, bytes) of each allocation and release, sorted
-        by time. Bytes of a release are negative. Times are in nanoseconds.
+        {label: (begin, end)} for labels that start with `prefix`; and [(time, bytes)] of allocations and releases,
+        sorted by time. Bytes of a release are negative. Times are in nanoseconds.
     """
     spans: dict[str, tuple[int, int]] = {}
     events: list[tuple[int, int]] = []

@@ -45,10 +45,10 @@ def argument_of(node: fx.Node, name: str) -> object:
 
 
 def overwritten(node: fx.Node) -> list[fx.Node]:
-    """Return the arguments of a node's call that it really overwrites.
+    """Return the arguments that a node's call really overwrites.
 
-    They are those that the schema marks as written, except the gradients of a fused optimizer update without
-    `grad_scale`.
+    These are the arguments that the schema marks as written, without the gradients of a fused optimizer update that
+    has no `grad_scale`.
     """
     grads = None if argument_of(node, "grad_scale") is not None else argument_of(node, "grads")
     kept = frozenset(cast("list[fx.Node]", grads or []))

@@ -23,7 +23,7 @@ class Left:
     Attributes:
         lifted: the model and its optimizers.
         leaves: leaves of the function's return value, by index.
-        flags: for the index of each optimizer that may skip its step, a flag that is nonzero if it has.
+        flags: skip flag of each optimizer that may skip its step, by its index; nonzero if the step was skipped.
         told: flags that GradScalers pass on to models, by scaler and optimizer.
     """
 
@@ -76,7 +76,7 @@ class NewState:
 
 @dataclass(frozen=True)
 class Gradient:
-    """The `.grad`, at the end of the step, of the parameter at index `position`."""
+    """The `.grad` that the parameter at index `position` has at the end of the step."""
 
     position: int
 
@@ -99,7 +99,7 @@ class Bound:
 
 @dataclass(frozen=True)
 class ToldFlag:
-    """A GradScaler's flag for one optimizer, which `scaler` passes on to models: nonzero if a gradient had an inf."""
+    """A flag of `scaler` for one optimizer: nonzero if a gradient had an inf. `scaler` passes the flag on to models."""
 
     scaler: GradScaler
     optimizer: optim.Optimizer

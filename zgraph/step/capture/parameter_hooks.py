@@ -71,7 +71,7 @@ class CarriedHooks:
         return call
 
     def check(self) -> None:
-        """Refuse a step that has registered or removed hooks; the parameters' original hooks are restored.
+        """Restore the parameters' original hooks, and refuse the step if it has registered or removed hooks.
 
         Raises:
             ZgraphError: the step has changed hooks; the message names the parameter.

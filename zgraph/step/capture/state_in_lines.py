@@ -1,4 +1,4 @@
-"""Optimizer state as the lines of a traced step see it: they may keep tensors in it, and read those again."""
+"""Optimizer state during a trace: lines of the step may set entries, and read only entries that they have set."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class StateInLines(_Guarded):
 
 
 class _Entries(_Guarded):
-    """The state of one parameter: only what lines of this call have set can be read."""
+    """The state of one parameter; only entries that the traced step's lines have set can be read."""
 
     def __init__(self, of: str, position: int, keep: Callable[[int, str, Any], None]) -> None:
         super().__init__(of)

@@ -87,7 +87,7 @@ class TracedOptimizer:
 
     @property
     def stepped_on(self) -> Sequence[Tensor]:
-        """Local shards of the parameters if the optimizer is element-wise, else the parameters, both by index."""
+        """Tensors to step on, by parameter index: local shards if the optimizer is element-wise, else parameters."""
         return self.shards if self.is_element_wise else self.parameters
 
     @contextlib.contextmanager
@@ -95,7 +95,7 @@ class TracedOptimizer:
         """Install the stand-in in the user's optimizer; restore everything afterwards.
 
         Args:
-            clear: called by `zero_grad` with indices of parameters and `set_to_none`; clears their gradients.
+            clear: function that clears gradients; `zero_grad` passes it the parameters' indices and `set_to_none`.
         """
         optimizer = self.lifted.optimizer
         groups, state = optimizer.param_groups, optimizer.state
@@ -125,7 +125,7 @@ class TracedOptimizer:
                     optimizer.__dict__[key] = value
 
     def _places(self, groups: Sequence[Mapping[str, Any]]) -> dict[int, int]:
-        """Return the positions of parameters by their ids, and by those of their stand-ins."""
+        """Return each parameter's position, by the id of the parameter and by the id of its stand-in."""
         pairs = [
             (one, place)
             for group, places in zip(groups, self.lifted.groups, strict=True)
@@ -212,7 +212,7 @@ class TracedOptimizer:
             self._step_on(given, grads)
 
     def _step_on(self, given: Sequence[Tensor], grads: Mapping[int, Tensor]) -> None:
-        """Run the optimizer's original step on tensors with the given gradients, both by index of the parameter."""
+        """Run the optimizer's original step on `given` with the gradients `grads`; both are by parameter index."""
         optimizer, state = self.lifted.optimizer, self._state_of(given)
         held = {position: given[position].grad for position in self.own}
         for position in self.own:
@@ -247,7 +247,7 @@ class TracedOptimizer:
                 self._take_over(one, copy, state[copy])
 
     def _state_of(self, given: Sequence[Tensor]) -> dict[Tensor, dict[str, Any]]:
-        """Return the optimizer's state with the tensors of `given` as keys; copy its entries if these are copies."""
+        """Return the optimizer's state with `given` as keys; for keys that are copies, clone the entries."""
         if given is self.stepped_on:
             return self.state
         found: dict[Tensor, dict[str, Any]] = defaultdict(dict)
@@ -262,7 +262,7 @@ class TracedOptimizer:
         return found
 
     def _take_over(self, one: Tensor, copy: Tensor, entries: dict[str, Any]) -> None:
-        """Copy a step's results, `copy` and `entries`, back to the tensor `one` and its state, unless it is skipped."""
+        """Copy `copy` to the tensor `one`, and `entries` to the state of `one`, unless the step is skipped."""
         self._write(one, copy)
         known = self.state[one]
         for key, value in entries.items():

@@ -18,7 +18,7 @@ class GatheredMemory:
     """Memory of the parameters that a trace has gathered.
 
     Attributes:
-        names: name of each parameter, by the id of the traced tensor for its handle.
+        names: names of parameters, by the ids of the traced tensors that are their handles.
     """
 
     def __init__(self) -> None:

@@ -106,9 +106,9 @@ def _is_mask(index: Any) -> bool:
 
 
 def with_numbers(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call a fused optimizer with plain floats for its symbolic numbers, and make its node read the symbolic numbers.
+    """Call a fused optimizer update so that its graph node reads the symbolic numbers in `kwargs`.
 
-    The operator's `float` arguments would turn symbolic numbers into constants of the graph.
+    The call itself gets plain floats: `float` arguments would turn symbolic numbers into constants of the graph.
     """
     numbers = {key: value for key, value in kwargs.items() if isinstance(value, torch.SymFloat)}
     before = newest_node()

@@ -59,7 +59,7 @@ def check_function(function: Callable[..., Any], optimizers: Sequence[optim.Opti
 
 @contextlib.contextmanager
 def only_given(optimizers: Sequence[optim.Optimizer]) -> Generator[None]:
-    """Refuse, inside the `with`, steps of optimizers that the function reaches otherwise, as inside another one."""
+    """Refuse, inside the `with`, steps of any optimizer not in `optimizers`, such as one that another one wraps."""
 
     def check(optimizer: optim.Optimizer, *_: object) -> None:
         if all(optimizer is not one for one in optimizers):

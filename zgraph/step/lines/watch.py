@@ -35,14 +35,14 @@ class Watch(DispatchMode):
     """Checks each operator of a step while the step is traced, and refuses operators that a graph would get wrong.
 
     Attributes:
-        accumulates: function that returns whether `zgraph.no_sync` is active. If so, markers of reduced gradients get
-            the window position OPEN, by which error feedback knows that no optimizer step follows.
+        accumulates: function that returns whether `zgraph.no_sync` is active. While it is, markers of reduced gradients
+            get the window position OPEN, which tells error feedback that no optimizer step follows.
         known: values of step counts and similar numbers.
         gathered: memory of gathered parameters, which must not be written.
         stand_ins: traced tensors, by ids of the real tensors that they replace.
         part: number of the running part: 0 is the first forward, 1 its backward, 2 the next forward, ...
-        reader: optimizer whose own step is running, which may read numbers such as step counts from tensors; None: no
-            code may.
+        reader: the optimizer that is running its own step, and may therefore read numbers, such as step counts, from
+            tensors. None: no optimizer is.
     """
 
     def __init__(self, mode: Any, asks: bool, modules: Mapping[int, str]) -> None:
@@ -221,7 +221,7 @@ class KnownValues:
         asks: whether Python may also branch on numbers that it reads with `item()`; each branch adds a guard.
 
     Attributes:
-        read: (index of the input, constant that the step has added to its value) of each symbolic number, by name.
+        read: for each symbolic number, by name: (index of a graph input, constant that the step adds to the input).
         numbers: the symbolic numbers, by name.
     """
 
@@ -267,7 +267,7 @@ class KnownValues:
         return other * factor if isinstance(other, int | float) and isinstance(factor, int | float) else None
 
     def decide(self, tensor: Any) -> bool | None:
-        """Return the outcome and add a guard if `tensor` is the result of comparing a known number; else None."""
+        """Return the outcome if `tensor` compares a known number, and add a guard for it; else return None."""
         if id(tensor) not in self._compared:
             return None
         _, compare, known, other = self._compared[id(tensor)]

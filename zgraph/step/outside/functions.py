@@ -23,7 +23,7 @@ _CALLED_BY_PYTHON = frozenset({"forward", "backward", "setup_context", "__call__
 
 @dataclass
 class Functions:
-    """All functions that a step may call, found by the names in the code of the step and of these functions.
+    """All functions that a step may call: those named in the step's code, or in the code of functions already found.
 
     Attributes:
         names: attribute names in the code of all functions, and the code's strings, which may be attribute names.
@@ -75,7 +75,7 @@ class Functions:
                 yield f"defaults of {path}", [*(function.__defaults__ or ()), function.__kwdefaults__ or {}], None
 
     def methods(self, kind: type, path: str) -> bool:
-        """Add the methods of a class that code names or that Python calls; return whether any method is new."""
+        """Add those methods of a class that code names, or that Python itself calls; return whether any is new."""
         is_new = False
         for base in kind.__mro__:
             if base is object or not self.is_users_class(base):

@@ -117,7 +117,7 @@ class Place:
         return f"{self.path}[{place}]" if isinstance(self.holder, list | tuple | deque) else self.path
 
     def take_made(self) -> list[Binding]:
-        """Return entries in which a traced tensor replaces a tensor, number, None or nothing, after restoring them."""
+        """Undo and return assignments of traced tensors to new entries, or over a tensor, a number or None."""
         if isinstance(self.holder, CellType):
             one = next(iter(_contents(self.holder)), None)
             if one is self.held[0] or not is_traced(one) or not _gives_way(self.held[0]):

@@ -42,8 +42,8 @@ class PythonValues:
     Attributes:
         places: containers found, by their ids.
         calls: record of the functions that the step calls while it is traced.
-        bound: dicts to which a trace has assigned tensors. Later calls assign their results to the same dicts, so a
-            dict that was replaced by an equal one counts as changed.
+        bound: dicts to which a trace has assigned tensors. Later calls assign to the same objects, so replacing one of
+            these dicts by an equal dict counts as a change.
     """
 
     def __init__(
@@ -123,8 +123,8 @@ class PythonValues:
     def effects(self) -> tuple[list[Binding], str]:
         """Undo the changes that a trace has made to the values.
 
-        Returns the assignments of traced tensors, and a description of the first other change, which ends with advice
-        ("" if there is none).
+        Returns the assignments of traced tensors, and a text that describes the first other change and ends with
+        advice ("" if there is no other change).
         """
         bindings: list[Binding] = []
         found = ""

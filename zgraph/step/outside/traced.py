@@ -22,9 +22,9 @@ def is_traced(value: object) -> TypeGuard[Tensor]:
 
 
 def holds_traced(value: object, depth: int = 4) -> bool:
-    """Whether a Python object of a step holds tensors of the trace, which would be those of no call.
+    """Whether a Python object holds tensors of the trace, which have no values.
 
-    Looks into containers, attributes, closures and generators, up to a depth, and for tensors that became text.
+    Looks into containers, attributes, closures and generators up to `depth`; also finds tensors printed into a string.
     """
     if isinstance(value, Tensor):
         return is_traced(value)

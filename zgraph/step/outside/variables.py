@@ -92,7 +92,7 @@ class Outside:
     Attributes:
         variables: names and values from `variables_of`.
         scalers: enabled GradScalers among the variables, each once.
-        tensors: tensors by name: the variables, and the tensors in their lists, tuples, dicts, modules and GradScalers.
+        tensors: by name, variables that are tensors, and tensors in lists, tuples, dicts, modules and GradScalers.
     """
 
     variables: list[tuple[str, Any]]

@@ -1,4 +1,4 @@
-"""Memory for large reads: made of huge pages, and reused once the tensor that was read into it is gone.
+"""Memory for large reads: made of huge pages, and reused after the tensor in it has died.
 
 A direct read into fresh memory faults the pages in one by one, and one request holds a few hundred pages at most. With
 pages of 4 KiB the faults took longer than the disk; with huge pages they took a fifth of a read's time. Reads in

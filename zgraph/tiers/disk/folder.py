@@ -48,7 +48,7 @@ class Transfer(Generic[Result]):
     def wait(self) -> Result:
         """Wait for the end, and return the buffer that was read.
 
-        Bytes that were written are in the file then. They are not synced: the file does not outlive the process.
+        Afterwards the bytes of a write are in the file, but not synced: the file does not outlive the process.
 
         Raises:
             DiskError: the transfer failed, or it is a read and an earlier write of this tensor failed.

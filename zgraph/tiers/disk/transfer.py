@@ -126,7 +126,7 @@ class Mover:
             drop_pages(self.access.buffered, part.slot.offset + first, nbytes, part.slot.address + first)
 
     def _check_written(self, part: Part) -> None:
-        """Raise an OSError if the kernel may have failed to write a part, so that a read may return old bytes.
+        """Raise an OSError if the kernel may have failed to write a part: a read might then return old bytes.
 
         The kernel reports a failure only once, for the whole file: from then on no small tensor can be trusted.
         """

@@ -30,7 +30,7 @@ class Resting:
     Attributes:
         options: the user's options.
         stores: the memory of each tier in use, the host's last.
-        planned: (tier, tensor) by storage key, for a plan, whose tensors have no values; otherwise None.
+        planned: in a plan, whose tensors have no values, (tier, tensor) by storage key; None outside of plans.
         traced: (tier, tensor) by storage key, for fake tensors of a trace that are in a tier other than the host.
         roots: modules passed to `zgraph.shard`.
         has_step: whether a `zgraph.training_step` has been made for the model.
@@ -210,7 +210,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _cast(state: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast a moment to `dtype`. `load_state_dict` may have cast it to its parameter's dtype, without loss."""
+    """Cast a moment to `dtype`; `load_state_dict` may have cast the moment to the parameter's dtype, without loss."""
     if state.dtype == dtype:
         return state
     local = _local(state).to(dtype)

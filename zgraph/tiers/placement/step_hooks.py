@@ -1,6 +1,6 @@
-"""Hooks on plain `optimizer.step()` calls, which move state that a step has made to the tier of optimizer state.
+"""Hooks on plain `optimizer.step()` calls: they move new optimizer state to the tier chosen for optimizer state.
 
-A captured step calls no hook: its graph contains these copies.
+A captured step calls no hook: its graph contains the copies.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from zgraph.torch_compat.modules import hook_steps
 
 
 def follow_steps(resting: Resting) -> None:
-    """Register hooks on all optimizers' steps, which last as long as `resting`, if steps make or read offloaded state.
+    """Register hooks on all optimizers' steps, for as long as `resting` exists, if steps make or read offloaded state.
 
-    Before a step, state is moved to its parameter's device if that is a GPU; after it, to the tier of optimizer state.
+    Before a step, state of parameters on a GPU is moved to the GPU. After the step, state is moved to the tier of
+    optimizer state.
     """
     if resting.options.optimizer is None and not resting.computes_elsewhere:
         return

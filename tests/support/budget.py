@@ -114,10 +114,12 @@ class Recorder:
 
 
 def write(seconds: dict[str, float]) -> None:
-    """Write the seconds of tests, by their ids."""
-    kept: Durations = {}
-    for nodeid, duration in sorted(seconds.items()):
-        if duration >= KEPT_S:
-            name, _, row = nodeid.partition("[")
-            kept.setdefault(name, {})[row.removesuffix("]")] = round(duration, 1)
-    FILE.write_text(json.dumps(kept, indent=0) + "\n")
+    """Write the seconds of tests, by their ids; tests that did not run keep theirs."""
+    known: Durations = json.loads(FILE.read_text()) if FILE.exists() else {}
+    for nodeid, duration in seconds.items():
+        name, _, row = nodeid.partition("[")
+        known.setdefault(name, {})[row.removesuffix("]")] = round(duration, 1)
+    kept = {
+        name: {row: value for row, value in sorted(rows.items()) if value >= KEPT_S} for name, rows in known.items()
+    }
+    FILE.write_text(json.dumps({name: kept[name] for name in sorted(kept) if kept[name]}, indent=0) + "\n")

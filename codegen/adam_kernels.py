@@ -110,7 +110,7 @@ def _number(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _learning_rate(lr: float | Tensor, device: torch.device) -> tuple[str, int]:
-    """Return (dtype, address) for a learning rate on the device, and ("number", bits of the double) for any other."""
+    """Return (dtype, address) for a learning rate on `device`, else ("number", bits of the rate as a double)."""
     if isinstance(lr, Tensor) and lr.device == device and lr.dtype in (torch.float32, torch.float64):
         return str(lr.dtype).removeprefix("torch."), lr.data_ptr()
     return "number", _bits(float(lr))

@@ -29,10 +29,10 @@ class WeightGradients:
     """The outputs of a backward that are gradients of weights.
 
     Attributes:
-        handle: position among the inputs at which a parameter's handle is given; its state is found through the handle.
+        handle: index of the input that is a parameter's handle; the model's state is found through this handle.
         late: indices of the outputs that are gradients of weights.
-        tensors: for each output, the index of the input of the compiled function whose gradient it is; None if that
-            input is a number.
+        tensors: each output is the gradient of one input of the compiled function; these are the indices of the inputs,
+            with None for an input that is a number.
     """
 
     handle: int
@@ -113,9 +113,9 @@ def switch_by_step(
 
     Args:
         programs: pairs (first optimizer step, program) in order, from step 0 on, with equal inputs and outputs.
-        gm: graph of the last program; its compressed reductions tell for which parameters to count steps.
-        weights: outputs that are gradients of weights, if programs may run in halves; a step is then counted when the
-            second half has run. None: programs run whole.
+        gm: graph of the last program; steps are counted for the parameters whose gradients it compresses.
+        weights: outputs that are gradients of weights, for programs that may run in halves: a step then counts after
+            the second half. None: programs run whole.
     """
     (*earlier, (last_step, last)) = programs
     quantized = list(nodes.call_functions(gm.graph, nodes.is_quantize))

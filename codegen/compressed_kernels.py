@@ -143,7 +143,7 @@ def _begin(handles: Sequence[Tensor], kept: Sequence[Feedback]) -> None:
 
 @dataclass(frozen=True)
 class Kernels:
-    """The kernels for one type of device: modules with the functions of `zgraph.codegen.kernels.reference`."""
+    """Modules that implement the functions of `zgraph.codegen.kernels.reference` for one type of device."""
 
     quantize: ModuleType
     dequantize: ModuleType

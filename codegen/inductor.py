@@ -31,7 +31,8 @@ class InductorLowering:
     """Lowers the graphs of one frame; equal islands (runs of compute) are compiled once.
 
     Attributes:
-        rank, ranks: this process's rank among the processes that compile the same graphs, and their number.
+        rank: this process's rank among the processes that compile the same graphs.
+        ranks: number of these processes.
         islands: number of islands found so far.
         compiled: compiled function of each distinct island.
     """

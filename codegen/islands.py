@@ -62,10 +62,10 @@ def find_islands(graph: fx.Graph) -> list[list[fx.Node]]:
 def is_compute(node: fx.Node) -> bool:
     """Return whether the compiler may compile a node together with its neighbours, and reorder them.
 
-    False for communication and other operators of zgraph, operators that write to their inputs, random operators
-    (which must draw in program order) and views of tensors on the host of a GPU. On CPU, also False for copies in and
-    out of collectives' buffers: compiling does not make them faster. Their strides differ between buckets, so each
-    kernel fused with them would be compiled again, at two seconds of C++ each.
+    False for communication and other operators of zgraph, operators that write to their inputs, random operators (which
+    must draw in program order) and, in graphs for a GPU, views of tensors on the host. On CPU, also False for copies in
+    and out of collectives' buffers: compiling does not make the copies faster. Strides differ between buckets, so a
+    kernel fused with such a copy would be compiled again for each bucket, at two seconds of C++.
     """
     if nodes.is_getitem(node):
         source = node.args[0]

@@ -1,4 +1,4 @@
-"""The kernels of `zgraph::low_rank_left` and related operators: matrix products of libraries, batch by batch."""
+"""The kernels of `zgraph::low_rank_left` and related operators; libraries compute the products, batch by batch."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def next_right(right: Tensor, before: Tensor) -> Tensor:
 
 
 def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """Multiply batches of matrices, on a CPU one by one, so that a result does not depend on the rest of its batch.
+    """Multiply batches of matrices; on a CPU pair by pair, so that a product does not depend on the rest of the batch.
 
     On a CPU, operands are copied unless they begin at a multiple of 16 bytes: MKL multiplies unaligned thin matrices in
     another order (seen on an AMD EPYC).

@@ -47,8 +47,8 @@ def lower_fx(
         recorded: how calls without a runner are recorded and replayed as a CUDA graph; None: they are not recorded.
 
     Returns:
-        A function of one list, which it empties (AOTAutograd's boxed convention). If a collective fails, it raises a
-        CollectiveError that names the affected parameters.
+        A function that takes one list and empties it (AOTAutograd's boxed convention). If a collective fails, the
+        function raises a CollectiveError that names the affected parameters.
     """
     # A new module: AOTAutograd's would be regenerated, through three calls, each time it runs.
     gm = edits.copy_of(gm)
@@ -102,7 +102,7 @@ def drop_dependences(graph: fx.Graph) -> None:
 
 
 def _must_copy(node: fx.Node, written: set[fx.Node], returned: dict[fx.Node, None]) -> bool:
-    """Return whether a `depend` node must copy its value, because sharing memory with it would be visible.
+    """Return whether a `depend` node must copy its value, because others would notice that the two share memory.
 
     True if the value is written to, if strides differ, or if the graph returns an alias of an input that was traced as
     a new tensor.
@@ -145,7 +145,7 @@ def _divide_in_place(graph: fx.Graph) -> None:
 
 
 def _copy_beside_compute(graph: fx.Graph) -> None:
-    """Run copies between memory spaces concurrently with compute; a copy's wait receives an object from its start.
+    """Run copies between memory spaces concurrently with compute; each start passes an object to its wait.
 
     Before the program returns, it waits for all copies of state kept on the host of a GPU or on disk, because the host
     may use this state afterwards.
@@ -170,7 +170,7 @@ def _copy_beside_compute(graph: fx.Graph) -> None:
 
 
 def _device_of(start: fx.Node) -> torch.device:
-    """Return the device to or from which a node copies, as opposed to the host."""
+    """Return the device of a copy between host and device, given the copy's start."""
     node = start if nodes.is_reload(start) else start.all_input_nodes[1 if nodes.is_return(start) else 0]
     return meta.tensor_value(node).device
 
@@ -275,7 +275,7 @@ Guarded = tuple[str, str, tuple[str, ...], tuple[str, ...]]
 
 
 def _guarded_lines(gm: fx.GraphModule) -> dict[str, Guarded]:
-    """Map the name of each collective's start and waits to (kind, group, handles, parameters) of the collective."""
+    """Map the names of each collective's start and waits to the collective's (kind, group, handles, parameters)."""
     guarded: dict[str, Guarded] = {}
     for start in nodes.call_functions(gm.graph, nodes.is_collective):
         about = (str(start.target).split(".")[1], nodes.group_of(start), meta.handles(start), meta.parameters(start))

@@ -127,14 +127,14 @@ def _join_copies_in(graph: fx.Graph) -> None:
 
 
 def _source(view: fx.Node) -> fx.Node:
-    """Return the tensor at the base of a chain of views that ends with `view`, as long as bases are contiguous."""
+    """Return the tensor found by following views back from `view`, as long as the viewed tensors are contiguous."""
     while view.target is aten.view.default and _is_contiguous(view.all_input_nodes[0]):
         view = view.all_input_nodes[0]
     return view
 
 
 def _divided(part: fx.Node, rows: int) -> fx.Node:
-    """Return the base of the views that make `part`, if its first dim is divisible by `rows`; else `part`."""
+    """Return the tensor of which `part` is a view, if that tensor's first dim is divisible by `rows`; else `part`."""
     source = _source(part)
     shape = _shape(source)
     return source if shape and shape[0] and shape[0] % rows == 0 else part

@@ -51,8 +51,8 @@ class BucketCollectives(GraphPass):
             None: the size that suits the link of the target's hardware, see `link_bytes`. In addition, a collective
             then stays out of a bucket if waiting for it costs more time than the saved latency; the estimate assumes
             that gathers and reductions do not share a link.
-            "auto": on NCCL as for None, with the hardware of the target or else the preset for these GPUs, or 64 MiB
-            if neither is known; on other backends 2 MiB, large enough to make Ethernet latency negligible.
+            "auto": on NCCL as for None; by the preset for these GPUs if the target has no hardware, and 64 MiB without
+            a preset. On other backends 2 MiB, large enough to make Ethernet latency negligible.
         gathers: how the parameters of a bucket are gathered.
             "flat": through one flat buffer, from which each parameter is copied, or decoded if it was quantized.
             "coalesced": each parameter directly into a storage of its own. NCCL launches these gathers as one; other

@@ -159,7 +159,7 @@ def plan_lifetimes(
     target_bytes: int,
     copies: HostLinks | None = None,
 ) -> tuple[StepEstimate, StepEstimate]:
-    """Find what to save for backward; return the estimates of the chosen step and of the step that saves everything.
+    """Choose what to save for backward; return two estimates, of the chosen step and of the one that saves everything.
 
     The chosen step is the fastest within `target_bytes` or, if no step fits, the one with the least memory.
     """

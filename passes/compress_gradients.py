@@ -39,13 +39,13 @@ class CompressGradients(GraphPass):
 
     Attributes:
         method: LoCo, ErrorFeedback, NoFeedback, TwoHop, LowRank, or your own subclass of `zgraph.passes.TensorMethod`.
-        min_numel, min_dims: minimum number of elements and of dims of a parameter whose gradient is compressed.
+        min_numel, min_dims: minimum numbers of elements and dims of a parameter whose gradient is compressed.
         skip: names of parameters whose gradients are not compressed, as shell patterns ("*.embed*"). Blocks that share
             a compiled graph are treated like the block for which it was compiled; if a pattern must distinguish
             such blocks, compile the whole model.
         warmup_steps: number of initial optimizer steps in which gradients are not compressed.
-        mean_codec: encoding in which replicated parameters' averaged gradients are gathered: a dtype, or codes of a
-            BlockMethod, with error feedback of their own. Gradients sent uncompressed use `mean_dtype` of
+        mean_codec: encoding in which averaged gradients of replicated parameters are gathered: a dtype, or a
+            BlockMethod, whose codes have error feedback of their own. Gradients sent uncompressed use `mean_dtype` of
             `zgraph.shard` instead. LowRank does not use it, because each rank rebuilds all averages itself.
     """
 

@@ -25,9 +25,9 @@ class HoistStarts(GraphPass):
     pinned to their first reader to save memory.
 
     Attributes:
-        prefetch: maximum number of gathers in flight besides the awaited one; separately, the same for copies.
-        in_flight_bytes: maximum bytes of unsharded parameters in flight; separately, the same for copies. One gather
-            and one copy are always prefetched, whatever their size.
+        prefetch: maximum number of gathers in flight besides the awaited one. Copies have an equal limit of their own.
+        in_flight_bytes: maximum bytes of unsharded parameters in flight. Copies have an equal limit of their own. One
+            gather and one copy are always prefetched, whatever their size.
     """
 
     prefetch: int = 1

@@ -21,7 +21,7 @@ aten = torch.ops.aten
 class LowerGathers(GraphPass):
     """Lower each `unshard`: cast the local shard, gather it just before its first use, and remove the padding.
 
-    A cast to a narrower dtype that `unshard` or all of its readers apply, as under autocast, is done before the gather,
+    If `unshard` or all of its readers cast to a narrower dtype, as under autocast, the cast is done before the gather,
     so that fewer bytes are sent. A replicated parameter, or a group of one rank, needs no collective.
     Leaves alone: nothing.
     """
@@ -83,7 +83,7 @@ def replace_marker(graph: fx.Graph, marker: fx.Node, narrow: torch.dtype | None,
 
     Args:
         graph, marker: the graph and the unshard node in it.
-        narrow: dtype to which every reader casts; the built nodes replace these casts. None: they replace the marker.
+        narrow: dtype to which every reader casts. The built nodes replace the casts or, if this is None, the marker.
         build: builds the nodes at the graph's insertion point, and returns the one with the result.
     """
     replaced = list(marker.users) if narrow is not None else [marker]

@@ -29,15 +29,15 @@ QUANTIZED = (torch.bfloat16, torch.float16, torch.float32)
 class QuantizeGathers(GraphPass):
     """Gather large parameters as codes, 8 bits by default; each rank decodes the codes before it uses the parameters.
 
-    Lossy: forward and backward use the decoded values, which are identical on all ranks. So does evaluation in a
-    compiled graph. The shards stay exact, and are updated with the gradients of the decoded values. In a `no_sync`
-    window the codes are gathered once, and decoded for each forward.
+    Lossy: forward, backward, and evaluation in a compiled graph use the decoded values, which are identical on all
+    ranks. The shards stay exact, and are updated with the gradients of the decoded values. In a `no_sync` window the
+    codes are gathered once, and decoded for each forward.
     Leaves alone: parameters that are small, have few dims or a skipped name, which LowerGathers gathers uncompressed;
     parameters that are not sent, because they are replicated or on a single rank.
 
     Attributes:
         method: a built-in compression method without error feedback; feedback cannot correct errors in parameters.
-        min_numel, min_dims: minimum number of elements and of dims of a quantized parameter.
+        min_numel, min_dims: minimum numbers of elements and dims of a quantized parameter.
         skip: names of parameters that are not quantized, as shell patterns, see `CompressGradients`.
 
     Source: Wang et al. 2023, "ZeRO++", arXiv 2306.10209, section 3.1 (8 bits).

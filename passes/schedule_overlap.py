@@ -31,8 +31,8 @@ class ScheduleOverlap(GraphPass):
     """Choose the order of collectives with the shortest simulated step within the memory budget.
 
     Candidates are the orders found by a search, the present order, and the order of the rules in `presets.default`.
-    Candidates that are slower than the rules, or as fast with a higher peak, are dropped unless the rules exceed the
-    budget. Of the remaining orders within 1 % of the fastest, the one with the lowest peak is used.
+    Unless the order of the rules exceeds the budget, slower candidates, and equally fast ones with a higher peak, are
+    dropped. Of the remaining orders within 1 % of the fastest, the one with the lowest peak is used.
 
     Within a process group, gathers keep their order, and so do reductions; only their interleaving is planned. In a
     graph without collectives, each update moves to where its gradient is ready. Costs of copying a rank's own rows are
@@ -42,8 +42,8 @@ class ScheduleOverlap(GraphPass):
 
     Attributes:
         in_flight_bytes: maximum bytes of unsharded parameters and gradients with a collective in flight. Two
-            collectives, and the number used by the rules, are always allowed. Replicated gradients do not count: their
-            means are equally large, so waiting for them frees nothing. The target's budget counts everything.
+            collectives, and the bytes that the rules have in flight, are always allowed. Replicated gradients do not
+            count: their means are equally large, so waiting frees nothing. The target's budget counts everything.
     """
 
     in_flight_bytes: int = 64 * MIB

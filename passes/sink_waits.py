@@ -157,7 +157,7 @@ def carries_mean(node: fx.Node) -> bool:
 def finish_before(graph: fx.Graph, start: fx.Node, anchor: fx.Node, ahead: Hazards) -> None:
     """Move the wait of a reduction, and the nodes that turn its result into a gradient, to just before `anchor`.
 
-    For a replicated parameter, the start of the gather of the averaged gradient moves as well, but not its wait.
+    For a replicated parameter, the gather of the averaged gradient also starts there; the gather's wait does not move.
     """
     order = nodes.order_of(graph)
     wait = cast(fx.Node, nodes.wait_of(start))

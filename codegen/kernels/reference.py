@@ -81,7 +81,7 @@ class CodeBook:
         return 2 * (self.top + 1) // (self.high - self.low + 1)
 
     def slope(self, clip: float) -> float:
-        """Return the factor of u to get a code or, with rotation, a position between the two clips."""
+        """Return the factor that turns u into a code or, with rotation, into a position between the two clips."""
         return fp32(0.5 / (self.top + 1) / clip if self.rotated else self.high / self.top / clip)
 
     @property
@@ -104,14 +104,14 @@ Words = TypeVar("Words", int, Tensor)
 def quantize(
     grad: Tensor, state: dict[str, Tensor], method: BlockMethod, draw: RngKey, rank: int
 ) -> tuple[Tensor, Tensor]:
-    """Quantize a gradient plus the error of the previous one, and update the error.
+    """Quantize a gradient plus the error left by the previous gradient, and update the error.
 
     Args:
         grad: [chunks, numel] in any floating-point dtype.
-        state: "error" [chunks, groups, group], and "error_scale" [chunks, groups] if the error is int8; empty if the
-            method keeps no error. Updated in place, except for groups with a gradient that is not finite.
+        state: "error" [chunks, groups, group] and, for an int8 error, "error_scale" [chunks, groups]; updated in place,
+            except for groups with a gradient that is not finite. Empty if the method keeps no error.
         method: compression method.
-        draw, rank: key of the random signs.
+        draw, rank: key of the random signs, and this rank; the signs depend on both.
 
     Returns:
         codes [chunks, groups * group * bits / 8] uint8; scales [chunks, groups] bf16, NaN if a group is not finite.
@@ -319,8 +319,8 @@ def hash_32(words: Words) -> Words:
 def pack(codes: Tensor, method: BlockMethod) -> Tensor:
     """Pack int8 codes into bytes: [..., group] -> [..., group * bits / 8].
 
-    A group is cut into 8 / bits equal parts. Each byte holds one code of each part, the first part's in its lowest
-    bits.
+    A group is cut into 8 / bits equal parts. Byte i holds code i of every part, beginning with the first part in the
+    lowest bits.
     """
     if method.bits == 8:
         return codes.view(torch.uint8)
@@ -360,7 +360,7 @@ def quantize_bucket(
         grads: contiguous gradients of any shape, treated as padded to `stretches * world * numel` elements by zeros.
         states: error-feedback state of each gradient, see `quantize`; updated in place.
         layout: layout of the bucket; its method is a BlockMethod.
-        draw, rank: key of the random signs.
+        draw, rank: key of the random signs, and this rank; the signs depend on both.
         payload: [world, payload_bytes] uint8, zeros; overwritten.
     """
     method = _block_method(layout)
@@ -386,11 +386,11 @@ def dequantize_sum_bucket(
 
     Args:
         received: [ranks, payload_bytes] uint8, from ranks first_rank, first_rank + 1, ... of the group.
-        layout, draw: layout, and key of random signs, used by the senders.
+        layout, draw: the senders' layout and key of random signs.
         first_rank: rank that sent the first row.
         divisor: divisor of the sum; 1 leaves it unchanged.
         outputs: [stretches * numel] in any floating-point dtype for each gradient; overwritten.
-        accumulate: add to the outputs instead, in fp32 (fp64 for fp64 outputs), before rounding to the output's dtype.
+        accumulate: add the result to the outputs, in fp32 (fp64 for fp64 outputs), then round to their dtype.
     """
     method = _block_method(layout)
     for numel, views, output in zip(layout.numels, layout.views(received), outputs, strict=True):
@@ -407,7 +407,8 @@ def dequantize_each_bucket(received: Tensor, layout: BucketLayout, draw: RngKey,
 
     Args:
         received: [ranks, payload_bytes] uint8, from ranks 0, 1, ... of the group; rows need not be adjacent.
-        layout, draw: layout, with world and stretches of 1, and key of random signs, used by the senders.
+        layout: the senders' layout, in which world and stretches are 1.
+        draw: the senders' key of random signs.
         outputs: [ranks, numel] in any floating-point dtype for each tensor; overwritten.
     """
     for rank in range(received.shape[0]):

@@ -36,7 +36,7 @@ class Member:
     """A collective that may join a bucket.
 
     Attributes:
-        at_us: time of the compute before the collective's result is read (gather) or its input is ready (reduction).
+        at_us: compute time until the result is read (for a gather), or until the input is ready (for a reduction).
         transfer_us: time on the link, without latency.
     """
 

@@ -35,7 +35,8 @@ class Hop:
     """One exchange of a compressed reduction, between the ranks of one process group.
 
     Attributes:
-        group_name, world, rank: name and size of the group, and this rank's number in it.
+        group_name, world: name and size of the group.
+        rank: this rank's number in the group.
         method: compression method.
         slot: name under which each parameter keeps the error-feedback state of this hop.
         salt: seed of random numbers; differs between groups along the same mesh axis, and between hops.
@@ -136,8 +137,8 @@ class CompressedReduction(ReductionBuilder):
     def _known_ranks_per_host(self) -> int | None:
         """Return the number of consecutive ranks of the group on each host.
 
-        Returns None if the hardware of the target or this machine is unknown, if each host has one rank or one host has
-        all, or if hosts have different numbers of ranks.
+        Returns None if the hardware of the target or this machine is unknown, if each host has a single rank, if one
+        host has all ranks, or if hosts have different numbers of ranks.
         """
         machine, world = self.ctx.hardware or self.ctx.machine, self.layout.world
         if machine is None or world == 1:
@@ -248,9 +249,9 @@ class CompressedReduction(ReductionBuilder):
         return self.node(operator.getitem, quantized, 0), self.node(operator.getitem, quantized, 1)
 
     def _errors(self, hop: Hop, device: torch.device) -> list[fx.Node]:
-        """Copy error-feedback state from the host; [] if it is on the device.
+        """Build the nodes that copy error-feedback state from the host; [] if the state is on the device.
 
-        The copy starts before the reduction of the previous gradient, and so overlaps it.
+        The copy starts before the reduction of the previous gradient, and so overlaps that reduction.
         """
         if not hop.keeps_on_host:
             return []

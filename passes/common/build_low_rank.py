@@ -51,8 +51,8 @@ def build_low_rank(graph: fx.Graph, markers: Sequence[fx.Node], ctx: PassContext
         left 0 ... right 0, left 1 ... right 1, left 2, means 0 ... right 2, means 1, means 2
 
     In the graph of a whole training step, all means of a backward are rebuilt before any is read, because readers may
-    write to them, and because the next backward needs the updated error feedback. Small factors are gathered and summed
-    by every rank; others get new reduce_grad nodes, which `LowerReductions` lowers.
+    write to them, and because the next backward needs the updated error feedback. Every rank gathers and sums the small
+    factors; larger factors get new reduce_grad nodes, which `LowerReductions` lowers.
     """
     order = nodes.order_of(graph)
     parts = _parts(markers) if ctx.direction == "step" else [markers] if markers else []

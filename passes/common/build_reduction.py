@@ -179,7 +179,7 @@ def waits_in_grad(marker: fx.Node) -> bool:
 
 
 def has_own_storage(node: fx.Node, reader: fx.Node) -> bool:
-    """Return whether a node's value shares its storage with no other value, and only `reader` reads it."""
+    """Return whether a node's value has a storage of its own, and `reader` is the node's only reader."""
     numel = meta.tensor_value(node).numel()
     while list(node.users) == [reader] and node.op == "call_function" and isinstance(node.target, OpOverload):
         shared = traits.shared_arguments(node)
@@ -195,8 +195,8 @@ def plan_algorithms(
 ) -> dict[fx.Node, dict[str, Algorithm]]:
     """Choose the algorithm of each reduce_grad node (marker) for each of its process groups.
 
-    Gradients that may share a collective get the same algorithm, chosen as if one collective carried them all, because
-    gradients with different algorithms cannot be merged.
+    Gradients with different algorithms cannot be merged. Those that may share a collective therefore get the same
+    algorithm, chosen as if one collective carried them all.
 
     Returns:
         Algorithms by marker and group name.
@@ -257,9 +257,9 @@ def _hops_of(marker: fx.Node) -> dict[str, Reduction]:
 
 
 def _travelling(grad: fx.Node, asked: torch.dtype | None) -> tuple[fx.Node, torch.dtype]:
-    """Return the node to send in place of `grad`, and the dtype in which to send it.
+    """Return the node to send for `grad`, and the dtype in which to send it.
 
-    If `grad` is a cast that only widened a bf16 or fp16 gradient to fp32, the node is the source of the cast.
+    The node is `grad` itself or, if `grad` only widens a bf16 or fp16 gradient to fp32, that narrow gradient.
     """
     dtype = meta.tensor_value(grad).dtype
     if traits.cast_dtype(grad) == torch.float32 and wire_dtype_of(dtype, asked) == dtype:

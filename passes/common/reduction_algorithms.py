@@ -39,8 +39,8 @@ def choose_algorithm(
     """Return the fastest algorithm that keeps sums in fp32.
 
     On gloo, this is always all_to_all: gloo's own reductions send twice as much, and sum in another order. On NCCL, an
-    all_to_all sends narrow dtypes, which a reduce_scatter must widen to fp32. In an all_to_all, however, every rank
-    sends to other hosts; in a reduce_scatter, a ring, only one rank of each host does. If averages are gathered
+    all_to_all sends narrow dtypes, which a reduce_scatter must widen to fp32. However, every rank sends to other hosts
+    in an all_to_all, but only one rank of each host in a reduce_scatter, which is a ring. If averages are gathered
     afterwards, an all_reduce inside a host saves a launch, but every rank divides the whole tensor. At equal cost,
     prefers reduce_scatter, then all_to_all, then all_reduce.
 

@@ -49,8 +49,8 @@ def _repeat(
 ) -> None:
     """Let the `readers` in one part of a step (a forward or a backward) read a new gather of a parameter.
 
-    The gather goes before its first reader, and so does each repeated view. An earlier view would change the order in
-    which the parameters of a module are gathered.
+    The gather and each repeated view are placed just before their own first readers. An earlier view would change the
+    order in which the parameters of a module are gathered.
 
     Args:
         values: the gathered parameter and its views, in all parts.

@@ -19,8 +19,8 @@ class ReplicatedReduction:
     """The nodes that reduce one flat replicated gradient.
 
     Attributes:
-        steps: exchange, wait, sum and division, gather of the averaged chunks, its wait, and a cast if the gather uses
-            a narrower dtype than the result. Each step reads only the previous one.
+        steps: chain of nodes, each of which reads only the previous one: exchange, wait, sum and division, gather of
+            the averaged chunks, wait for the gather, and a cast if the gather's dtype is narrower than the result's.
         numel: number of elements of the gradient, without padding.
         mean: node of the complete averaged gradient [numel].
     """
@@ -31,7 +31,7 @@ class ReplicatedReduction:
 
     @classmethod
     def of(cls, start: fx.Node) -> ReplicatedReduction | None:
-        """Return the reduction that begins with `start`; None if its result is not gathered over the same group.
+        """Return the reduction that begins with `start`; None if averages are not gathered over the start's group.
 
         Returns None also for compressed gradients, and for hybrid sharding.
         """

@@ -24,8 +24,8 @@ class Updates:
         reading: nodes that depend on a reduced gradient, through their inputs or through earlier writes.
         preparing: nodes that use only graph inputs and serve only `reading` nodes, such as the next step count.
         before: for each node of the graph, the nodes that must precede it, besides its inputs.
-        arrival: for each node that depends on reductions, the position at which the last of them starts. On a single
-            rank nothing is reduced; gradients then count as arriving in buckets.
+        arrival: for each node that depends on reductions, the position where the last of these reductions starts. On a
+            single rank nothing is reduced; gradients then count as arriving in buckets.
     """
 
     reading: Mapping[fx.Node, None]
@@ -68,7 +68,7 @@ class Updates:
         return not any(source in self for node in others for source in self.needs(node))
 
     def homes(self) -> dict[fx.Node, int]:
-        """Return for each value of a parameter, such as an Adam moment, where its gradient's reduction starts.
+        """Map each parameter's values, such as Adam moments, to where the reduction of the parameter's gradient starts.
 
         Values belong to the same parameter if they have the same index in the lists of a call such as `_foreach_mul_`,
         or if one is computed from the other and neither is a scalar.
@@ -95,7 +95,7 @@ def carries_parameter(node: fx.Node) -> bool:
 
 
 def _arrivals_alone(order: Iterable[fx.Node]) -> dict[fx.Node, int]:
-    """Return for each gradient that is not reduced (on a single rank) the position of its bucket's last gradient."""
+    """Map each gradient that is not reduced (on a single rank) to the position of the last gradient of its bucket."""
     found: dict[fx.Node, int] = {}
     bucket: dict[fx.Node, None] = {}
     held = 0
@@ -115,7 +115,7 @@ def _arrivals_alone(order: Iterable[fx.Node]) -> dict[fx.Node, int]:
 
 
 def lists_of(node: fx.Node) -> list[Sequence[object]]:
-    """Return the list arguments of a call over many tensors, such as `_fused_adamw_`, which have equal lengths.
+    """Return the list arguments, all of equal length, of a call over many tensors, such as `_fused_adamw_`.
 
     The result is empty for other calls.
     """

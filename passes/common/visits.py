@@ -21,14 +21,15 @@ class Visit:
 
     Attributes:
         resting: the offloaded input.
-        aliases: values that share the input's storage; maps each to the value it was made from.
+        aliases: values in the input's storage, each mapped to the value from which it was made.
         uses: nodes that read or write these values, in order; views are left out.
         is_update: whether the uses belong to an optimizer update.
-        last_write: the last use that writes; None: no use writes, and the copy is dropped.
+        last_write: the last use that writes. None: no use writes, so the copy on the device is dropped.
         is_first: whether no earlier visit has stored to the input.
         previous: the previous visit of the same input, or None.
-        reload, ready, store: the copy's start, its wait, and the start of the copy back; None until built.
-        copies: for each alias, the value that replaces it, in the copy on the device.
+        reload, ready: start of the copy to the device, and the wait for this copy; None until built.
+        store: start of the copy back; None until built.
+        copies: maps each alias to the value that replaces it while the copy on the device is used.
     """
 
     resting: fx.Node
@@ -100,9 +101,9 @@ def is_computing(node: fx.Node) -> bool:
 
 
 def _gathers_of_copies(order: Sequence[fx.Node], position: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
-    """Map each copy of local rows to the position of the gather that sends it.
+    """Map each copy of local rows to the position of the gather that sends the copy.
 
-    Only some ranks have such copies, to pad their rows; all ranks have the gather.
+    Only ranks that must pad their rows have such copies; all ranks have the gather.
     """
     found: dict[fx.Node, int] = {}
     for start in order:
@@ -113,7 +114,7 @@ def _gathers_of_copies(order: Sequence[fx.Node], position: Mapping[fx.Node, int]
 
 
 def _updates(order: Sequence[fx.Node], resting: Container[fx.Node]) -> Container[fx.Node]:
-    """Return the nodes of the updates: all that depend on reduced gradients, or else all from the first write on."""
+    """Return the updates: nodes that depend on reduced gradients or, without any, all nodes from the first write on."""
     found = Updates.of(order)
     if found.reading:
         return found

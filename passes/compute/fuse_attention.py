@@ -134,7 +134,7 @@ def _copies(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _spare(copy: fx.Node, copied: fx.Node, node: fx.Node) -> None:
-    """Bypass `copy`, a clone of `copied` or of a view of it, if `node` already has the strides of `copy`."""
+    """Bypass `copy`, a clone of `copied` or of its view, if `node` (or its view) already has the strides of `copy`."""
     source = copy.all_input_nodes[0]
     direct = node
     if source is not copied:

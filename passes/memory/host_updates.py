@@ -37,9 +37,9 @@ class HostUpdate:
         brought: inputs kept on the GPU, which are copied to the host: gradients, step counts, parameters.
         returned: the inputs in `brought` that the update writes to.
         on_host: for each input in `brought`, its copy on the host; filled when copies are inserted.
-        counts: one tensor with all step counts, copied to the host instead of them; None: at most one step count.
-        prepared: waits for the copies to the host, and views of these copies, all just before the update.
-        deadline: the first later node that uses the update's tensors, or the output; None until copies are inserted.
+        counts: one tensor with all step counts, copied to the host instead of each count; None: at most one step count.
+        prepared: nodes just before the update: waits for the copies to the host, and views of these copies.
+        deadline: the first later node that uses the update's tensors, else the output; None until copies are inserted.
     """
 
     update: fx.Node
@@ -95,7 +95,7 @@ def plan_host_updates(order: Sequence[fx.Node]) -> list[HostUpdate]:
 
 
 def _first_followers(order: Sequence[fx.Node], updates: Mapping[fx.Node, frozenset[fx.Node]]) -> dict[fx.Node, fx.Node]:
-    """Return for each update the first later node that uses its tensors, or the output.
+    """Map each update to the first later node that uses the update's tensors, or else to the graph's output.
 
     Args:
         order: nodes of the graph.
@@ -111,12 +111,12 @@ def _first_followers(order: Sequence[fx.Node], updates: Mapping[fx.Node, frozens
 
 
 def can_run_on_host(node: fx.Node) -> bool:
-    """Return whether a node is a fused update of existing parameters and state, at least some kept on the host."""
+    """Return whether a node is a fused update of existing parameters and state, some or all of them on the host."""
     return is_fused(node) and not node.users and meta.beside(node) is None and _can_leave(_updated(node))
 
 
 def _updated(update: fx.Node) -> list[fx.Node]:
-    """Return the parameters and state that an update writes to, without gradients, which it may unscale."""
+    """Return the parameters and state that an update writes to, but no gradients (which an update may unscale)."""
     grads = _list_of(update, "grads")
     return [one for one in overwritten(update) if one not in grads]
 
@@ -242,7 +242,7 @@ def _list_of(update: fx.Node, name: str) -> Sequence[fx.Node]:
 
 
 def _longest_numel(update: fx.Node) -> dict[fx.Node, int]:
-    """Return the number of elements of each tensor in a call's lists, on the rank with the most rows of it."""
+    """Map each tensor in a call's lists to its number of elements on the rank that has the most of its rows."""
     found: dict[fx.Node, int] = {}
     for members in zip(*lists_of(update), strict=True):
         ours = [one for one in members if isinstance(one, fx.Node)]

@@ -24,9 +24,9 @@ class ScheduleCopies(GraphPass):
     """Start each copy to the device just early enough, and wait for copies back and for updates as late as is useful.
 
     `StreamStates` inserts copies by fixed rules. This pass schedules copies and collectives of the final graph
-    together, on a simulator with a lane for each link, the disk, and the host's updates. The order stays within the
-    budget or, without one, within the peak of the rules. The order of the rules is a candidate; orders that are slower,
-    or as fast with a higher peak, are dropped unless the rules exceed the budget.
+    together, on a simulator with a lane for each link, the disk, and the host's updates. The new order stays within the
+    budget or, without a budget, within the peak of the order by rules. That order is a candidate, too: unless it
+    exceeds the budget, slower orders, and equally fast ones with a higher peak, are dropped.
     Leaves alone: the order of compute, and where updates start; graphs without offloaded tensors.
 
     Attributes:

@@ -61,16 +61,16 @@ class StreamStates(GraphPass):
     Attributes:
         prefetch: number of uses whose copies are in flight besides the awaited one.
         in_flight_bytes: maximum bytes of copies in flight, including the awaited ones. The copies for one use are
-            always prefetched, so that the limit has no effect up to prefetch=1. The default holds three updates of
-            `update_bytes`, two of them prefetched.
+            always prefetched, so the limit has no effect with prefetch 0 or 1. The default holds three updates of
+            `update_bytes`: one awaited, two prefetched.
         update_bytes: maximum bytes of offloaded tensors that one call of a fused update reads; larger calls are split
             by parameters.
         stores_in_flight: number of later stores that may start before a store is awaited. The same limit applies to
             updates that run concurrently with compute.
         updates: where offloaded state is updated. State on disk is always copied to the device.
             "at_rest": on the host, for state kept there. Fused updates run in a thread, concurrently with compute,
-            bucket by bucket. On a GPU, gradients are copied to the host, and so are parameters kept on the GPU, which
-            are copied back after the update. Updates that are not fused run on the device.
+            bucket by bucket. On a GPU, gradients and the parameters kept on the GPU are copied to the host; these
+            parameters are copied back after the update. Updates that are not fused run on the device.
             "streamed": on the device; all offloaded state is copied.
             "planned": whichever makes the simulated step faster, on the target's hardware and within the budgets of
             device and host. The first fused updates of a step run on the host, the others on the device. All run on
@@ -255,7 +255,7 @@ def _visit(graph: fx.Graph, visit: Visit, placed: Placements) -> None:
 
 
 def _copy_of(graph: fx.Graph, alias: fx.Node, visit: Visit, use: fx.Node) -> fx.Node:
-    """Return the value that replaces `alias`, a value in the offloaded input's storage, in the copy on the device."""
+    """Return the value in the device's copy that replaces `alias`, a value in the offloaded input's storage."""
     if alias not in visit.copies:
         source = visit.aliases[alias]
         behind = _copy_of(graph, source, visit, use)
@@ -293,7 +293,7 @@ def _move_out(graph: fx.Graph, value: fx.Node, last: fx.Node, placed: Placements
 def _prefetch(
     order: Sequence[fx.Node], visits: Sequence[Visit], joined: Sequence[Visit], prefetch: int, in_flight_bytes: int
 ) -> None:
-    """Move the starts of copies to the device up, to just before the waits of copies for an earlier use."""
+    """Move each start of a copy to the device up, to just before the wait for the copies of an earlier use."""
     batches = list(_batches(order, visits))
     held: Counter[fx.Node] = Counter()  # bytes of copies that an update shares with backward
     for visit in joined:
@@ -324,10 +324,10 @@ def _prefetch(
 def _join_updates(
     order: Sequence[fx.Node], visits: Sequence[Visit], prefetch: int, in_flight_bytes: int
 ) -> list[Visit]:
-    """Let an update reuse backward's copy of a tensor if its own copy would start before backward reads the tensor.
+    """Let an update share backward's copy of a tensor if a copy for the update would start before backward's read.
 
     Returns:
-        The visits (periods on the device) of updates that were merged into earlier visits.
+        The updates' visits (periods on the device) that were merged into earlier visits.
     """
     batches = list(_batches(order, visits))
     sizes = [sum(most_bytes_of(visit.resting) for visit in batch) for batch in batches]
@@ -383,7 +383,7 @@ def _write_behind(
 ) -> None:
     """Wait for each copy back after `in_flight` later batches of copies have started.
 
-    The wait is earlier if the input is read before that.
+    If the offloaded input is read again earlier, the wait comes just before that read.
     """
     read_again: dict[fx.Node, fx.Node] = {}  # from the start of each store to the first read after it
     last_store: dict[fx.Node, fx.Node] = {}

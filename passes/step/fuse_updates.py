@@ -109,7 +109,7 @@ def plan_calls(order: Sequence[fx.Node], updates: Updates, most_numel: int) -> l
 
 
 def _homes(region: Sequence[fx.Node], updates: Updates) -> dict[fx.Node, float]:
-    """Return for each node where its parameter's gradient arrives; for several parameters, where the first arrives."""
+    """Map each node to where its parameter's gradient, or the first gradient of its parameters, arrives."""
     known = updates.homes()
     followers: dict[fx.Node, list[fx.Node]] = {}
     for node in region:

@@ -27,9 +27,9 @@ REDUCES = 4  # a reduction reads this many times its output's bytes; same limit 
 class RecomputeActivations(GraphPass):
     """Recompute pointwise activations of a whole training step in backward, where they fuse with their readers.
 
-    This is the rule of torch's partitioner, which does not process whole steps. Pointwise operators run again if their
-    inputs are alive in backward anyway and only pointwise operators read the result there, as between the products of a
-    gated layer. A result that a matrix product reads must be in memory, so it is kept.
+    This is the rule of torch's partitioner, which does not process whole steps. A pointwise operator runs again if its
+    inputs are alive in backward anyway, and if only pointwise operators read its result in backward, as between the
+    products of a gated layer. Results that a matrix product reads must be in memory, and are kept.
     Leaves alone: reductions, whose results are small; random operators, operators that write to their inputs, and
     collectives; values that are overwritten before backward ends; gathered parameters, which `ChooseLifetimes` handles;
     values that activation checkpointing recomputes.

@@ -19,9 +19,9 @@ class SplitUpdates(GraphPass):
     """Split optimizer calls over all parameters into one call per reduction, so that updates overlap later reductions.
 
     A fused or foreach optimizer updates all parameters in one call, which waits for the last gradient. This pass splits
-    each such call, and the norms of gradient clipping, into one call per reduction; on a single rank, where nothing is
-    reduced, into one per 2 MiB of gradients. The calls run at the end of the step, in the order in which reductions
-    start. Results are bitwise equal.
+    each such call, and the norms of gradient clipping, into one call per reduction. On a single rank, where nothing is
+    reduced, it makes one call per 2 MiB of gradients. The calls run at the end of the step, in the order in which
+    reductions start. Results are bitwise equal.
     Leaves alone: forward and backward; steps that compute with reduced gradients before their last backward.
     """
 

@@ -19,8 +19,8 @@ class UpdateAsReduced(GraphPass):
     """Move each update to just after the reduction of its gradient, so that the gradient is freed early.
 
     Norms for clipping are computed as gradients arrive; nodes that need the total norm come after the last gradient.
-    Nodes that only prepare an update, such as weight decay, move together with that update. A gather of the step's own
-    lines, as of a whole gradient, starts as early, and is waited for where its result is needed.
+    Nodes that only prepare an update, such as weight decay, move together with that update. A gather among the step's
+    own lines, such as one of a whole gradient, starts equally early, and is awaited where its result is needed.
     Leaves alone: the order of everything else, and steps that compute with reduced gradients before the last backward.
     """
 
@@ -87,7 +87,7 @@ def _as_reduced(order: Sequence[fx.Node], updates: Updates) -> list[fx.Node]:
 
 
 def _beyond_preparation(node: fx.Node, updates: Updates) -> set[fx.Node]:
-    """Return the nodes on which a node and the nodes preparing it depend, without nodes that prepare updates."""
+    """Return what a node and its preparing nodes depend on, except for nodes that prepare updates."""
     found: set[fx.Node] = set()
     for one in [*_preparation(node, updates), node]:
         found.update(source for source in updates.needs(one) if source not in updates.preparing)

@@ -288,14 +288,14 @@ def _error_bytes(quantize: fx.Node) -> int:
 def _grouped_flops(a: Any, b: Any, *_: Any, **__: Any) -> Any:
     """Return the flops of a grouped matrix product, which has one product per expert.
 
-    If the experts divide a dim among them, the dim's size is the total over all experts.
+    If a dim is divided among the experts, its size is the total over all experts.
     """
     groups = a[0] if len(a) == 3 and len(b) == 3 else 1
     return 2 * groups * a[-2] * a[-1] * b[-1]
 
 
 def _crossing(node: fx.Node) -> Transit | None:
-    """Return memory space and direction of an operator that copies between GPU and host; None for other operators."""
+    """Return the memory space and the direction of a copy between GPU and host; None for other operators."""
     if not traits.of(node).crosses_devices:
         return None
     source, result = tensors_of(node.all_input_nodes[-1]), tensors_of(node)

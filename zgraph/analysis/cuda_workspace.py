@@ -33,9 +33,9 @@ def workspace_on_cuda(operator: str, node: fx.Node) -> int:
 
 
 def _flash_backward(node: fx.Node) -> int:
-    """Return the bytes of the query's gradient in fp32, and of one fp32 number per row of the query, both padded.
+    """Return the total bytes of the query's gradient in fp32 and of one fp32 number per row of the query, both padded.
 
-    If keys have fewer heads than the query, also of gradients of key and value with the query's number of heads.
+    If keys have fewer heads than the query, gradients of key and value with the query's number of heads are added.
 
     Source: Dao 2023, arXiv 2307.08691; torch/aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd:
     dq_accum [batch, rows to 128, heads, channels to 32], softmax_d [batch, heads, rows to 128], dk_ and dv_expanded.
@@ -51,9 +51,9 @@ def _flash_backward(node: fx.Node) -> int:
 
 
 def _efficient_backward(node: fx.Node) -> int:
-    """Return the bytes of one fp32 number per row of the query, and of fp32 gradients.
+    """Return the total bytes of one fp32 number per row of the query and of fp32 gradients.
 
-    Each of query, key and value needs an fp32 gradient if its own dtype is narrower.
+    Such a gradient is needed for each of query, key and value whose own dtype is narrower than fp32.
 
     Source: torch/aten/src/ATen/native/transformers/cuda/mem_eff_attention/kernel_backward.h (workspace_size: gk, gv and
     gq are accumulated in fp32 if the output type is narrower), attention_backward.cu (delta).
@@ -71,15 +71,15 @@ def _sort(node: fx.Node) -> int:
 
 
 def _embedding_backward(node: fx.Node) -> int:
-    """Return the bytes of sorted token indices, their original positions, and the sort's second buffers for both.
+    """Return the bytes of four sort buffers: token indices, their original positions, and a second buffer for each.
 
-    Source: EmbeddingBackwardKernel.cu. Its kernel for few tokens needs no buffers, but counts the same here.
+    Source: EmbeddingBackwardKernel.cu. The kernel for few tokens needs no buffers, but counts the same here.
     """
     return 4 * _numel(_tensor(node, 1)) * _I64
 
 
 def _sum_ranks(node: fx.Node) -> int:
-    """Return the bytes of the sum over ranks if its dtype is wider than the result's, else 0."""
+    """Return the bytes of the tensor in which a sum over ranks accumulates; 0 if the result has the same dtype."""
     received, result = _tensor(node, 0), meta.tensor_value(node)
     wide = accumulate_dtype(received.dtype)
     return _numel(result) * wide.itemsize if result.dtype != wide else 0
@@ -128,11 +128,11 @@ COMMUNICATOR_BYTES = 16 * (4 * 2**20 + 8 * 120 * 640 * 8 + 8 * 512 * 8 * 16)
 
 
 def resting_bytes(backend: str, dtypes: Mapping[torch.dtype, float], communicators: int) -> tuple[int, int]:
-    """Return two sizes in bytes of memory that one rank always holds: cuBLAS workspaces, and NCCL communicators.
+    """Return the bytes of cuBLAS workspaces, and the bytes of NCCL communicators, that one rank always holds.
 
     Args:
         backend: backend of the groups. For any but NCCL, both results are 0.
-        dtypes: peak flops per microsecond by dtype; 8-bit floats indicate a Hopper GPU or newer.
+        dtypes: peak flops per microsecond by dtype; if 8-bit floats are listed, the GPU is a Hopper or newer.
         communicators: number of this rank's communicators, without those of a single rank.
     """
     if backend != "nccl":

@@ -56,10 +56,11 @@ class Hardware:
         memory_bytes_per_us: memory bandwidth, reads and writes together.
         launch_us: time of the smallest kernel.
         memory_bytes: memory that one rank may use.
-        intra_host, inter_host: links between ranks of the same host, and of different hosts.
+        intra_host: link between ranks of the same host.
+        inter_host: link between ranks of different hosts.
         ranks_per_host: number of ranks on a host; rank r is on host r // ranks_per_host.
-        links: links of mesh axes that differ from intra_host and inter_host, by the distance between neighbours of the
-            axis in global ranks (1 for the innermost axis).
+        links: links of mesh axes for which neither intra_host nor inter_host is right; the keys are distances between
+            neighbours of an axis in global ranks (1 for the innermost axis).
         host_to_device, device_to_host, disk: links of one rank.
         host_memory_bytes_per_us: bandwidth at which the host updates tensors kept there, reads and writes together.
             None: memory_bytes_per_us, which is right for a CPU device.

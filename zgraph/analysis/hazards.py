@@ -29,8 +29,8 @@ def hazards(order: Sequence[fx.Node]) -> Hazards:
         order: all nodes of a graph.
 
     Returns:
-        The earlier nodes, for each node that has any, without the node's inputs and without nodes whose order follows
-        from another hazard.
+        For each node with such earlier nodes, a list of them. A node's inputs are left out, and so are earlier nodes
+        whose order follows from another hazard.
     """
     writes = {node: given for node in order if (given := [*written_arguments(node), *nodes.low_rank_handles(node)])}
     regions = Regions(order if writes else ())

@@ -117,7 +117,7 @@ class Call:
 
     Attributes:
         kernel: function in the compiled library.
-        members: indices in the bucket of the gradients that the call processes, all of one dtype.
+        members: gradients that the call processes, all of one dtype, as indices in the bucket.
         table: one `struct Member` for each of these gradients.
     """
 

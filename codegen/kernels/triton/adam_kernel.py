@@ -62,8 +62,9 @@ def adam_factors(
             gradient, both moments and step count; the number of elements; the index of the first element in the
             unsharded parameter; the salt.
         factors: [parameters, FACTORS] int32, overwritten.
-        LR: "number", or the dtype of the learning rate if the table has its address instead.
-        SCALED, SKIPS: whether there is a loss scale, and a found_inf.
+        LR: "number" if the table has the learning rate itself, or its dtype if the table has its address.
+        SCALED: whether there is a loss scale.
+        SKIPS: whether there is a found_inf.
         DECOUPLED, MAXIMIZE: as in `AdamOptions`.
     """
     member = tl.program_id(0).to(tl.int64)
@@ -96,7 +97,7 @@ def factor(factors, place: tl.constexpr):
 
 @triton.jit
 def rounded(x, random):
-    """Round fp32 `x` stochastically to bf16, returned as int16, with 16 `random` bits; NaN stays NaN."""
+    """Round fp32 `x` stochastically to bf16, by 16 `random` bits; bf16 is returned as int16, and NaN stays NaN."""
     bits = (x.to(tl.uint32, bitcast=True) + random) >> 16
     return tl.where(x != x, 0x7FC0, bits).to(tl.int16)
 
@@ -110,7 +111,7 @@ def adam(
 
     Args:
         table: as for `adam_factors`.
-        programs: [programs, 2] int32: for each program, the index of the parameter, and of the block in it.
+        programs: [programs, 2] int32: index of each program's parameter, and index of its block in the parameter.
         factors: [parameters, FACTORS] int32, the result of `adam_factors`.
         SCALED: whether gradients are divided by a loss scale, in place.
         SKIPS: whether nothing is written if gradients have overflowed.

@@ -130,9 +130,10 @@ def run_begins(group, place, GROUP: tl.constexpr, RUNS: tl.constexpr, SIZE: tl.c
     """Return the offset of the first element of each run of each thread's block: [RUNS, THREADS].
 
     Args:
-        group, place: [THREADS], group of each thread, and place of its block in the group.
+        group: [THREADS], group of each thread.
+        place: [THREADS], place of each thread's block in the group.
         GROUP: number of elements of a group.
-        RUNS, SIZE: number of runs of a block, and of elements of a run.
+        RUNS, SIZE: number of runs per block, and number of elements per run.
         PLACES: number of blocks of a group.
     """
     return (group * GROUP + place * SIZE)[None, :] + (tl.arange(0, RUNS) * (SIZE * PLACES))[:, None]

@@ -30,11 +30,12 @@ class BlockConstants:
         stripe_halvings, place_halvings: base-2 logarithms of stripes and places.
         runs: number of runs of RUN neighbouring elements in a block.
         code_bytes: bytes of a group's codes.
-        code_run, code_runs: bytes of codes in one load or store of a thread, and number of such accesses per block.
+        code_run: bytes of codes in one load or store of a thread.
+        code_runs: number of such loads or stores per block.
         code_alignment: alignment of a group's codes, in bytes.
         after: b, added to a code when it is decoded.
-        aligned: whether gradients, or outputs, and each of their chunks begin at a multiple of 16 bytes and end with a
-            complete run, so that 16 bytes can be moved at once.
+        aligned: whether all gradients or outputs, and all their chunks, begin at multiples of 16 bytes and have
+            complete runs only, so that 16 bytes can be moved at once.
     """
 
     bits: int
@@ -62,14 +63,15 @@ class QuantizeConstants(BlockConstants):
         error: dtype of the error-feedback state, or "none".
         error_alignment: alignment of a group's error, in bytes.
         old_factor: residual_decay / residual_gain, for int8 errors.
-        residual_decay, residual_gain: weights of the old error, and of the new quantization error, in the new state.
+        residual_decay: weight of the old error in the new error-feedback state.
+        residual_gain: weight of the new quantization error in the new state.
         error_unit: scale of an int8 error whose largest magnitude is 1.
         contracts: whether all added products are exact, so that multiply-adds may be fused.
         exact_sums: whether sums over a group's integers have the same bits in any order.
         unbiased: whether the scale is the unbiased one rather than the least-squares one.
         slopes: factor of u at each clipping level, see `CodeBook.slope`.
         clipped: whether each clipping level is below the largest magnitude.
-        begins: at each clipping level, the offset to add after dividing rounded integers by step, to get levels.
+        begins: for each clipping level, the offset that turns rounded integers, divided by step, into levels.
         top: K, the largest integer u.
         intervals: number of intervals of the grid of integers u between the two clips.
         step: number of integers u that share a level.
@@ -107,8 +109,8 @@ class DequantizeConstants(BlockConstants):
         accumulate: whether values are added to the outputs.
         each: whether each rank's values become a row of the outputs, instead of being summed.
         divides: whether sums are divided, by IEEE division; otherwise they are multiplied by the reciprocal.
-        signs, word_signs: masks that flip the sign bits of all codes in a byte, and in a word of four bytes. The lowest
-            code then becomes 0.
+        signs: mask that flips the sign bits of all codes in a byte, so that the lowest code becomes 0.
+        word_signs: the same mask for a word of four bytes.
         middle: fp32 number that represents level 0 when codes are inserted into its bits.
     """
 

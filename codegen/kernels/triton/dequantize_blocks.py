@@ -33,7 +33,7 @@ def dequantize_sum_bucket(
 
     Args:
         received: [ranks, payload_bytes] uint8, contiguous, from ranks first_rank, first_rank + 1, ... of the group.
-        layout, draw: layout, and key of random signs, used by the senders.
+        layout, draw: the senders' layout and key of random signs.
         first_rank: rank that sent the first row.
         divisor: divisor of the sum.
         outputs: [stretches * numel], contiguous, in any floating-point dtype for each gradient.
@@ -61,7 +61,8 @@ def dequantize_each_bucket(
 
     Args:
         received: [ranks, payload_bytes] uint8; the stride between rows may be any multiple of 16 bytes.
-        layout, draw: layout, with world and stretches of 1, and key of random signs, used by the senders.
+        layout: the senders' layout, in which world and stretches are 1.
+        draw: the senders' key of random signs.
         outputs: [ranks, numel], contiguous, in any floating-point dtype for each tensor.
         options: launch options. None: the fastest of a few, found once for each method, dtype and device.
 

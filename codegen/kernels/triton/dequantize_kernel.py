@@ -1,7 +1,7 @@
 """The Triton kernel that decodes a bucket: unpack, scale, rotate back, sum over the ranks, divide and store.
 
-Each program processes a few groups of one gradient, and sums over the ranks in rank order in registers. Two tables tell
-it the groups and addresses. All added products are exact, so multiply-adds may be fused.
+Each program finds a few groups of one gradient through two tables, and sums over the ranks in rank order, in registers.
+All added products are exact, so multiply-adds may be fused.
 
 Results are bitwise equal to `zgraph.codegen.kernels.reference`, whatever the launch options.
 """
@@ -43,13 +43,13 @@ def dequantize(
     """Store the sums over ranks, or the values of each rank, of a few groups.
 
     Args:
-        table: [tensors, ENTRY] int64: for each tensor, the output's address, its sizes, and offsets of its sections in
-            the payload.
-        programs: [programs, 2] int32: for each program, the index of its tensor, and of its run of groups in the chunk.
+        table: [tensors, ENTRY] int64: for each tensor, the address and the sizes of the output, and the offsets of the
+            tensor's sections in the payload.
+        programs: [programs, 2] int32: index of each program's tensor, and index of its run of groups in the chunk.
         received: [ranks, row_bytes] uint8.
         base: the part of the random signs' key that depends on step and salt.
         first_rank: rank that sent the first row.
-        divisor: divisor of the sums if CASE.divides, else their factor.
+        divisor: number by which the sums are divided if CASE.divides, else multiplied.
         CASE: DequantizeConstants.
         THREADS: threads of a program.
     """

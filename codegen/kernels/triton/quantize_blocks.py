@@ -33,13 +33,13 @@ def quantize_bucket(
         grads: contiguous gradients of any shape, treated as padded to `stretches * world * numel` elements by zeros.
         states: error-feedback state of each gradient, contiguous, on the gradients' device; updated in place.
         layout: layout of the bucket; its method is a BlockMethod.
-        draw, rank: key of the random signs.
+        draw, rank: key of the random signs, and this rank; the signs depend on both.
         payload: [world, payload_bytes] uint8, contiguous; bytes after the last section are not written.
         options: launch options. None: the fastest of a few, found once for each method, dtype and device.
 
     Raises:
-        ValueError: a tensor is not contiguous, or is on the CPU although kernels are compiled; an error or the payload
-            does not begin at a multiple of 16 bytes.
+        ValueError: a tensor is not contiguous, or is on the CPU although kernels are compiled; the payload or a stored
+            error does not begin at a multiple of 16 bytes.
     """
     method = checks.block_method(layout)
     kept = [[state[name] for name in _state_names(method)] for state in states]

@@ -1,7 +1,7 @@
 """The Triton kernel that quantizes a bucket: add the error, rotate, quantize, pack, and store the new error.
 
-Each program processes a few groups of one gradient; two tables tell it the groups and addresses. Gradients are read in
-place, and codes and scales are written directly to the payload, without temporary buffers.
+Each program processes a few groups of one gradient, which it finds through two tables. Gradients are read in place, and
+codes and scales are written directly to the payload, without temporary buffers.
 
 Results are bitwise equal to `zgraph.codegen.kernels.reference`, whatever the launch options.
 """
@@ -55,9 +55,9 @@ def quantize(
     """Store the codes, scales and new errors of a few groups.
 
     Args:
-        table: [tensors, ENTRY] int64: for each tensor, the addresses of gradient, error and the error's scales, sizes,
-            and offsets of its sections in the payload.
-        programs: [programs, 2] int32: for each program, the index of its tensor, and of its run of groups in the chunk.
+        table: [tensors, ENTRY] int64: for each tensor, the addresses of gradient, error and error scales; the sizes;
+            the offsets of the tensor's sections in the payload.
+        programs: [programs, 2] int32: index of each program's tensor, and index of its run of groups in the chunk.
         payload: [world, payload_bytes] uint8.
         key: key of the random signs.
         sign_bit: the sign bit of an fp32 number.
@@ -148,7 +148,7 @@ def read_gradient(grad, start, group, place, left, CASE: tl.constexpr):
 
 @triton.jit
 def add_error(compensated, error, error_scale, group, place, real, CASE: tl.constexpr):
-    """Add the old int8 error to `compensated`; return this sum, and this sum plus old_factor * old error."""
+    """Add the old int8 error to `compensated`; return the sum, and the sum plus old_factor * the old error."""
     ALIGNMENT: tl.constexpr = CASE.error_alignment
     words = tl.multiple_of(error.to(tl.pointer_type(tl.int32)), ALIGNMENT)
     words += offsets(group, place, CASE.group // 4, CASE.runs, 2, CASE.places)
@@ -258,7 +258,7 @@ def four_bit_words(levels):
 
 @triton.jit
 def keep_codes(new, error, error_scale, group, place, keep, CASE: tl.constexpr):
-    """Store residual_gain * `new`, the new error, as int8 codes and their scales."""
+    """Store the new error, residual_gain * `new`, as int8 codes and scales."""
     largest = group_largest(new, CASE.stripe_halvings, CASE.places)
     scale = number_to_bf16(tl.where(largest >= TINY, largest * CASE.error_unit, 0.0))
     wide = from_bf16(scale)

@@ -1,4 +1,4 @@
-"""Tables that tell compression kernels the address of each tensor of a bucket, and the programs that process it.
+"""Tables for compression kernels: the address of each tensor of a bucket, and the tensor that each program processes.
 
 With these tables, one compiled kernel works for any number and sizes of tensors.
 """
@@ -28,7 +28,7 @@ def entries_of(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
 
 @functools.lru_cache(maxsize=4096)
 def programs_of(groups: tuple[int, ...], at_once: int, device: torch.device) -> Tensor:
-    """Return a table [programs, 2] int32: for each program, the index of its tensor, and of its run of groups.
+    """Return a table [programs, 2] int32: index of each program's tensor, and index of its run of groups.
 
     Args:
         groups: number of groups in a chunk of each tensor.

@@ -191,7 +191,7 @@ def is_all_reduce(node: fx.Node) -> bool:
 
 
 def is_reduction(node: fx.Node) -> bool:
-    """Whether the node starts an all_to_all, a reduce_scatter or an all_reduce, as used to sum over ranks."""
+    """Whether the node starts a collective that can sum over ranks: all_to_all, reduce_scatter or all_reduce."""
     return is_all_to_all(node) or is_reduce_scatter(node) or is_all_reduce(node)
 
 
@@ -231,7 +231,7 @@ def sent_by(start: fx.Node) -> list[fx.Node]:
 
 
 def started_by(start: fx.Node) -> list[fx.Node]:
-    """Return the nodes that waits have as argument: the start, or the selected results of a coalesced collective."""
+    """Return the nodes that are waited for: the start itself, or the selected results of a coalesced start."""
     taken = [user for user in start.users if is_getitem(user)]
     return taken or [start]
 
@@ -247,7 +247,7 @@ def wait_of(start: fx.Node) -> fx.Node | None:
 
 
 def results_of(wait: fx.Node) -> list[fx.Node]:
-    """Return the nodes with a collective's results: the wait itself, or for a group wait, one node per result."""
+    """Return the nodes that hold what a wait returns: the wait itself, or the selected results of a group wait."""
     return [user for user in wait.users if is_getitem(user)] if is_group_wait(wait) else [wait]
 
 

@@ -15,7 +15,7 @@ DATA_DEPENDENT_SIZE = 8192
 
 
 def size_hint(size: object) -> int:
-    """Return a size as a number: for a symbolic size, its value during tracing; else `DATA_DEPENDENT_SIZE`."""
+    """Return a size as a number: a symbolic size has its value during tracing, or else `DATA_DEPENDENT_SIZE`."""
     hint = hint_of(size)
     return DATA_DEPENDENT_SIZE if hint is None else hint
 

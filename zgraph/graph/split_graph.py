@@ -1,4 +1,4 @@
-"""Splits a graph into two that run one after the other, by the outputs that each must compute."""
+"""Splits a graph into two graphs that run one after the other; each computes some of the outputs."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Halves:
     Attributes:
         first: graph that returns the early outputs, then the values that the second graph needs.
         second: graph that returns the late outputs.
-        first_inputs, second_inputs: indices of the whole graph's inputs that each half takes.
-        early, late: indices of the whole graph's outputs that each half returns. Outputs with neither index are None.
+        first_inputs, second_inputs: inputs of the whole graph that each half takes, as indices.
+        early, late: outputs of the whole graph that each half returns, as indices. Outputs in neither tuple are None.
         outputs: number of outputs of the whole graph.
     """
 
@@ -77,7 +77,7 @@ def split_graph(gm: fx.GraphModule, late: Iterable[int]) -> Halves | None:
 
 
 def early_first(graph: fx.Graph, late: Iterable[int]) -> int:
-    """Move everything that the early outputs need to the front of a graph; return the number of nodes there.
+    """Move inputs, and all nodes that early outputs need, to a graph's front; return the number of these nodes.
 
     Args:
         graph: the graph, changed in place.
@@ -101,9 +101,9 @@ def weight_gradients(joint: fx.Graph, forward_outputs: int) -> tuple[tuple[int, 
         forward_outputs: number of outputs of the forward, which come first.
 
     Returns:
-        Two tuples: the indices of the reduced gradients among all gradients; and for each gradient, the index of its
-            input among the graph's tensor inputs, or None if that input is a number. Instead of the tuples, None if no
-            gradient is reduced, or if several inputs are parts of one tensor, such as a DTensor.
+        Two tuples. The first has the indices of the reduced gradients among all gradients. The second has, for each
+        gradient, the index of its input among the graph's tensor inputs; None if the input is a number. None in place
+        of both tuples if no gradient is reduced, or if several inputs are parts of one tensor, such as a DTensor.
     """
     inputs = [node for node in joint.find_nodes(op="placeholder") if not is_tangent(node)]
     grads = nodes.returned_by(joint)[forward_outputs:]
@@ -123,7 +123,7 @@ def weight_gradients(joint: fx.Graph, forward_outputs: int) -> tuple[tuple[int, 
 
 
 def _needed(outputs: Iterable[fx.Node]) -> dict[fx.Node, None]:
-    """Return the outputs and all nodes that they depend on, with all waits and all selected results of these nodes."""
+    """Return the outputs and the nodes that they depend on, and every wait and selected result of such a node."""
     found: dict[fx.Node, None] = {}
     waiting = list(outputs)
     while waiting:
@@ -166,7 +166,7 @@ def _graph_of(
         members: nodes of the half.
         places: indices of the whole graph's outputs that the half returns.
         returned: outputs of the whole graph.
-        handed: further nodes whose values the half returns.
+        handed: nodes whose values the half returns after the outputs at `places`.
     """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}

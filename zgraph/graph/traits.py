@@ -1,7 +1,7 @@
 """Traits of operators: a table of properties that schemas lack, and functions that read it.
 
-The functions take nodes, because traits of some operators depend on arguments. Properties that torch's schemas and tags
-contain are read there (`zgraph.torch_compat.operators`).
+The functions take nodes, because traits of some operators depend on arguments. The table lacks properties that torch's
+schemas and tags have: `zgraph.torch_compat.operators` reads these.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Traits:
     Attributes:
         reshapes: the result is a view, a cast or a copy of the first argument. Operators that return a view of their
             only tensor have this trait without being listed.
-        decodes: converts the codes of a quantized gathered parameter, its first argument, to values.
+        decodes: converts the first argument, which has the codes of a quantized gathered parameter, to values.
         packs: packs a rank's rows into a result whose size is the same on all ranks.
         is_view: the result shares memory with the first argument, although the schema does not say so.
         vanishes: lowering replaces the call by its first argument, so the result shares memory with that argument.
@@ -211,9 +211,9 @@ def is_view(node: fx.Node) -> bool:
 
 
 def shared_arguments(node: fx.Node) -> tuple[int | None, ...]:
-    """Return for each result the position of the argument with which it always shares memory.
+    """Return, for each result, the position of the argument whose memory the result always shares.
 
-    The position is None, or missing, for a result that shares memory with no argument.
+    A result that shares no argument's memory has the position None, or no position.
     """
     row = of(node)
     return () if row.may_copy else (0,) if row.is_view or row.vanishes else alias_positions(node.target)
@@ -264,9 +264,9 @@ def is_repeatable(node: fx.Node) -> bool:
 def is_movable(node: fx.Node) -> bool:
     """Whether a scheduler may move the node.
 
-    Movable are: starts and waits of a parameter's collectives, and copies into and out of their buffers; copies between
-    memory spaces; and waits for asynchronous updates. Not movable are gathers pinned to the use of their result, and
-    nodes that only accumulate gradients, because they free memory and hide no collective.
+    A scheduler may move a parameter's collectives (starts, waits, copies into and out of buffers), copies between
+    memory spaces, and waits for asynchronous updates. It may not move a gather that is pinned to the use of its result,
+    nor a node that only accumulates gradients: such a node frees memory and hides no collective.
     """
     if nodes.is_copy_start(node) or nodes.is_copy_wait(node) or nodes.is_update_wait(node):
         return True

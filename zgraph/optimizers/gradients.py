@@ -38,8 +38,8 @@ class GradScaler(AgreeingGradScaler):
     and of skipped steps, so that error feedback stays correct.
 
     Attributes:
-        defer: callback that each `update()` calls with the overflow flags of the steps, perhaps before the device has
-            computed them; pass them to `tell_models` later. None: `update()` itself informs the models.
+        defer: callback that receives the steps' overflow flags from each `update()`, perhaps before the device has
+            computed the flags; pass the flags to `tell_models` later. None: `update()` itself informs the models.
         found: overflow flags of the steps since the last `update()`, by optimizer.
     """
 

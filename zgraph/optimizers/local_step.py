@@ -44,9 +44,9 @@ def step_on_shards(optimizer: Optimizer) -> Optimizer:
     Only hooks are added to the optimizer. Its class, parameters, groups, state dicts, schedulers and scalers work as
     before, its state still consists of DTensors, and a step that raises an error changes nothing.
 
-    A step runs on DTensors as before if it has a closure, if the optimizer is differentiable, inside torch.compile, and
-    if gradients have other placements than their parameters. Copied or unpickled optimizers need another call of this
-    function.
+    A step still runs on DTensors if it has a closure or runs inside torch.compile, if the optimizer is differentiable,
+    or if gradients have other placements than their parameters. A copied or unpickled optimizer needs its own call of
+    this function.
 
     Args:
         optimizer: one of torch.optim's element-wise optimizers; its parameters may be sharded or not.
@@ -55,7 +55,7 @@ def step_on_shards(optimizer: Optimizer) -> Optimizer:
         The same optimizer.
 
     Raises:
-        ValueError: the optimizer is not of exactly one of these classes.
+        ValueError: the optimizer's class is none of these classes; subclasses do not count.
     """
     if type(optimizer) not in ELEMENT_WISE:
         known = ", ".join(sorted(kind.__name__ for kind in ELEMENT_WISE))
@@ -72,7 +72,7 @@ def step_on_shards(optimizer: Optimizer) -> Optimizer:
 class _StandIn:
     """Makes each step of an optimizer run on a second optimizer of the same class, which has the local shards.
 
-    A hook before the step replaces the step's first argument, the optimizer (torch 2.11 - 2.15).
+    A hook before the step passes the second optimizer to the step in place of the first (torch 2.11 - 2.15).
     """
 
     def __init__(self) -> None:
@@ -125,7 +125,7 @@ def take_over(
 def shards_of(
     optimizer: optim.Optimizer,
 ) -> tuple[list[list[Tensor]], dict[Tensor, dict[str, Any]]] | None:
-    """Return the local shards of each group, with their gradients, and the shards' state.
+    """Return two values: the local shards (with gradients) of each group, and the optimizer state of each shard.
 
     None if the step must run on DTensors, because placements of gradients or state differ from those of parameters.
     """

@@ -24,8 +24,8 @@ def set_loss_scale(model: nn.Module, scale: float | torch.amp.GradScaler) -> Non
 
     With a `zgraph.GradScaler`, one call is enough: each `update()` informs the model of the new scale and of the
     parameters whose steps were skipped. Otherwise, call this function before the first forward and after each change of
-    the scale; with torch's own GradScaler, after every `scaler.update()`. A smaller scale then means that the last step
-    was skipped. A step skipped without a change of the scale cannot be detected, so its effect on the errors stays.
+    the scale; with torch's own GradScaler, after every `scaler.update()`. If the scale has become smaller, the last
+    step counts as skipped. A step skipped at an unchanged scale is not detected, so its effect on the errors stays.
 
     Args:
         model: module returned by `zgraph.shard`, compiled or not. Every rank calls this with the same scale.

@@ -79,9 +79,9 @@ class Replicas:
             replicas are an error.
 
     Raises:
-        ValueError: the mesh has several axes, or a name has a module or parameter in place of a list.
-        ZgraphError: on all ranks, if replicas differ in names, parameters or layouts, or without `copy_first` in
-            values; or if parameters have no values yet.
+        ValueError: the mesh has several axes, or a name has a single module or parameter instead of a list.
+        ZgraphError: on all ranks, if replicas differ in names, parameters or layouts, if parameters have no values
+            yet, or if values differ and `copy_first` is False.
 
     Source: Megatron-LM, megatron/core/distributed/finalize_model_grads.py:
     `_allreduce_conditional_embedding_grads` for conditioning embedders, `_allreduce_word_embedding_grads` for tied
@@ -317,7 +317,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _set_gradient(parameter: nn.Parameter, summed: Tensor) -> None:
-    """Write a summed gradient into a parameter's `.grad`, in its dtype; created if it is None.
+    """Write a sum into a parameter's `.grad`, in the dtype of `.grad`; if `.grad` is None, create it.
 
     Args:
         parameter: the parameter.

@@ -1,7 +1,7 @@
 """Steps of Adam and AdamW with bf16 moments, for `zgraph.Offload(moments_dtype=torch.bfloat16)`.
 
-Unlike in torch.optim, moments are bf16 although parameters are fp32, and they are rounded stochastically. Groups and
-state entries ("step", "exp_avg", "exp_avg_sq") are those of torch.optim.
+Unlike in torch.optim, the moments of fp32 parameters are bf16, rounded stochastically. Groups and state entries
+("step", "exp_avg", "exp_avg_sq") are those of torch.optim.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Call = Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]
 
 @dataclass(frozen=True)
 class Drawn:
-    """Seed of the random numbers that round one parameter's moments; combined with the number of the step.
+    """Seed of the random numbers that round one parameter's moments. Each step also uses the step's number.
 
     Attributes:
         salt: CRC-32 of the parameter's name.

@@ -39,7 +39,7 @@ class Cluster:
         axes: axes of the cluster; None if only the number of ranks was given.
         ranks: number of ranks.
         machine: hardware of each rank.
-        passes: list of passes, with a target.
+        passes: list of passes, whose `target` is set.
     """
 
     name: str

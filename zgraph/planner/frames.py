@@ -37,7 +37,7 @@ class PlannedHalves:
 
     Attributes:
         inputs_us, weights_us: time of the first and of the second half.
-        memory: memory of the halves, without values that the first one returns.
+        memory: memory of the halves, without the results of forward and the gradients that the first half returns.
     """
 
     inputs_us: float
@@ -49,13 +49,11 @@ class PlannedHalves:
 class PlannedFrame:
     """Graphs and memory of one compiled frame.
 
-    Gradient sums are the gradients that wait until the last micro-batch's backward reduces them.
-
     Attributes:
         graphs: graphs by direction.
-        later: the same graphs for later micro-batches, which do not gather the parameters that the window keeps.
+        later: the same graphs as later micro-batches run them, without gathers whose results the window keeps.
         curve: memory over the frame, forward and backward together.
-        memory: memory of micro-batches that run the frame's forward and backward.
+        memory: memory of micro-batches; each runs the frame's forward, then its backward.
         halves: halves of the frame's backward; None: backward is not split.
     """
 
@@ -72,7 +70,7 @@ class FramePlanner:
 
     Attributes:
         machine: hardware of each rank.
-        passes: list of passes, with a target.
+        passes: list of passes, whose `target` is set.
         allocator: how sizes are rounded.
         axes: axes of the cluster; None: only data parallelism.
         host_budget_bytes: most bytes that a rank may keep on the host; None: no limit.
@@ -96,7 +94,7 @@ class FramePlanner:
         self._costs = CostModel(self.machine)
 
     def compiler_of(self, frame: Frame) -> FrameCompiler:
-        """Return a compiler for a frame that appends the plan to `frames`. It lowers to fx, because that is fast."""
+        """Return a compiler for a frame; it appends its plan to `frames`, and lowers to fx, which is fast."""
         options = CompileOptions(lowering="fx", report=self.report, passes=self.passes)
         known = PassContext(
             machine=self.machine,

@@ -65,17 +65,17 @@ def plan(
         passes: passes as for torch.compile; None: `presets.default()`. The target of a `zgraph.PassList` replaces
             `hardware`.
         allocator: how the allocator of the planned device rounds sizes.
-        offload: where parameters and the optimizer's state are stored between uses, as for `zgraph.shard`, if shard_fn
-            does not set it. No file is made. None: on the device, or as set by shard_fn.
+        offload: where parameters and the optimizer's state are stored between uses, as for `zgraph.shard`; only if
+            shard_fn sets no offload. No file is made. None: as shard_fn sets it, else on the device.
         optimizer_fn: returns the optimizer of the sharded model, such as
             `lambda model: torch.optim.AdamW(model.parameters())`. None: only forward and backward are planned.
         step_fn: called with model and optimizer; returns the function that `zgraph.training_step` decorates, whose
             arguments come from batch. None: forward, backward, `optimizer.step()`, `optimizer.zero_grad()`.
 
     Raises:
-        ValueError: an argument is invalid: world_size or world, the preset, model_fn or batch, the result of batch, the
-            use of the axes by shard_fn, step_fn without optimizer_fn, or the offload. Or the step does not fit into the
-            target's budget_bytes, or the offload's host_budget_bytes; the message names what would fit.
+        ValueError: world_size, world, hardware, model_fn, batch, the result of batch, or offload is invalid; shard_fn
+            misuses the axes; or step_fn is given without optimizer_fn. Or the step exceeds the target's budget_bytes
+            or the offload's host_budget_bytes; then the message names what would fit.
         ZgraphError: this process is already in a process group, or the model or the step cannot be compiled.
     """
     if "pipeline" in before:

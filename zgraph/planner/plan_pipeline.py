@@ -24,10 +24,10 @@ OF_STEPS = ("optimizer_fn", "offload", "step_fn")  # that only plans of whole st
 
 
 def check_of_steps(name: str, given: Mapping[str, Any]) -> None:
-    """Refuse arguments of whole steps for a pipeline, whose schedule runs outside whole steps.
+    """Refuse options for whole steps, such as `optimizer_fn`: a pipeline's schedule runs outside whole steps.
 
     Raises:
-        ValueError: such an argument is given.
+        ValueError: such an option is given.
         TypeError: an unknown argument is given.
     """
     unknown = [key for key in given if key not in OF_STEPS]
@@ -74,7 +74,7 @@ def plan_pipeline(
         chunks: stages on each rank, if an `nn.Sequential` is cut. None: 1.
         shard_fn: shards a stage; called with the stage and the mesh of all axes but "pp", see `zgraph.plan`.
         hardware, passes, allocator: as for `zgraph.plan`.
-        of_steps: refused: `offload`, `optimizer_fn` and `step_fn` of `zgraph.plan`, which pipelines do not have.
+        of_steps: the options `offload`, `optimizer_fn` and `step_fn` of `zgraph.plan`, which are refused here.
 
     Raises:
         ValueError: an argument is invalid, the model cannot be cut into the stages, torch has no such schedule for

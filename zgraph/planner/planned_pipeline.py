@@ -119,9 +119,9 @@ def pipeline_document(plan: PipelinePlan) -> dict[str, Any]:
     """Return the content of `pipeline.json`, without its format key.
 
     Returns:
-        The entries of `PipelinePlan.as_json`, and two more. `unkept` is the step without kept parameters, with the
-        fields of a schedule. `actions` has a list per column, with an element for each forward and backward that takes
-        time.
+        The entries of `PipelinePlan.as_json`, and two more:
+        unkept: the step without kept parameters, with the same fields as a schedule; None without a budget.
+        actions: a table of the forwards and backwards that take time, with one list per column.
     """
     timed = [one for one in plan.run.actions if one.end_us > one.start_us]
     return {

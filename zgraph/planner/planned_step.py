@@ -63,11 +63,11 @@ class Plan:
 
     Attributes:
         world_size, hardware: number of ranks in the cluster, and the hardware of each.
-        ledger: bytes in each memory space (device, host, disk) on the rank that needs most: parameters, optimizer
-            state, and the step's additional peak (activations, gathered parameters, gradients, copies of offloaded
-            tensors). The peak is the largest of any one frame. State is that of the planned optimizer, else AdamW's two
-            moments.
-        cublas_bytes, communicator_bytes: GPU memory besides tensors: workspaces in the allocator, NCCL buffers outside.
+        ledger: bytes in each memory space (device, host, disk) on the rank that needs most: parameters; the state of
+            the planned optimizer, else AdamW's two moments; and the additional peak of the frame that needs most
+            (activations, gathered parameters, gradients, copies of offloaded tensors).
+        cublas_bytes: GPU memory of cuBLAS workspaces, in the allocator.
+        communicator_bytes: GPU memory of NCCL buffers, outside of the allocator.
         graphs: graphs in the order of compilation.
         curves: memory over each frame, forward and backward together.
         compiled: report of the compile, which `report` writes.

@@ -76,7 +76,7 @@ def even_cuts(times: Sequence[int], stages: int) -> list[int]:
     count = len(times)
 
     def best(stages_left: int, cost: Callable[[int, int], Any], join: Callable[[Any, Any], Any]) -> list[list[Any]]:
-        """Return a table [number of stages][first item] of the least cost of all items from the first one on."""
+        """Return a table whose entry [n][i] is the least cost of the items from i on, cut into n stages."""
         found: list[list[Any]] = [[None] * (count + 1) for _ in range(stages_left + 1)]
         found[0][count] = 0
         for number in range(1, stages_left + 1):

@@ -59,7 +59,7 @@ def numbered(graph: fx.Graph) -> list[Numbered]:
 def with_numbers(run: Callable[[list[Any]], Any], graph: fx.Graph, title: str, rank: int) -> Callable[[list[Any]], Any]:
     """Wrap a graph's callable so that each call first records how many collectives each NCCL group has started.
 
-    The counts are written to a file in the directory of the flight recorder's dump. If it cannot be written, the
+    The counts are written to a file in the directory of the flight recorder's dump. If the file cannot be written, the
     callable is returned unchanged.
 
     Args:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def graph_of(gm: fx.GraphModule, ctx: PassContext | None = None) -> networkx.DiGraph[str]:
-    """Convert an FX graph, such as the graph that a pass rewrites, to a `networkx.DiGraph` that shares no data with it.
+    """Convert an FX graph, such as the graph that a pass rewrites, to an independent `networkx.DiGraph`.
 
     Nodes keep their names and order. Attributes are strings, ints, floats and bools, which every file format supports.
     Unknown attributes are left out:

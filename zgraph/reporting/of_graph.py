@@ -71,8 +71,8 @@ class Peak:
     """Predicted peak memory of a graph by itself; memory that is allocated outside of the graph does not count.
 
     Attributes:
-        bytes: bytes at the peak. Inputs count only if the graph frees them: in backward, saved values and the gradients
-            of the forward's outputs.
+        bytes: bytes at the peak. Inputs count only if the graph frees them; backward frees saved values and the
+            gradients of the forward's outputs.
         node: name of the node that runs at the peak.
         largest: name and bytes of each of the largest storages alive at the peak.
         unknown: names of nodes whose size depends on data; they count as 0 bytes.
@@ -102,7 +102,7 @@ class Peak:
 
 @dataclass(frozen=True, kw_only=True)
 class LaneCopies:
-    """Totals of a graph's copies between memory spaces on one lane, or of its optimizer updates on the host.
+    """Totals of one lane of a graph, which has either copies between memory spaces or optimizer updates on the host.
 
     Attributes:
         lane: name of the lane, such as "device_to_host" or "host_updates".

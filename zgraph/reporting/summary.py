@@ -27,11 +27,11 @@ class Report:
         notes: messages of the passes, such as why a pass did nothing; shown in dumps only.
         seconds: compile time by phase: "tracing" is torch's, "passes" includes verification, "predicting" serves
             `zgraph.explain`, "agreement" is mostly waiting for other ranks, "lowering" is mostly Inductor's.
-        islands: number of islands: runs of compute between collectives, which Inductor compiles one by one.
+        islands: number of islands. An island is compute between collectives; Inductor compiles each island by itself.
         distinct_islands: number of islands with different code; equal islands share their code.
         measured: latest measurements of `zgraph.measure`, by frame and direction.
         profiler: profiler that is measuring the graphs; None: no measurement.
-        uncompiled: names of modules that gathered parameters outside of compiled graphs, with reasons, when
+        uncompiled: text with the modules that gathered parameters outside of compiled graphs, and the reasons, when
             `zgraph.summary` was last called; "" if there are none.
         feedback_bytes: size of this rank's error-feedback state when `zgraph.summary` was last called.
         keep_graphs: whether each of `graphs` keeps a `network`, for inspection after the compile.

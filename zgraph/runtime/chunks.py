@@ -27,16 +27,16 @@ def local_rows(rows: int, world: int, rank: int) -> int:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Size of the padded part of a tensor that each rank gets if one or more process groups split the tensor in turn.
+    """Padded size of each rank's part of a tensor that one or more process groups split in turn.
 
     Attributes:
-        rows, row_numel: number of rows of the whole tensor, and number of elements per row. The first group splits the
-            rows; each further group splits the elements of the remaining part. A replicated gradient has rows of one
-            element.
+        rows: number of rows of the whole tensor. The first group splits the rows; each further group splits the
+            elements of the remaining part.
+        row_numel: number of elements per row; 1 for a replicated gradient.
         group_names: names of the groups that split the tensor, in order.
         unit: (elements, values): the compression method encodes this many elements as this many values of the sent
             dtype, such as 128 elements as 66 bytes. The part is padded to full units.
-        filled_to: the number of sent values is padded to a multiple of this number.
+        filled_to: each rank's number of sent values is padded to a multiple of this number.
     """
 
     rows: int

@@ -98,7 +98,7 @@ class Feedback:
         return fetched
 
     def store(self, copies: HostCopies, computed: Mapping[str, Tensor]) -> None:
-        """Start copying the state tensors that a reduction has computed from the device to the host."""
+        """Start copying to the host the state tensors that a reduction has computed on the device."""
         self.stored = copies.store([computed[name] for name in self.kept], [*self.kept.values()])
 
     def rollback(self) -> None:

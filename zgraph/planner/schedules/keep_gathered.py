@@ -30,9 +30,9 @@ def next_room(sizes: Sequence[int], room_bytes: int) -> int | None:
 def most_kept(sizes: Sequence[int], left_with: Callable[[int], float], kept: int = 0) -> int:
     """Return the most bytes of parameters that can be kept within a budget.
 
-    If `kept` does not fit, larger values are tried, as long as each needs less memory than the last: keeping a little
-    may need less memory than keeping nothing, for example if a bucket's buffer becomes smaller. Above the first value
-    that fits, the search assumes that memory grows with the kept bytes.
+    If `kept` does not fit, larger values are tried as long as the needed memory falls: keeping a little may need less
+    memory than keeping nothing, for example if a bucket's buffer becomes smaller. Above the first value that fits, the
+    search assumes that memory grows with the kept bytes.
 
     Args:
         sizes: bytes of each parameter, in the order in which `first_fit` keeps them.
@@ -40,7 +40,7 @@ def most_kept(sizes: Sequence[int], left_with: Callable[[int], float], kept: int
         kept: kept bytes to begin with.
 
     Returns:
-        The most bytes that fit; if none fit, the bytes that exceed the budget by the least amount.
+        The most kept bytes that fit. If no value fits, the tried value that exceeds the budget least.
     """
     left = left_with(kept)
     while left < 0:

@@ -19,14 +19,14 @@ class PlannedStage:
 
     Attributes:
         cost: cost of the stage's micro-batches.
-        parameter_bytes, state_bytes: bytes of one rank's parameters with buffers, and of its optimizer state.
+        parameter_bytes: bytes of one rank's parameters and buffers.
+        state_bytes: bytes of one rank's optimizer state.
         traffic: one rank's traffic per step on each axis but the pipeline's.
         activation_bytes: bytes of one micro-batch's activation, sent to the next stage.
         input_gradient_bytes: bytes of one micro-batch's input gradient, sent to the previous stage; 0 for the first.
         stage_3_bytes: gathered bytes of the parameters at ZeRO stage 3, which `zgraph.PipelineStage` may keep gathered
             during a step.
-        keep_bytes: most of the `stage_3_bytes` that the budget allows to keep. None: the plan has no budget, and
-            nothing is kept.
+        keep_bytes: how many of the `stage_3_bytes` fit into the budget. None: there is no budget; nothing is kept.
     """
 
     cost: StageCost
@@ -67,14 +67,14 @@ class PipelinePlan:
     def of(
         cls, stages: Sequence[PlannedStage], ranks: int, micro_batches: int, chosen: str, **budget: Any
     ) -> PipelinePlan:
-        """Simulate a step under every schedule that torch can run with these numbers, and return its plan.
+        """Simulate a step under every schedule that torch can run with these numbers, and return the plan.
 
         Args:
-            stages: stages, the same number on each rank.
+            stages: all stages; each rank has equally many.
             ranks: number of ranks in the pipeline.
             micro_batches: number of micro-batches in a step.
             chosen: schedule returned by `check_schedule`.
-            budget: the attributes `budget_bytes` and `unkept`.
+            budget: values of the attributes `budget_bytes` and `unkept`.
         """
         costs = [stage.cost for stage in stages]
         return cls(
@@ -159,7 +159,7 @@ class PipelinePlan:
         return found
 
     def traffic(self) -> dict[str, AxisTraffic]:
-        """Return the traffic in a step by axis, for each axis on the rank that sends the most bytes along it."""
+        """Return the traffic in a step by axis; each axis shows the rank that sends the most bytes along the axis."""
         of_ranks = [self.traffic_of(rank) for rank in range(self.ranks)]
         axes = dict.fromkeys(axis for found in of_ranks for axis in found)
         return {
@@ -205,7 +205,7 @@ def check_schedule(schedule: str | None, ranks: int, stages: int, micro_batches:
     """Return the name of the schedule to plan.
 
     Args:
-        schedule: name of the schedule; None: Interleaved1F1B with several stages on a rank, else 1F1B, or GPipe if
+        schedule: name of the schedule. None: if a rank has several stages, Interleaved1F1B; else 1F1B, or GPipe if
             there are too few micro-batches for 1F1B.
         ranks, stages, micro_batches: numbers of ranks, of stages, and of micro-batches in a step.
 

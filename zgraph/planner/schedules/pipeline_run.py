@@ -1,6 +1,6 @@
 """A simulated step of a pipeline: its time, its bubble, and the peak memory of each rank.
 
-Which bytes live from which action to which depends on the schedule and is listed here; `analysis` computes the peaks.
+The bytes that live between two actions depend on the schedule and are listed here; `analysis` computes the peaks.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class SplitCost:
 
     Attributes:
         inputs_us, weights_us: time of each half, [micro_batches].
-        memory: memory of the halves. Its `closing_kept_bytes` are the part of the stage's that stays until the second
-            half of the last backward.
+        memory: memory of the halves. Its `closing_kept_bytes` are the part of `StageCost.memory.closing_kept_bytes`
+            that stays until the second half of the last backward.
     """
 
     inputs_us: tuple[float, ...]
@@ -49,8 +49,8 @@ class Messages:
     """Bytes of one stage's buffers for messages.
 
     Attributes:
-        activation_bytes, gradient_bytes: send buffers of one micro-batch. torch's schedules hold them until the end of
-            the step. 1F1B holds them until it sends again, except the last activation sent before the first backward.
+        activation_bytes, gradient_bytes: send buffers of one micro-batch. 1F1B holds a buffer until it sends again, but
+            the last activation of its warm-up until all forwards have run. Other schedules hold all to the step's end.
         received_bytes: torch's receive buffers for activations and gradients, and the outputs that the stage returns.
     """
 
@@ -67,11 +67,11 @@ class StageCost:
         forward_us, backward_us: time of each forward and backward, [micro_batches].
         send_us: time to send an activation to the next stage, or a gradient to the previous one.
         resting_bytes: bytes of parameters, buffers and the optimizer's state.
-        memory: memory of a forward and its backward. Kept parameters live from the first forward to the last, or, for
-            its `closing_kept_bytes`, to the last backward.
+        memory: memory of a forward and its backward. Kept parameters live from the first forward to the last; the
+            part counted in `closing_kept_bytes` lives to the last backward.
         gradients: gradients in `.grad` and elsewhere.
         messages: buffers for messages.
-        split: costs of a backward in two halves; None: the whole backward runs in place of the first half.
+        split: costs of a backward in two halves; None: it is not split, and "weights" takes no time.
     """
 
     forward_us: tuple[float, ...]
@@ -261,7 +261,7 @@ def _memory(
 def _ranges(
     cost: StageCost, at: Mapping[str, Sequence[int]], end: int, *, holds_sent: bool
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield the bytes that a stage holds, each with the first and last position at which it does."""
+    """Yield (bytes, first position, last position) for all that a stage holds; positions count actions."""
     forwards, backwards = at["forward"], at["backward"]
     halves = [(cost.memory, forwards, backwards)]
     if cost.split is not None:

@@ -28,8 +28,10 @@ class LineColumns:
     """Table of the distinct code lines of a frame's graphs, before and after every pass; one line describes one node.
 
     Attributes:
-        name, call: name of the node, and the call that computes it, as text.
-        value, parameters: description of the node's value, and its parameters' names: indices into `FrameData.strings`.
+        name: name of the node.
+        call: the call that computes the node, as text.
+        value: description of the node's value, as an index into `FrameData.strings`.
+        parameters: names of the node's parameters, as an index into `FrameData.strings`.
     """
 
     name: list[str] = field(default_factory=list[str])
@@ -212,8 +214,8 @@ class PassData:
         changed: whether the graph's text changed.
         notes: messages of the pass, such as why it did nothing.
         before, after: totals before and after the pass; None if passes were not recorded.
-        hunks: changed places: (position of the first removed line, number of removed lines, inserted lines). Inserted
-            lines are runs of consecutive line numbers, (first, count).
+        hunks: for each changed place, (position of the first removed line, number of removed lines, inserted lines).
+            The inserted lines are given as runs (first, count) of consecutive line numbers.
     """
 
     name: str

@@ -85,7 +85,7 @@ def feedback_bytes(graphs: Iterable[fx.Graph]) -> dict[str, int]:
 
 
 def _kept_by(node: fx.Node) -> list[Mapping[str, tuple[tuple[int, ...], torch.dtype]]]:
-    """Return the error-feedback tensors of each parameter of a compressed reduction, as {name: (shape, dtype)}."""
+    """Return {name: (shape, dtype)} of the error-feedback tensors, for each parameter of a compressed reduction."""
     if nodes.is_low_rank_left(node):
         layout = LowRankArgs.of(node).layout
         return [

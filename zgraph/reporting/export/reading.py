@@ -18,8 +18,8 @@ TIMED = ("cost_us", "start_us", "end_us", "exposed_us")
 def load(path: Path) -> Document:
     """Read a report into one document. `path` is one frame's folder, or a directory with several frames and ranks.
 
-    The document has the frames, the measured `times` and the pipeline's plan (if there is one) of the lowest rank. Its
-    list `ranks` has predictions for the graphs of every rank, with the rank's measured `times` if they exist.
+    The frames, the measured `times` and the pipeline's plan (if there is one) are those of the lowest rank. The list
+    `ranks` has, for every rank, the predictions for its graphs and (if there are any) its measured `times`.
 
     Raises:
         ZgraphError: a report is missing, or its version is unknown.

@@ -46,15 +46,15 @@ class Metrics:
     step is written after the device has completed it, usually when the next step ends. Bytes and wait times cover only
     compiled graphs. On CUDA the allocator's peak statistics are reset at each step.
 
-    Create the object after `zgraph.shard` and just before the first step, whose time starts at this moment.
+    Create the object after `zgraph.shard` and just before the first step: creation starts the step's time.
 
     Args:
         model: module returned by `zgraph.shard` or `torch.compile`. For an unsharded model, only times and the values
             passed to `step` are known.
         writers: writers such as `zgraph.metrics.JsonLines`. If a writer fails, a warning is logged and the writer is
             dropped.
-        error_norm_every: number of steps between two norms of the error-feedback state, each of which reads the whole
-            state; 0: no norms.
+        error_norm_every: number of steps from one norm of the error-feedback state to the next. Each norm reads the
+            whole state. 0: no norms.
 
     Attributes:
         last: values of the last step that the device has completed; None before the first.

@@ -17,7 +17,7 @@ class KeptGather(NamedTuple):
     """A gather that runs only once in an accumulation window, and keeps its result for the window's later forwards.
 
     Attributes:
-        handle: position, among the graph's inputs, of the handle: the tensor that identifies the parameter.
+        handle: index of the graph input that is the parameter's handle (the tensor that identifies it).
         dtype: dtype of the gathered parameter.
         sent_bytes: bytes that this rank sends if the gather runs.
     """

@@ -57,8 +57,8 @@ class TensorBoard:
     """Writes each known value as a scalar to TensorBoard.
 
     Args:
-        log_dir: directory for a new `torch.utils.tensorboard.SummaryWriter`, or an existing SummaryWriter, which the
-            caller closes. If the directory contains "{rank}", each rank writes its own; otherwise only rank 0 writes.
+        log_dir: an existing `torch.utils.tensorboard.SummaryWriter`, which the caller closes; or a directory for a new
+            one. If the directory contains "{rank}", each rank writes its own; otherwise only rank 0 writes.
         prefix: text before each name.
 
     Raises:

@@ -111,10 +111,10 @@ class Changes:
 
         Args:
             tensors: pairs (tensor, origin of its parameter) for parameters, gradients (or None) and the optimizer's
-                state, in the same order on all ranks. A tensor whose origin equals its parameter's has not changed.
+                state, in the same order on all ranks. A tensor with its parameter's origin is unchanged.
 
         Returns:
-            The hash; 0 if no tensor has changed and none is None.
+            The hash; 0 if all tensors exist and are unchanged.
         """
         found = [self.pending, *(_change_of(tensor, origin) for tensor, origin in tensors)]
         self.steps, self.pending, self.last, self._last_numbers = self.steps + 1, 0, "", ""
@@ -193,7 +193,7 @@ def note_origin(sharded: DTensor, whole: Tensor) -> None:
 
 
 def checksum(tensors: Iterable[Tensor]) -> int:
-    """Return a CRC-32 of the shapes, dtypes and values of tensors; of sparse tensors, without the values."""
+    """Return a CRC-32 of tensors' shapes, dtypes and values; the values of sparse tensors are left out."""
     found = 0
     for tensor in tensors:
         found = zlib.crc32(f"{list(tensor.shape)} {tensor.dtype}".encode(), found)

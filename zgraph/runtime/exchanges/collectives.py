@@ -73,13 +73,13 @@ class Route(NamedTuple):
 def bind(
     function: Callable[..., Any], *more: Any, about: Callable[[], About | None] | None = None
 ) -> Callable[..., Any]:
-    """Specialize a function of this module for one node of a compiled program; its `Route` is looked up only once.
+    """Specialize a function of this module for one node of a compiled program, so that its `Route` is found once.
 
     Args:
         function: function with the parameters (tensors, *others, group_name, *more, route=, about=).
-        more: values of its last positional parameters, the same in every call.
-        about: called before each call to get the identity of the collective; None if the function has no parameter
-            `about`.
+        more: values of the parameters after group_name, the same in every call.
+        about: returns the identity of the collective, before each call of the function; None if the function has no
+            parameter `about`.
 
     Returns:
         A function with the parameters (tensors, *others, group_name). If the group's name later belongs to another
@@ -363,11 +363,11 @@ def _start(
     Args:
         to_fill, to_send: parts to receive and to send, one for each rank of the group.
         route: the process group, and this rank's number in the group.
-        result: tensor whose wait then includes these messages; None: wait in this call.
+        result: tensor; a wait for it then also waits for these messages. None: this call waits for them.
         number: number of the collective in its graph, the same on all ranks. It is part of the message tag, by which
             gloo chooses one of several network interfaces.
-        about: identity of the collective, so that it matches only the same collective of other ranks; None: messages
-            match in the order of their start.
+        about: identity of the collective, whose messages then match only those of the same collective on other ranks.
+            None: messages match in the order of their start.
     """
     sends, receives = [part.nbytes for part in to_send], [part.nbytes for part in to_fill]
     works = _messages(to_fill, to_send, route, number, about)

@@ -36,9 +36,9 @@ Options = tuple[tuple[str, Any], ...]  # names and values of optimizer options, 
 
 @dataclass(eq=False)
 class Exchanges:
-    """Counter of the exchanges of one model: the parameters sharded by one call of `zgraph.shard`.
+    """Counter of the exchanges of one model.
 
-    An exchange is a collective between ranks.
+    An exchange is a collective between ranks; a model is the parameters sharded by one call of `zgraph.shard`.
 
     Attributes:
         group_name: name of the model's process group.
@@ -96,7 +96,7 @@ class Exchanges:
 
     @property
     def began(self) -> list[Any]:
-        """Group name, model number and number of resets, which a peer passes to its own `began_anew`."""
+        """[group name, model number, number of resets]; a peer passes these values to its own `began_anew`."""
         return [self.group_name, self.model, self.failures]
 
     def began_anew(self, group_name: str, model: int, failures: int) -> bool:

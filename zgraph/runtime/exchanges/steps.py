@@ -115,10 +115,10 @@ def _put_sharded_gradient(parameter: Tensor, grad: Tensor) -> DTensor:
 
 
 def shard_loaded_state(optimizer: torch.optim.Optimizer) -> None:
-    """Replace plain tensors in the state of sharded parameters by this rank's shards.
+    """Replace plain tensors, in the optimizer state of sharded parameters, by this rank's shards.
 
-    A state dict of an optimizer of the unsharded model has them, equal on all ranks. Only for optimizers of torch,
-    which keep no whole tensors by themselves.
+    Such tensors come from a state dict of the unsharded model's optimizer, and are equal on all ranks. LBFGS and
+    optimizers from outside torch, which may keep whole tensors by themselves, are left alone.
     """
     is_flat = isinstance(optimizer, torch.optim.LBFGS)  # it keeps vectors of all parameters together
     if is_flat or not type(optimizer).__module__.startswith("torch.optim."):
@@ -132,7 +132,7 @@ def shard_loaded_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _sharded(like: DTensor, whole: Tensor) -> DTensor:
-    """Return this rank's shard of a plain tensor that is equal on all ranks, placed like a parameter."""
+    """Shard a plain tensor, which is equal on all ranks, like a parameter; return this rank's shard."""
     placed = distribute_tensor(
         whole.detach().to(like.device_mesh.device_type), like.device_mesh, like.placements, src_data_rank=None
     )
@@ -215,7 +215,7 @@ def _compared(
 
 
 def members_of(optimizer: torch.optim.Optimizer) -> tuple[int, str]:
-    """Return a hash of an optimizer's parameters, state size and step count, and a description for error messages."""
+    """Return a hash, and a text for error messages, of an optimizer's parameters, state size and step count."""
     members = [tuple(map(origin_of_parameter, group["params"])) for group in optimizer.param_groups]
     states = [one for one in optimizer.state.values() if isinstance(one, Mapping)]
     step = _number(states[0].get("step", 0)) if states else 0

@@ -98,9 +98,9 @@ class Watch:
 
     Attributes:
         waits: the exchange that this rank waits for.
-        published: description of this exchange as JSON while it is in the store; else "".
-        announced: error text of a failed call, and the exchange counter of the call's model; None once this rank starts
-            another exchange.
+        published: JSON text that describes `waits`, while this text is in the store; else "".
+        announced: (error text, exchange counter of the model) of a failed call; None once this rank starts another
+            exchange.
         started: (key, place, bytes to each rank, bytes from each rank) of the latest exchanges that this rank has
             started.
     """

@@ -70,7 +70,7 @@ def explained(offload: zgraph.Offload | None) -> tuple[int, tuple[SpaceUse, ...]
 @worlds(2)
 @pytest.mark.parametrize(
     "tiers",
-    [(None, "host"), (("host", "disk"),), ((None, None),)],  # one formula for every tier
+    [(None, "host"), ("host", "disk"), (None, None)],  # one formula for every tier
 )
 def test_a_plan_keeps_the_books_that_real_ranks_do(ranks: Ranks, tiers: tuple[Any, Any], tmp_path: Path) -> None:
     params, optimizer = tiers

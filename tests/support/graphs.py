@@ -23,7 +23,7 @@ from tests.support.compiled import with_fx
 from zgraph.compiler.graph_pass import Direction, GraphPass, PassContext, Phase
 from zgraph.compiler.pass_list import PassList
 from zgraph.compiler.target import Target
-from zgraph.compiler.verify import Snapshot, Where, verify
+from zgraph.compiler.verify import Snapshot, Where, check_values, verify
 from zgraph.graph import meta
 from zgraph.graph.edits import copy_of
 from zgraph.passes import ChooseLifetimes, DedupeGathers
@@ -243,13 +243,14 @@ def apply(graph_pass: GraphPass, found: Traced, direction: Direction, facts: Ite
     changed = graph_pass.run(gm, replace(found.ctx, direction=direction))
     if not changed:
         assert before.same_calls(gm.graph), "run returned False, but the graph changed"
+    where = Where(pass_name=graph_pass.name, direction=direction)
+    check_values(gm.graph.nodes, where)
     verify(
         gm.graph,
         before,
         {*facts, *graph_pass.provides},
-        Where(pass_name=graph_pass.name, direction=direction),
+        where,
         user_outputs=found.ctx.user_outputs if direction == "forward" else None,
-        replay_all=True,
     )
     return changed
 

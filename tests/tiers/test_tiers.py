@@ -41,10 +41,10 @@ def fused(groups: Any) -> optim.Optimizer:
     [
         Setting(Script, fused, at_rest=ALL),
         Setting(Script, fused, at_rest=STATE, stage=1, target=CPU),
-        (Setting(Script, fused, at_rest=BESIDE_HOST, stage=2),),
-        (Setting(Script, fused, at_rest=ALL, target=CPU, activations=True),),
-        (Setting(Script, fused, at_rest=ALL, stage=0, preset={"compression": zgraph.passes.LoCo()}),),
-        (Setting(Script, fused, at_rest=ALL, close=True),),
+        Setting(Script, fused, at_rest=BESIDE_HOST, stage=2),
+        Setting(Script, fused, at_rest=ALL, target=CPU, activations=True),
+        Setting(Script, fused, at_rest=ALL, stage=0, preset={"compression": zgraph.passes.LoCo()}),
+        Setting(Script, fused, at_rest=ALL, close=True),
     ],
 )
 def test_a_step_trains_from_a_tier_of_the_user(ranks: Ranks, setting: Setting) -> None:

@@ -245,10 +245,10 @@ def train_stack(
             with zgraph.no_sync(model) if batch is not batches[-1] and accumulates else contextlib.nullcontext():
                 call(batch).square().sum().backward()
         found[title] = gradients(model)
-        if title != "aot_eager":
+        if title != "eager":
             found[f"shape {title}"] = shape_of(model)
     return {
-        "differing": differing(found["with"], found["aot_eager"]),
+        "differing": differing(found["with"], found["eager"]),
         "with": found["shape with"][:2],
         "without": found["shape without"][:2],
     }

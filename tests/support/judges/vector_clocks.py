@@ -24,7 +24,7 @@ from zgraph.tiers.staging import Staging
 from zgraph.tiers.stream_lanes import StreamLanes
 from zgraph.tiers.tier import Copy
 
-COMPUTE = "compute"
+COMPUTE, OUT, BACK = "compute", "out", "back"
 PROGRAM = "MainThread"
 
 
@@ -60,12 +60,17 @@ class Clocks:
             self._accesses[tensor.untyped_storage().data_ptr()].append((actor, seen[actor], writes))
 
     def watch(self, tensor: Tensor) -> None:
-        """Judge the end of a tensor's memory, too: who gets it next writes to it, in the order of compute."""
+        """Judge the end of a tensor's memory, too: who gets it next writes to it, in the order of compute.
+
+        A copy that any thread has waited for has ended by then, whichever thread drops the last reference.
+        """
         key = tensor.untyped_storage().data_ptr()
 
         def freed() -> None:
             with self._lock:
-                known = self.now(COMPUTE) | self.now(threading.current_thread().name)
+                known = self.now(COMPUTE)
+                for thread in self._seen.keys() - {COMPUTE, OUT, BACK}:
+                    known |= self._seen[thread]
                 self._judge("what is allocated next", known, self._accesses.pop(key, []), True)
 
         weakref.finalize(tensor.untyped_storage(), freed).atexit = False
@@ -120,7 +125,7 @@ class ClockedCuda:
     def __init__(self) -> None:
         self.clocks = Clocks()
         self.compute = ClockedStream(self.clocks, COMPUTE)
-        self.names = iter(("out", "back"))
+        self.names = iter((OUT, BACK))
 
     def Stream(self, device: torch.device) -> ClockedStream:
         return ClockedStream(self.clocks, next(self.names))

@@ -132,7 +132,7 @@ def _may_leave(given: fx.Node) -> bool:
 
 
 def _is_on_host(node: fx.Node, order: Sequence[fx.Node]) -> bool:
-    """Return whether a node is a scalar tensor on the CPU in a graph for a GPU, such as a learning rate."""
+    """Return whether a node is a scalar tensor, such as a learning rate, on the CPU in a graph for a GPU."""
     value = meta.tensor_value(node)
     return not value.ndim and value.device.type == "cpu" and on_gpu(order)
 

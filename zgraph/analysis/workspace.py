@@ -58,7 +58,7 @@ def staging_bytes(started: fx.Node) -> int:
     gloo's reduce_scatter copies its input; point-to-point transfers (`zgraph.runtime.exchanges`) copy nothing.
 
     Args:
-        started: the start of the collective, or one result of a start that has several.
+        started: the start of the collective, or one of its results if it has several.
     """
     start = cast(fx.Node, started.args[0]) if nodes.is_getitem(started) else started
     if not nodes.is_reduce_scatter(start):

@@ -41,7 +41,7 @@ class BucketLayout:
         return -(-used // ALIGNMENT) * ALIGNMENT
 
     def offsets(self) -> list[tuple[int, ...]]:
-        """Return for each gradient the byte offset of each of its sections in a row."""
+        """Return the byte offsets of each gradient's sections within a row of the payload."""
         sections = [self.method.sections(numel) for numel in self.numels]
         found: list[list[int]] = [[] for _ in self.numels]
         offset = 0

@@ -100,7 +100,7 @@ def _(
     dtype: torch.dtype,
     window: str,
 ) -> list[Tensor]:
-    """Multiply the factors to mean gradients, and keep the right factors for the next step (`zgraph::low_rank_means`).
+    """Compute mean gradients from their factors; keep the right factors for the next step (`zgraph::low_rank_means`).
 
     Args:
         basis: first result of `low_rank_right`.

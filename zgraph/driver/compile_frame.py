@@ -38,7 +38,7 @@ class FrameCompiler:
     Args:
         frame: frame to compile.
         options: options of the backend.
-        known: context for planning a cluster that does not exist; nothing is sent. None: use this process's cluster.
+        known: facts about a cluster that is only planned for; nothing is sent. None: use this process's cluster.
         on_plan: called with the plan, and the positions of the weight gradients among the outputs of its backward.
     """
 

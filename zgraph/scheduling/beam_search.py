@@ -118,7 +118,8 @@ class Beam:
     def _options(self, state: Builder, slot: int) -> Iterator[list[int]]:
         """Yield lists of nodes that may be issued next.
 
-        Each is the start of a collective, a wait, a copy out of a buffer, or the chain of nodes that ends a reduction.
+        A list has one node, which starts or awaits a collective or copies out of a buffer, or it is the chain of nodes
+        that ends a reduction.
         """
         problem, dependencies, wait_of = self.problem, self.problem.dependencies, self.problem.queues.wait_of
         last = slot == len(dependencies.compute_order) - 1

@@ -56,8 +56,8 @@ def make_sibling_group(
     """Create a process group of some or all ranks of a group, with the same backend and timeout.
 
     Only members of the new group call this. Exception: if the default group is bound to a device
-    (`init_process_group(device_id=...)`), the new communicator is split off the default group's immediately, and all
-    ranks of the world must take part in this split.
+    (`init_process_group(device_id=...)`), the new communicator is split off that of the default group at creation, and
+    all ranks of the world must take part in this split.
 
     torch 2.11 - 2.15: `_new_process_group_helper`, because it accepts a name. `dist.new_group` must be called by all
     ranks of the world, or chooses names that may differ between members (`use_local_synchronization`).

@@ -92,7 +92,7 @@ class Task:
 
     @property
     def divides(self) -> bool:
-        """Whether sums must be divided: True unless the divisor is a power of two, whose reciprocal is exact."""
+        """Whether sums are divided, rather than multiplied by a reciprocal, which is exact for powers of two."""
         return self.divisor & (self.divisor - 1) != 0
 
     @property

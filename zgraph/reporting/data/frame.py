@@ -213,7 +213,7 @@ class PassData:
         direction: direction of the graph; "joint" for a joint forward-backward graph.
         changed: whether the graph's text changed.
         notes: messages of the pass, such as why it did nothing.
-        before, after: totals before and after the pass; None if passes were not recorded.
+        before, after: totals of the graph before and after the pass; None if passes were not recorded.
         hunks: for each changed place, (position of the first removed line, number of removed lines, inserted lines).
             The inserted lines are given as runs (first, count) of consecutive line numbers.
     """

@@ -161,7 +161,7 @@ class Lifted:
 
     @cached_property
     def resting(self) -> Resting | None:
-        """Memory of the model's offloaded tensors; None without offload."""
+        """Object that places the model's offloaded tensors; None without offload."""
         return next((scope.resting for scope in self.scopes() if scope.resting is not None), None)
 
     def spaces(self, tensors: Iterable[Tensor], outside: Iterable[Tensor] = ()) -> tuple[Tier, ...]:

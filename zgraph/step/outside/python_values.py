@@ -280,7 +280,7 @@ def _is_data(value: Any) -> bool:
 
 
 def _inside(value: Any) -> Any:
-    """Return the container to compare for a value: the `__dict__` of an object, or the value itself."""
+    """Return the container of a value's parts: the `__dict__` of an object; for a container, the value itself."""
     if isinstance(value, list | dict | set | deque | tuple):
         return cast(Any, value)
     return getattr(value, "__dict__", value)

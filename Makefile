@@ -65,7 +65,7 @@ train: $(VENV)/.installed-examples
 test: lint
 	$(call BESIDE_TYPES,$(PYTEST) $(ARGS))
 
-# make test-all   the slow tests as well: kills, the zoo, packaging, every row of every table; fifty minutes on two cores, ARGS="--slow-part 1/4" for a quarter of them
+# make test-all   the slow tests as well: kills, the zoo, packaging, every row of every table; fifty minutes on two cores, ARGS="--slow-part 1/8" for an eighth of them
 test-all: lint
 	$(call BESIDE_TYPES,$(PYTEST) -m "not long" $(ARGS))
 

@@ -134,7 +134,7 @@ def _source(view: fx.Node) -> fx.Node:
 
 
 def _divided(part: fx.Node, rows: int) -> fx.Node:
-    """Return the tensor of which `part` is a view, if that tensor's first dim is divisible by `rows`; else `part`."""
+    """Return the base tensor of the view `part` if the base's first dim is divisible by `rows`; else `part`."""
     source = _source(part)
     shape = _shape(source)
     return source if shape and shape[0] and shape[0] % rows == 0 else part

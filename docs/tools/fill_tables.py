@@ -107,7 +107,7 @@ def load(name: str) -> dict[str, Any]:
 
 def steps(result: dict[str, Any]) -> str:
     """Steps over links of one rate, what they send and hold, and how many times as fast as its peers each row is."""
-    labels = {name: label for name, label in LABELS if name in result["rows"]}  # those of compute alone have none
+    labels = {name: label for name, label in LABELS if name in result["rows"]}  # rows of compute only have none
     has_peaks = all("peak_bytes" in result["rows"][name] for name in labels)
     heads = ("", "step ms (quartiles)", "sent MB", *(["peak MiB"] if has_peaks else []), "times as fast as")
     rows: list[tuple[str, ...]] = []

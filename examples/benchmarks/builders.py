@@ -51,7 +51,7 @@ class Setting:
     """What every strategy is built from.
 
     Attributes:
-        mesh: of the data-parallel ranks.
+        mesh: mesh of the data-parallel ranks.
         lowering: "inductor": every row is compiled by Inductor, the peers as their manuals say. "fx": none is, and
             graphs run node by node.
         hardware: zgraph's measure of this machine and its links; None: nothing is planned by costs.
@@ -115,7 +115,7 @@ def whole_step(model: nn.Module, optimizer: Optimizer, options: dict[str, Any]) 
 
 
 def shard_fully(model: nn.Module, blocks: Iterable[nn.Module], compiler: str | None, **options: Any) -> None:
-    """FSDP2 as its manual has it: each block is compiled alone, and a unit, and the rest of the model is another."""
+    """FSDP2 as in its manual: each block is one unit, compiled separately; the rest of the model is another unit."""
     for block in blocks:
         if compiler is not None:
             block.compile(backend=compiler, fullgraph=True)
@@ -252,14 +252,14 @@ def build_zgraph(schedule: Schedule, *, whole: bool = False, predicts: bool = Tr
 
 
 def planned(**options: Any) -> list[GraphPass]:
-    """What a user gets who names the hardware."""
+    """The default with a hardware description, which plans by costs."""
     from zgraph.passes import presets
 
     return presets.planned(**options)
 
 
 def by_rules(**options: Any) -> list[GraphPass]:
-    """What a user gets who does not; the costs are for the prediction alone."""
+    """The default without a hardware description; costs serve only the prediction."""
     from zgraph.passes import presets
 
     return presets.default(**options)
@@ -280,7 +280,7 @@ def low_rank(rank: int) -> list[GraphPass]:
 
 
 def loco(means_bits: int | None = None, *, preset: Callable[..., list[GraphPass]] = planned) -> list[GraphPass]:
-    """Gradients travel as codes of 4 bits, and means of replicated ones in bf16, or in so many bits."""
+    """Send gradients as 4-bit codes, and means of replicated gradients in bf16 or in the given number of bits."""
     from zgraph.passes import CompressGradients, LoCo
 
     passes = preset(compression=LoCo())

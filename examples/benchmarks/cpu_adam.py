@@ -71,7 +71,7 @@ def in_buckets(build: Callable[[Sequence[Tensor]], Step], weights: Sequence[Tens
 
 
 def lists_of(weights: Sequence[Tensor], dtype: torch.dtype) -> tuple[list[Tensor], ...]:
-    """What an update of all weights in one call is given: weights, gradients, moments of that dtype and steps."""
+    """Return the arguments of one update of all weights: weights, gradients, moments of that dtype, and steps."""
     grads = [one.grad for one in weights if one.grad is not None]
     moments = ([torch.zeros_like(one, dtype=dtype) for one in weights] for _ in range(2))
     return (list(weights), grads, *moments, [torch.zeros(()) for _ in weights])
@@ -138,7 +138,7 @@ def measure(elements: int, turns: int, ways: Sequence[str]) -> dict[str, list[fl
 
 
 def rows(million: int, taken: dict[str, list[float]]) -> list[dict[str, Any]]:
-    """Each way at one size, of so many times 2^20 parameters: medians over the turns."""
+    """Time each way at one size, in units of 2^20 parameters; return medians over the turns."""
     elements, found = million * PARAMETER, list[dict[str, Any]]()
     for name, seconds in taken.items():
         moved = elements * BYTES.get(name, ADAM_BYTES)

@@ -149,18 +149,18 @@ def caught_by(copy: Path, mutation: Mutation, options: list[str]) -> str | None:
 
 
 def main() -> None:
-    """Try the faults; options of pytest follow after `--`."""
+    """Try the faults."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("copy", type=Path)
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--count", type=int, default=30)
     parser.add_argument("--part", default="1/1", help="K/N: try the K-th of N parts of the faults")
-    parser.add_argument("options", nargs="*")
+    parser.add_argument("--pytest", default="", help="options for pytest, such as '-n 2'")
     given = parser.parse_args()
     part, parts = map(int, given.part.split("/"))
     for mutation in drawn(given.seed, given.count)[part - 1 :: parts]:
         start = time.monotonic()
-        found = caught_by(given.copy.resolve(), mutation, given.options)
+        found = caught_by(given.copy.resolve(), mutation, given.pytest.split())
         print(f"{mutation}\n    {found or 'NOT CAUGHT'} ({time.monotonic() - start:.0f} s)", flush=True)
 
 

@@ -78,7 +78,7 @@ def dequantize_each_bucket(
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What the kernel does with decoded values.
+    """Processing of decoded values in the kernel.
 
     Attributes:
         divisor: divisor of the sum over ranks.

@@ -65,11 +65,11 @@ class Part:
 
 PARTS: dict[str, Part] = {
     "bits-kernels": Part(TOGETHER, 60, 110, "gpu_kernels:bits", "kernels against the CPU reference, bit for bit"),
-    "train-bits": Part(TOGETHER, 90, 110, "gpu_training:train_bits", "README's script against plain PyTorch"),
-    "loopback-bits": Part(TOGETHER, 70, 110, "gpu_loopback:loopback_bits", "8 ranks on one GPU: late is the same bits"),
-    "offload-bits": Part(TOGETHER, 90, 110, "gpu_offload:offload_bits", "on host and disk: the same bits"),
+    "train-bits": Part(TOGETHER, 95, 130, "gpu_training:train_bits", "README's script against plain PyTorch"),
+    "loopback-bits": Part(TOGETHER, 105, 130, "gpu_loopback:loopback_bits", "8 ranks on one GPU: late is the same bits"),
+    "offload-bits": Part(TOGETHER, 120, 150, "gpu_offload:offload_bits", "on host and disk: the same bits"),
     "graph-bits": Part(TOGETHER, 60, 110, "gpu_training:graph_bits", "steps as CUDA graphs: the same bits"),
-    "gloo-two": Part(TOGETHER, 40, 110, "gpu_ranks:gloo_two", "two gloo ranks: resumed bitwise"),
+    "gloo-two": Part(TOGETHER, 70, 110, "gpu_ranks:gloo_two", "two gloo ranks: resumed bitwise"),
     "nccl-two": Part(TOGETHER, 60, 110, "gpu_ranks:nccl_two", "two NCCL ranks on one GPU: the bits of gloo"),
     "ceilings": Part(ALONE, 15, 30, "gpu_ceilings:ceilings", "what the machine can do at most; calibrate()"),
     "kernels": Part(ALONE, 25, 45, "gpu_kernels:times", "compression kernels beside a copy of as many bytes"),

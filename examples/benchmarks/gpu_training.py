@@ -61,6 +61,9 @@ def train_bits(setting: Setting) -> Iterator[Row]:
                     plain[name], again = (_trained(setting, config, precision, None) for _ in range(2))
                     yield same_bits(f"control: plain PyTorch twice, {name}", again.weights, plain[name].weights)
                 yield attempt(f"{name}, {lowering}", _compared, setting, config, precision, lowering, plain[name])
+                if precision.autocast:  # of which torch's own tracing changes bits
+                    traced, found = (_trained(setting, config, precision, how) for how in ("aot_eager", lowering))
+                    yield same_bits(f"{name}, {lowering}, beside aot_eager", found.weights, traced.weights)
 
 
 def _compared(setting: Setting, config: ModelConfig, precision: Precision, lowering: str, expected: Trained) -> Row:
@@ -73,14 +76,17 @@ def _compared(setting: Setting, config: ModelConfig, precision: Precision, lower
 
 
 def _trained(setting: Setting, config: ModelConfig, precision: Precision, lowering: str | None) -> Trained:
-    """Some steps by zgraph, or for None by plain PyTorch."""
+    """Some steps by zgraph; or for None by plain PyTorch, which "aot_eager" traces."""
     model: nn.Module = setting.model(config)
     called: Callable[..., Tensor] = cast_to(precision.param_dtype, model)
-    if lowering is not None:
+    sharded = lowering in setting.lowerings
+    if lowering == "aot_eager":
+        called = torch.compile(called, backend=lowering)
+    elif lowering is not None:
         model = zgraph.shard(model, setting.mesh(), param_dtype=precision.param_dtype)
         called = torch.compile(model, backend="zgraph", options={"lowering": lowering})
     optimizer = adamw(model)
-    kind = zgraph.GradScaler if lowering else torch.amp.GradScaler
+    kind = zgraph.GradScaler if sharded else torch.amp.GradScaler
     scaler = kind(setting.device.type, 2.0**10, enabled=precision.scales)
     losses: list[Tensor] = []
     figures: Row = {}
@@ -97,13 +103,13 @@ def _trained(setting: Setting, config: ModelConfig, precision: Precision, loweri
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-    if lowering is not None:
+    if sharded:
         peaks = [graph.peak.bytes for graph in zgraph.explain(model).graphs if graph.peak is not None]
         figures |= {
             "predicted MiB": round(max(peaks, default=0) / 2**20, 1),
             "islands": zgraph.summary(model).islands,
         }
-    return Trained(losses, [local(parameter) for parameter in model.parameters()], figures if lowering else {})
+    return Trained(losses, [local(parameter) for parameter in model.parameters()], figures)
 
 
 # --- CUDA graphs ----------------------------------------------------------------------------------------------------

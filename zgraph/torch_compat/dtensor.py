@@ -39,6 +39,16 @@ def put_whole(tensor: DTensor, whole: Tensor) -> None:
     tensor._spec = replace(tensor._spec, placements=tuple(Replicate() for _ in tensor.placements))
 
 
+def have_one_layout(one: DTensor, other: DTensor) -> bool:
+    """Return whether two DTensors have the same shape, placements and mesh (torch 2.11 - 2.15: `_spec`)."""
+    left, right = one._spec, other._spec
+    return left is right or (
+        left.shape == right.shape
+        and left.placements == right.placements
+        and (left.mesh is right.mesh or left.mesh == right.mesh)
+    )
+
+
 def allow_lists_of(kind: type[DTensor]) -> None:
     """Let torch's optimizers and gradient clipping use foreach kernels for a subclass of DTensor.
 

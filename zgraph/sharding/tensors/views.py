@@ -58,7 +58,6 @@ def is_copy(view: Tracked) -> bool:
     )
 
 
-@torch.no_grad()
 def renew(view: Tracked) -> None:
     """Gather a copy again if the viewed tensor has been written to since."""
     assert view.viewed is not None
@@ -66,7 +65,8 @@ def renew(view: Tracked) -> None:
     if whole.writes is None or view.seen == whole.writes or not is_copy(view):
         return
     meet(view, "reading rows that were written to")
-    put_local(view, shown(gathered(whole), steps))
+    with torch.no_grad():
+        put_local(view, shown(gathered(whole), steps))
     view.seen = whole.writes
 
 

@@ -16,7 +16,7 @@ from zgraph.sharding.tensors.tracked import Tracked, View, is_partial, plain_amo
 from zgraph.sharding.tensors.traits import Traits, traits_of
 from zgraph.sharding.tensors.views import is_copy, note_write, shown
 from zgraph.sharding.tensors.whole import all_gathered, check_equal, gathered, laid_out, of_first
-from zgraph.torch_compat.dtensor import local_of, put_local, put_whole
+from zgraph.torch_compat.dtensor import have_one_layout, local_of, put_local, put_whole
 from zgraph.torch_compat.operators import OpOverload, is_elementwise_over_lists, is_tagged_random, written_tensors
 
 aten = torch.ops.aten
@@ -53,6 +53,10 @@ def write(
             or any(plain.ndim > 0 for plain in plain_among((*args[1:], *kwargs.values())))
         )
     )
+    if target is None and _lie_alike(func, args, kwargs):
+        result = func(*_with_local_parts(args), **kwargs)  # DTensor would give the same, parameter by parameter
+        note_write(written)
+        return result
     if target is None or not is_for_whole:
         try:
             result = on_dtensors(func, args, kwargs, sharded)
@@ -69,9 +73,7 @@ def write(
                     meet(one, f"writing to a number ({func})")
                     put_whole(one, gathered(one))
                 return write(func, traits, args, kwargs, sharded)
-            if not _lie_alike(func, args, kwargs):
-                raise
-            result = func(*_with_local_parts(args), **kwargs)
+            raise
         note_write(written)
         return result
     return _write_to_whole(target, func, args, kwargs)
@@ -87,16 +89,17 @@ def _write_to_plain(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, 
 
 def _lie_alike(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Return whether an operator over lists may run on shards: elementwise, on equal layouts, without plain tensors."""
+    if not is_elementwise_over_lists(func):
+        return False
     lists = [[one for one in arg if isinstance(one, DTensor)] for arg in args if type(arg) in (list, tuple)]
     lists = [one for one in lists if one]
     return (
-        is_elementwise_over_lists(func)
-        and len({len(one) for one in lists}) == 1
+        len({len(one) for one in lists}) == 1
         and not any(isinstance(arg, DTensor) for arg in (*args, *kwargs.values()))
         and not any(plain.ndim for plain in plain_among((*args, *kwargs.values())))  # not compared across ranks
         and all(
-            len({(one.shape, one.placements, one.device_mesh) for one in alike}) == 1 and not is_partial(alike[0])
-            for alike in zip(*lists, strict=True)
+            not is_partial(first) and all(have_one_layout(first, one) for one in others)
+            for first, *others in zip(*lists, strict=True)
         )
     )
 

@@ -140,19 +140,28 @@ class Contenders:
             }
 
 
-def steps(setting: Setting) -> Iterator[Row]:
-    """Forward, backward and AdamW."""
+def gpt_steps(setting: Setting) -> Iterator[Row]:
+    """Forward, backward and AdamW of GPT-2 small."""
+    yield from _steps(setting, _gpt)
+
+
+def llama_steps(setting: Setting) -> Iterator[Row]:
+    """The same of a layer of Llama 3 8B."""
+    yield from _steps(setting, _llama)
+
+
+def _steps(setting: Setting, task_of: Callable[[Setting], Task]) -> Iterator[Row]:
     torch._dynamo.config.recompile_limit = MOST_VARIANTS  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
     size = 64 if setting.dry else 8192
     product = torch.randn(size, size, device=setting.device, dtype=torch.bfloat16)
     peak_flops = 1e3 * 2 * size**3 / launches_ms(setting, lambda: product @ product, launches=20)
     with setting.alone():
-        for task in (_gpt(setting), _llama(setting)):
-            found = Contenders(setting, task, peak_flops)
-            for name, build in WAYS.items():
-                row = attempt(f"{task.name}, {name}", found.add, name, build)
-                yield row if name.startswith("zgraph") else row | {"ok": None}  # a peer's
-            yield from found.compared()
+        task = task_of(setting)
+        found = Contenders(setting, task, peak_flops)
+        for name, build in WAYS.items():
+            row = attempt(f"{task.name}, {name}", found.add, name, build)
+            yield row if name.startswith("zgraph") else row | {"ok": None}  # a peer's
+        yield from found.compared()
 
 
 # --- contenders -------------------------------------------------------------------------------------------------------

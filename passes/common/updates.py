@@ -13,7 +13,11 @@ from zgraph.analysis.hazards import hazards
 from zgraph.graph import meta, nodes, traits
 from zgraph.runtime.chunks import MIB, payload_bytes
 
-BUCKET_BYTES = 2 * MIB  # bytes of gradients that are updated together if nothing is reduced
+# Bytes of gradients that are updated together if nothing is reduced. On a CPU, or with state on the host or on disk, a
+# small update frees or copies memory early and costs nothing. A fused update on a GPU gives 2**16 elements to a block:
+# with less, most of its processors idle, and small updates cut the compute between them into many islands.
+BUCKET_BYTES = 2 * MIB
+GPU_BUCKET_BYTES = 128 * MIB
 
 
 @dataclass(frozen=True)
@@ -94,11 +98,12 @@ def carries_parameter(node: fx.Node) -> bool:
     return nodes.is_communication(node) and bool(meta.parameters(node))
 
 
-def _arrivals_alone(order: Iterable[fx.Node]) -> dict[fx.Node, int]:
+def _arrivals_alone(order: Sequence[fx.Node]) -> dict[fx.Node, int]:
     """Map each gradient that is not reduced (on a single rank) to the position of the last gradient of its bucket."""
     found: dict[fx.Node, int] = {}
     bucket: dict[fx.Node, None] = {}
     held = 0
+    rests = any(meta.space(node) is not None for node in order if node.op == "placeholder")
     for position, node in enumerate(order):
         if node.target is not torch.ops.aten.clone.default or not carries_parameter(node):
             continue
@@ -107,9 +112,10 @@ def _arrivals_alone(order: Iterable[fx.Node]) -> dict[fx.Node, int]:
         if not is_computed or any(map(nodes.is_communication, node.users)):
             continue
         bucket[node] = None
-        held += payload_bytes(meta.tensor_value(node).shape, meta.tensor_value(node).dtype)
+        gradient = meta.tensor_value(node)
+        held += payload_bytes(gradient.shape, gradient.dtype)
         found |= dict.fromkeys(bucket, position)
-        if held >= BUCKET_BYTES:
+        if held >= (BUCKET_BYTES if rests or gradient.device.type == "cpu" else GPU_BUCKET_BYTES):
             bucket, held = {}, 0
     return found
 

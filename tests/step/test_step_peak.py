@@ -5,13 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import zgraph
 from tests.support.graphs import Keep, fake_world
 from tests.support.memory.step_peaks import peaks_of
 from tests.support.ranks import Ranks, worlds
 from zgraph.graph import nodes
-from zgraph.passes import HoistStarts, SinkWaits, UpdateAsReduced, presets
+from zgraph.passes import HoistStarts, SinkWaits, SplitUpdates, UpdateAsReduced, presets
+from zgraph.passes.common.updates import Updates
 
 LAYERS = 28
 BUCKET = 64 * 1024  # one layer's weight, so that hardly more than gradients is held
@@ -50,6 +52,32 @@ def test_gradients_of_a_single_rank_die_early_too(ranks: Ranks) -> None:
     (found,) = ranks.run(peaks_of, 3, presets.default(), "fx", 12, 544)
     assert found.measured == pytest.approx(found.predicted, rel=0.05)
     assert found.measured < 0.5 * found.gradients < found.three_calls
+
+
+def test_a_lone_gpu_updates_in_few_calls() -> None:
+    """A fused update of 2 MiB would leave most of its processors idle."""
+    with fake_world(1):
+        keep = Keep()
+        model = zgraph.shard(nn.Sequential(*(nn.Linear(544, 544, bias=False) for _ in range(6))))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
+        passes = presets.default()
+        split = next(place for place, one in enumerate(passes) if isinstance(one, SplitUpdates))
+        pipeline = zgraph.PassList([*passes[:split], keep])
+
+        @zgraph.training_step(model, optimizer, options={"lowering": "fx", "passes": pipeline})
+        def step(x: Tensor) -> None:
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step(torch.randn(4, 544))
+    order = list(keep.kept["step"].graph.nodes)
+    on_cpu = set(Updates.of(order).homes().values())
+    for node in order:
+        if isinstance(value := node.meta.get("val"), Tensor):
+            with FakeTensorMode():
+                node.meta["val"] = torch.empty(value.shape, dtype=value.dtype, device="cuda")
+    assert (len(on_cpu), len(set(Updates.of(order).homes().values()))) == (3, 1)
 
 
 def test_new_state_is_made_where_its_update_runs() -> None:

@@ -64,7 +64,7 @@ class Found:
 
 
 def offload_bits(setting: Setting) -> Iterator[Row]:
-    """Steps of AdamW; the first is plain where that updates on the device, all others are captured.
+    """Steps of AdamW; the first is plain where that updates in the same place, all others are captured.
 
     A GPU's update rounds otherwise than a CPU's. What is updated on the host is compared with a plain loop whose
     parameters rest there. Moments of bf16 are updated to the same bits everywhere.
@@ -113,8 +113,8 @@ def _steps(
     losses: list[Tensor] = []
     for number in range(STEPS):
         # A plain step updates where parameters rest, and does not make moments of bf16.
-        on_device = offload is None or (offload.params == "device" and offload.moments_dtype is None)
-        is_plain = not captured or (number == 0 and on_device)
+        alike = offload is None or (offload.moments_dtype, offload.params, offload.update) == (None, "host", None)
+        is_plain = not captured or (number == 0 and alike)
         losses.append(local((step.function if is_plain else step)(setting.tokens(config, number))))
     state = [value for entries in optimizer.state.values() for value in entries.values() if isinstance(value, Tensor)]
     return Found(losses, [local(one) for one in (*model.parameters(), *state)])

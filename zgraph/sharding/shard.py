@@ -37,7 +37,7 @@ from zgraph.tiers.offload import Offload
 from zgraph.tiers.placement.resting import Resting
 from zgraph.tiers.placement.step_hooks import follow_steps
 from zgraph.torch_compat.autograd import share_hooks
-from zgraph.torch_compat.dtensor import local_of
+from zgraph.torch_compat.dtensor import call_dispatch_of, local_of
 from zgraph.torch_compat.fake_values import is_fake
 from zgraph.torch_compat.groups import backend_of, keep_gloo_from_preempting
 from zgraph.torch_compat.modules import replace_parameter
@@ -129,6 +129,7 @@ def shard(
     check_model(module, {entry.name: entry.parameter for entry in found}, ignored_ids)
 
     follow_compiled_modules()
+    call_dispatch_of(Sharded)  # in each call: operators may have been defined since the last one
     scope = Scope()
     scope.machine = agreed_machine(mesh)
     scope.resting = _resting(module, mesh, offload)

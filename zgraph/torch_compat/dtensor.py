@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
+from torch.torch_version import TorchVersion
 
 from zgraph.torch_compat.operators import OpOverload
 
@@ -60,6 +61,24 @@ def allow_lists_of(kind: type[DTensor]) -> None:
     for kinds in cast("tuple[list[type], ...]", (of_optimizers, of_utilities)):
         if kind not in kinds:
             kinds.append(kind)
+
+
+def call_dispatch_of(kind: type[DTensor]) -> None:
+    """Let all operators that torch knows by now call the `__torch_dispatch__` of a subclass of DTensor.
+
+    torch 2.11 ignores the method: it runs operators of subclasses in C++, as those of DTensor, except where a rule is
+    registered for an operator and a class, as by `torch.library.register_torch_dispatch`. torch 2.12 - 2.15 call the
+    method, and nothing is registered. torch 2.11: `simple_registry.singleton`, `_dispatch_get_all_op_names`.
+    """
+    if TorchVersion(torch.__version__) >= "2.12":  # false for 2.12.0a0 and the like, some of which ignore the method
+        return
+    from torch._library.simple_registry import singleton
+
+    rule = cast(Any, kind).__torch_dispatch__.__func__
+    for name in torch._C._dispatch_get_all_op_names():
+        rules = singleton.find(name).torch_dispatch_rules
+        if rules.find(kind) is None:
+            rules.register(kind, rule)
 
 
 def dtensor_like(local: Tensor, like: DTensor) -> DTensor:

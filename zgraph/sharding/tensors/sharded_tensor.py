@@ -147,13 +147,7 @@ class Sharded(Tracked):
     def __deepcopy__(self, memo: Any) -> Any:
         if self.viewed is not None:
             return self.detach().clone()
-        kind = type(self)
-        self.__class__ = DTensor  # torch copies only tensors whose clone() has their class, as it has not on torch 2.11
-        try:
-            made = cast(Sharded, DTensor.__deepcopy__(self, memo))
-        finally:
-            self.__class__ = kind
-        made.__class__ = kind
+        made = cast(Sharded, super().__deepcopy__(memo))
         if self.of_model is not None and (model := self.of_model()) is not None:
             model.changes.of_read(_COPIES, "copy.deepcopy", (self,), (made,))
         return made

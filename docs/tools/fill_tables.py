@@ -6,7 +6,7 @@
 A table stands between `<!-- table NAME -->` and `<!-- end -->`. Results of links are what shaped_link.py
 writes with `--json`, put into that folder under the name of the table. zoo.json, offload_inference.json and
 offload_capacity.json are what the scripts of these names write; offload_states.json is what offload_overlap.py writes
-with `--states`. Needs nothing but Python.
+with `--states`; gpu-h200.json has rows of gpu.py. Needs nothing but Python.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from generated import keep_up
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = (
     ROOT / "docs" / "benchmarks.md",
+    ROOT / "docs" / "gpus.md",
     ROOT / "docs" / "models.md",
     ROOT / "examples" / "README.md",
 )
@@ -69,6 +70,23 @@ METHODS = (
     ("methods-1gbit",),
     ("methods-10gbit",),
 )
+# What the columns of a table of gpu.py are called, and the figures that they show.
+GPU = {
+    "step-gpt": {
+        **{"step ms": "in turns ms", "alone": "alone ms", "GPU busy ms": "busy ms", "kernels": "kernels"},
+        **{"peak above what is held, MiB": "rise MiB"},
+    },
+    "peaks": {
+        "predicted MiB": "predicted MiB",
+        "measured MiB": "rise MiB",
+        "measured / predicted": "measured of predicted",
+    },
+    "kernels": {"ms": "ms", "GB/s": "GB/s", "of a copy's speed": "share of a copy", "host us a call": "host us a call"},
+    "offload": {
+        **{"step ms": "ms", "held on the GPU, MiB": "held MiB", "peak above it, MiB": "rise MiB"},
+        **{"pinned, MiB": "pinned MiB"},
+    },
+}
 # Names of the models that examples/zoo.py trains, as docs/models.md spells them.
 MODELS = {
     "gpt2": "GPT-2",
@@ -96,6 +114,8 @@ def filled(page: str) -> str:
 def table(name: str) -> str:
     if name == "methods":
         return methods([[load(name) for name in names] for names in METHODS])
+    if name.startswith("gpu-"):
+        return gpu(load("gpu-h200"), name.removeprefix("gpu-"))
     kinds = {"convergence": convergence, "zoo": zoo, "offload_states": states}
     kinds |= {"offload_inference": inference, "offload_capacity": capacity}
     return kinds.get(name, steps)(load(name))
@@ -246,6 +266,20 @@ def capacity(result: dict[str, Any]) -> str:
     ]
     heads = (f"in {result['gib']} GiB", "largest that trains", "M parameters", "times plain PyTorch")
     return markdown(heads, rows) + provenance([result])
+
+
+def gpu(result: dict[str, Any], part: str) -> str:
+    """The rows of one part of gpu.py."""
+    rows = [
+        (row["what"], *(_figure(row["figures"].get(key)) for key in GPU[part].values()))
+        for row in result["rows"]
+        if row["part"] == part
+    ]
+    return markdown(("", *GPU[part]), rows) + provenance([result])
+
+
+def _figure(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}" if abs(value) < 10 else f"{value:.1f}".removesuffix(".0")
 
 
 def percent(share: float) -> str:

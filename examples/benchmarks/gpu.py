@@ -1,6 +1,6 @@
-"""What one GPU can tell of zgraph in ten minutes, unattended; from a checkout, with nothing installed but torch.
+"""What one GPU can tell of zgraph in a quarter of an hour, unattended; from a checkout, with only torch installed.
 
-    python examples/benchmarks/gpu.py --seconds 550 --out OUT --scratch /tmp/scratch       # all parts
+    python examples/benchmarks/gpu.py --seconds 900 --out OUT --scratch /tmp/scratch       # all parts
     python examples/benchmarks/gpu.py --phase A                   # whether it is right: all at once, times nothing
     python examples/benchmarks/gpu.py --phase B                   # how fast it is: one part after the other, alone
     python examples/benchmarks/gpu.py --part nccl-two ceilings    # some of them
@@ -12,8 +12,8 @@ rows.jsonl, to which each row is appended when it is known; gpu.json and gpu.md,
 log.txt. All else (checkpoints, caches, files of the disk) goes to the scratch folder. A part that is not expected to
 end in the time that is left is skipped. The exit status is 0: whether all held is in the rows. Nothing is downloaded.
 
-Where a machine with a GPU is lent for one command of ten minutes, this is that command, from the checkout's root;
-$OUT is the folder that comes back. Two runs are better than one: T=170 B=160 P="--phase A", then what is left.
+Where a machine with a GPU is lent for commands of ten minutes, this is such a command, from the checkout's root; $OUT
+is the folder that comes back. Two runs are needed: T=175 B=165 P="--phase A", then P="--part" and what fits of phase B.
 
     set +e; mkdir -p out/scratch "${OUT:=out/results}"
     nvidia-smi --query-gpu=name,driver_version,memory.total,pcie.link.gen.current,clocks.sm,temperature.gpu \
@@ -66,7 +66,7 @@ class Part:
 PARTS: dict[str, Part] = {
     "bits-kernels": Part(TOGETHER, 60, 110, "gpu_kernels:bits", "kernels against the CPU reference, bit for bit"),
     "train-bits": Part(TOGETHER, 95, 130, "gpu_training:train_bits", "README's script against plain PyTorch"),
-    "loopback-bits": Part(TOGETHER, 105, 130, "gpu_loopback:loopback_bits", "8 ranks on one GPU: late is the same bits"),
+    "loopback-bits": Part(TOGETHER, 105, 130, "gpu_loopback:loopback_bits", "8 ranks on one GPU, late: the same bits"),
     "offload-bits": Part(TOGETHER, 120, 150, "gpu_offload:offload_bits", "on host and disk: the same bits"),
     "graph-bits": Part(TOGETHER, 60, 110, "gpu_training:graph_bits", "steps as CUDA graphs: the same bits"),
     "gloo-two": Part(TOGETHER, 70, 110, "gpu_ranks:gloo_two", "two gloo ranks: resumed bitwise"),
@@ -74,9 +74,9 @@ PARTS: dict[str, Part] = {
     "ceilings": Part(ALONE, 20, 40, "gpu_ceilings:ceilings", "what the machine can do at most; calibrate()"),
     "kernels": Part(ALONE, 50, 90, "gpu_kernels:times", "compression kernels beside a copy of as many bytes"),
     "step-gpt": Part(ALONE, 200, 240, "gpu_step:gpt_steps", "GPT-2 small beside torch.compile and FSDP2"),
-    "step-llama": Part(ALONE, 90, 140, "gpu_step:llama_steps", "a layer of Llama 3 8B beside them"),
+    "step-llama": Part(ALONE, 100, 150, "gpu_step:llama_steps", "a layer of Llama 3 8B beside them"),
     "peaks": Part(ALONE, 110, 150, "gpu_peaks:peaks", "predicted and measured peaks"),
-    "offload": Part(ALONE, 60, 90, "gpu_offload:offload", "state on the host, hidden or not, beside FSDP2"),
+    "offload": Part(ALONE, 240, 300, "gpu_offload:offload", "state on the host, hidden or not, beside FSDP2"),
     "overlap": Part(ALONE, 90, 120, "gpu_loopback:overlap", "8 ranks and an emulated link: exposed time"),
     "large-bucket": Part(ON_REQUEST, 15, 60, "gpu_kernels:large_bucket", "one bucket above 2^31 elements"),
     "sanitizer": Part(ON_REQUEST, 240, 420, "gpu_kernels:sanitizer", "the kernels under compute-sanitizer"),
@@ -118,7 +118,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--phase", nargs="+", choices=(TOGETHER, ALONE), default=[TOGETHER, ALONE])
     parser.add_argument("--part", nargs="+", choices=list(PARTS), help="these, of whatever phase")
-    parser.add_argument("--seconds", type=float, default=550.0, help="for all of it")
+    parser.add_argument("--seconds", type=float, default=900.0, help="for all of it")
     parser.add_argument("--out", type=Path, default=Path("gpu_results"), help="folder of the four files")
     parser.add_argument("--scratch", type=Path, help="folder of all other files; default: gpu_scratch beside --out")
     parser.add_argument("--patience", type=float, default=1.0, help="factor of the parts' limits, on slow machines")

@@ -20,8 +20,9 @@ class SplitUpdates(GraphPass):
 
     A fused or foreach optimizer updates all parameters in one call, which waits for the last gradient. This pass splits
     each such call, and the norms of gradient clipping, into one call per reduction. On a single rank, where nothing is
-    reduced, it makes one call per 2 MiB of gradients, or per 128 MiB if parameters and state are on a GPU. The calls still run at the end of the step, in the order in which
-    reductions start; `update_as_reduced` moves them. Results are bitwise equal.
+    reduced, it makes one call per 2 MiB of gradients, or per 128 MiB if parameters and state are on a GPU. The calls
+    still run at the end of the step, in the order in which reductions start; `update_as_reduced` moves them. Results
+    are bitwise equal.
     Leaves alone: forward and backward; steps that compute with reduced gradients before their last backward.
     """
 

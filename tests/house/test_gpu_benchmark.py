@@ -158,18 +158,19 @@ def test_every_part_is_listed_with_its_phase() -> None:
         *("bits-kernels", "train-bits", "loopback-bits", "offload-bits", "graph-bits", "gloo-two", "nccl-two")
     ]
     assert [name for name, phase in phases.items() if phase == "B"] == [
-        *("ceilings", "kernels", "step", "peaks", "offload", "overlap")
+        *("ceilings", "kernels", "step-gpt", "step-llama", "peaks", "offload", "overlap")
     ]
 
 
-def test_phases_fit_into_ten_minutes() -> None:
+def test_parts_fit_into_a_quarter_of_an_hour_and_each_into_a_lent_command() -> None:
     """Phase A takes as long as its longest part; what is expected stays below every limit."""
     code = "import json; from gpu import PARTS; print(json.dumps([vars(part) for part in PARTS.values()]))"
     done = subprocess.run([sys.executable, "-c", code], cwd=BENCHMARKS, capture_output=True, text=True, check=True)
     found = json.loads(done.stdout)
     assert all(part["expected_s"] < part["limit_s"] for part in found)
     together = max(part["limit_s"] for part in found if part["phase"] == "A")
-    assert together + sum(part["expected_s"] for part in found if part["phase"] == "B") <= 550
+    assert together + sum(part["expected_s"] for part in found if part["phase"] == "B") <= 1000
+    assert max(part["limit_s"] for part in found) <= 550
 
 
 def test_the_command_for_a_lent_machine_fits() -> None:
@@ -206,7 +207,7 @@ def dry(out: Path, *options: str) -> list[dict[str, Any]]:
         "loopback-bits",
         "nccl-two",  # the fast tests have what starts and ends a part
         *long("bits-kernels", "train-bits", "offload-bits", "graph-bits", "gloo-two"),
-        *long("kernels", "step", "peaks", "offload", "overlap", "large-bucket", "sanitizer"),
+        *long("kernels", "step-gpt", "step-llama", "peaks", "offload", "overlap", "large-bucket", "sanitizer"),
     ],
 )
 def test_a_part_runs_to_its_end_and_holds(part: str, out: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from gpu_setting import Row, Setting, attempt, host_mib, launches_ms
+from torch import Tensor
 
 MIB = 2**20
 
@@ -48,7 +49,24 @@ def _host_links(setting: Setting) -> Row:
     device = torch.empty(size, dtype=torch.uint8, device=setting.device)
     there = launches_ms(setting, lambda: device.copy_(host, non_blocking=True), launches=4)
     back = launches_ms(setting, lambda: host.copy_(device, non_blocking=True), launches=4)
-    return {"GB/s to device": round(size / there / 1e6, 1), "GB/s to host": round(size / back / 1e6, 1)}
+    both = launches_ms(setting, lambda: _both_ways(host, device), launches=4)
+    rates = {"to device": size / there, "to host": size / back, "each way at once": size / 2 / both}
+    return {f"GB/s {name}": round(rate / 1e6, 1) for name, rate in rates.items()}
+
+
+def _both_ways(host: Tensor, device: Tensor) -> None:
+    """Half of the bytes each way, on two streams where there are some."""
+    (to_device, from_host), (to_host, from_device) = zip(device.chunk(2), host.chunk(2), strict=True)
+    if not device.is_cuda:
+        to_device.copy_(from_host)
+        from_device.copy_(to_host)
+        return
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    to_device.copy_(from_host, non_blocking=True)
+    with torch.cuda.stream(side):
+        from_device.copy_(to_host, non_blocking=True)
+    torch.cuda.current_stream().wait_stream(side)
 
 
 def _pinned_sizes(setting: Setting) -> Row:

@@ -54,6 +54,21 @@ class _Late:
         return land
 
 
+@dataclass(frozen=True, eq=False)
+class _Landing:
+    """A copy to the host that it does not see yet.
+
+    Attributes:
+        storage: reference to what is copied to.
+        land: puts the values there.
+        number: place among the copies of its stream.
+    """
+
+    storage: Any
+    land: Callable[[], None]
+    number: int
+
+
 def _remembered(tensor: Tensor) -> tuple[Any, Any, torch.dtype]:
     layout = tensor.storage_offset(), tensor.shape, tensor.stride()
     return weakref.ref(tensor.untyped_storage()), layout, tensor.dtype
@@ -109,7 +124,7 @@ class LazyStream:
                 if land is None:
                     self.cuda.freed.append(self.done)
                 elif self.to_host:
-                    self.cuda.landing.append((copy.target[0], land))
+                    self.cuda.landing.append(_Landing(copy.target[0], land, self.done))
                 else:
                     land()
                 self.done += 1
@@ -126,10 +141,10 @@ class LazyEvent:
     def synchronize(self) -> None:
         cuda = self.stream.cuda
         with cuda.lock:
-            before = {id(one) for one in cuda.landing}
             self.stream.run(self.until)
-            ours = [one for one in cuda.landing if id(one) not in before] if self.waited is None else self.waited
-            for one in ours:
+            # Whoever ran them: the program may have waited for what a thread of a disk has put here.
+            reached = [one for one in cuda.landing if self.stream.to_host and one.number < self.until]
+            for one in reached if self.waited is None else self.waited:
                 cuda.land(one)
 
 
@@ -169,13 +184,13 @@ class LazyCuda:
         compute: what the program runs on.
         lanes: the streams that were made.
         freed: numbers of copies of which a tensor was gone when they ran.
-        landing: copies to the host that it does not see yet: the storages, and what puts the values there.
+        landing: copies to the host that it does not see yet.
         host_waits: how often the host has waited for a stream.
     """
 
     lanes: list[LazyStream] = field(default_factory=list[LazyStream])
     freed: list[int] = field(default_factory=list[int])
-    landing: list[tuple[Any, Callable[[], None]]] = field(default_factory=list["tuple[Any, Callable[[], None]]"])
+    landing: list[_Landing] = field(default_factory=list[_Landing])
     host_waits: int = 0
 
     def __post_init__(self) -> None:
@@ -186,12 +201,12 @@ class LazyCuda:
         self.lanes.append(LazyStream(self, to_host=not self.lanes))
         return self.lanes[-1]
 
-    def land(self, only: tuple[Any, Callable[[], None]] | None = None, *, of: Any = None) -> None:
+    def land(self, only: _Landing | None = None, *, of: Any = None) -> None:
         """Let the host see what has been copied there: all, one copy, or those into a storage."""
         with self.lock:
             for one in [*self.landing]:
-                if (only is None or one is only) and (of is None or one[0]() is of()):
-                    one[1]()
+                if (only is None or one is only) and (of is None or one.storage() is of()):
+                    one.land()
                     self.landing.remove(one)
 
     def Event(self, *, blocking: bool) -> LazyEvent:
@@ -206,7 +221,8 @@ class LazyCuda:
 
     @contextlib.contextmanager
     def stream(self, lane: LazyStream) -> Generator[None]:
-        with _Taking(lane):
+        # One thread at a time: torch keeps whether it is in a mode for all threads, and each restores what it found.
+        with self.lock, _Taking(lane):
             yield
 
 
@@ -239,7 +255,7 @@ class LazyLanes(StreamLanes):
 
     def update(self, operator: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What is updated has no values until it is waited for."""
-        landing = [storage() for storage, _ in self.lazy.landing]  # nobody has seen what is there
+        landing = [one.storage() for one in self.lazy.landing]  # nobody has seen what is there
         found = written_tensors(cast(Any, operator), args, kwargs)
         written = [one for one in found if not any(one.untyped_storage() is storage for storage in landing)]
         before = [tensor.clone() for tensor in written]

@@ -266,19 +266,33 @@ def _number(value: Any) -> Any:
 
 
 def assert_same(found: Outcome, expected: Outcome) -> None:
-    """Equal bit for bit."""
-    assert found.metrics == expected.metrics
-    for name, parameter in expected.parameters.items():
-        assert torch.equal(found.parameters[name], parameter), name
+    """Equal bit for bit; a failure says what differs, in words: asserts of ranks do not show values."""
+    assert len(found.metrics) == len(expected.metrics)
     assert list(found.state) == list(expected.state)
-    for name, (kind, value) in expected.state.items():
-        assert found.state[name][0] == kind, name
-        assert torch.equal(found.state[name][1], value), name
-    for name, grad in expected.grads.items():
-        ours = found.grads[name]
-        assert (ours is None) == (grad is None), name
-        assert grad is None or (ours is not None and torch.equal(ours, grad)), name
-    assert torch.equal(found.random, expected.random)
+    differing = [
+        f"{name} of step {step} is {ours.get(name)!r}, not {theirs.get(name)!r}"
+        for step, (ours, theirs) in enumerate(zip(found.metrics, expected.metrics, strict=True))
+        for name in ours | theirs
+        if ours.get(name) != theirs.get(name)
+    ]
+    others = {
+        "parameters": [name for name, one in expected.parameters.items() if not _equal(found.parameters[name], one)],
+        "entries of state": [
+            name
+            for name, (kind, value) in expected.state.items()
+            if found.state[name][0] != kind or not _equal(found.state[name][1], value)
+        ],
+        "gradients": [name for name, one in expected.grads.items() if not _equal(found.grads[name], one)],
+        "states of random numbers": [] if _equal(found.random, expected.random) else ["that of torch"],
+    }
+    differing += [f"{len(names)} {kind} differ, first {names[0]}" for kind, names in others.items() if names]
+    assert not differing, "; ".join(differing)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return bool(type(one) is type(other) and one == other)
 
 
 def compare(case: Case) -> int:

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 import zgraph
 from examples.benchmarks.loopback import Wire, loopback
@@ -236,6 +237,37 @@ def test_host_sees_copied_values_after_waiting() -> None:
     assert torch.equal(moment, torch.ones(3))
     again = lanes.reload(lanes.offload(torch.ones(2)).wait()).wait()
     assert torch.equal(again, torch.ones(2)), "streams see it at once"
+
+
+def test_a_thread_sees_its_copy_though_the_program_has_waited_first() -> None:
+    """The stand-in itself: a disk's thread waits for a copy that was made because of a later one of the program."""
+    lanes = LazyLanes()
+    source, staged, event = torch.ones(3), torch.zeros(3), lanes.lazy.Event(blocking=True)
+    with lanes.lazy.stream(lanes.out):
+        staged.copy_(source, non_blocking=True)
+        event.record(lanes.out)
+    kept = lanes.offload(torch.full((3,), 2.0)).wait()
+    event.synchronize()
+    assert torch.equal(staged, torch.ones(3)) and kept.isnan().all(), "copies behind the event are not seen yet"
+
+
+def test_two_threads_that_copy_leave_no_mode_behind() -> None:
+    """The stand-in itself: torch would take all that follows in this process to be in a mode."""
+    lanes = LazyLanes()
+    inside, outside = threading.Event(), threading.Event()
+
+    def copy() -> None:
+        with lanes.lazy.stream(lanes.back):
+            inside.set()
+            outside.wait(5)
+
+    other = threading.Thread(target=copy)
+    with lanes.lazy.stream(lanes.out):
+        other.start()
+        inside.wait(0.1)  # in vain
+    outside.set()
+    other.join()
+    assert not is_in_torch_dispatch_mode()
 
 
 def test_late_streams_see_memory_that_is_freed_early() -> None:

@@ -19,18 +19,20 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]  # documented, not in __all__
 
+from zgraph.compiler.frame_plan import FramePlan
 from zgraph.errors import AgreementError
 from zgraph.graph import meta, nodes, traits
+from zgraph.graph.collective_dispatch import order_of_waits
 from zgraph.graph.dataflow import needed_for
 from zgraph.graph.text import dtype_text, target_text
-from zgraph.graph.traffic import Transfer
+from zgraph.graph.traffic import Transfer, transfers
 from zgraph.runtime.exchanges.changes import ADVICE_ON_CHANGES
 from zgraph.runtime.exchanges.watch import ADVICE, Watch, watch_of
 from zgraph.runtime.groups import OF_GATHERS, OF_REDUCTIONS
@@ -109,6 +111,30 @@ class Signature:
     def from_json(cls, text: str) -> Signature:
         direction, entries, names, ranks = json.loads(text)
         return cls(direction, tuple(entries), tuple(names), tuple(ranks))
+
+
+def signatures_of(
+    plan: FramePlan, changes: Sequence[str], group_names: Sequence[str], ranks_per_host: int
+) -> list[Signature]:
+    """Return the signatures of everything that a plan sends, warm-up included.
+
+    Args:
+        plan: plan of a frame.
+        changes: lines from `changes_of`.
+        group_names: as for `Signature.of`.
+        ranks_per_host: ranks of each host, on which the order of waits depends.
+    """
+
+    def signed(direction: str, graph: fx.Graph) -> Signature:
+        others = [*order_of_waits(graph, ranks_per_host), *places_of_updates(graph), *changes]
+        return Signature.of(direction, [*transfers(graph)], others, group_names)
+
+    found = [signed(direction, gm.graph) for direction, gm in plan.graphs.items()]
+    for variant, following in pairwise(plan.variants):
+        closing = "step" if "step" in variant.graphs else "backward"
+        warm = f"{closing} of {following.from_step} steps of warm-up"  # as many on all
+        found.append(signed(warm, variant.graphs[closing].graph))
+    return found
 
 
 def places_of_updates(graph: fx.Graph) -> list[str]:

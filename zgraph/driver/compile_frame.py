@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 from torch import fx
 
 from zgraph.codegen.cuda_graph import RecordedSteps
-from zgraph.compiler.agreement import Signature, agree, changes_of, places_of_updates
+from zgraph.compiler.agreement import agree, changes_of, signatures_of
 from zgraph.compiler.fit_budget import plan_within_budget
 from zgraph.compiler.frame import Frame
 from zgraph.compiler.frame_plan import FramePlan, plan_frame
@@ -23,11 +22,8 @@ from zgraph.driver.lower import Decided, Lowering, Program
 from zgraph.driver.observe import Observation
 from zgraph.driver.options import CompileOptions
 from zgraph.graph import meta, nodes
-from zgraph.graph.collective_dispatch import order_of_waits
 from zgraph.graph.split_graph import weight_gradients
-from zgraph.graph.traffic import transfers
 from zgraph.passes import presets
-from zgraph.reporting.export.parameters import known_parameters
 from zgraph.sharding.local_shards import compile_on_local_shards
 from zgraph.torch_compat.aot import aot_autograd, aot_input_index
 
@@ -65,7 +61,6 @@ class FrameCompiler:
         self.timeout_s, self.on_plan = options.agreement_timeout_s, on_plan
         self.observation = Observation(frame.name, frame.reason, options, scopes)
         self.lowering = Lowering(self.observation, options.lowering, self.ranks_per_host)
-        self.decided: Decided | None = None
 
     # --- torch's calls ---
 
@@ -110,8 +105,7 @@ class FrameCompiler:
         recorded: RecordedSteps | None = None,
     ) -> Program:
         """Return a final graph of the plan as a callable."""
-        assert self.decided is not None, "torch lowers after it has partitioned"
-        return self.lowering.lower(direction, gm, self.decided, recorded)
+        return self.lowering.lower(direction, gm, recorded)
 
     # --- the plan of the frame ---
 
@@ -133,18 +127,17 @@ class FrameCompiler:
         """
         handles = self._name_inputs(captured.graph)
         take_to_device(captured.graph)
-        known = known_parameters(captured.graph, self.names.values())
         with self.observation.report.phase("passes"):
             if self.passes.target is not None:
                 ctx = self.passes.target.known_to(ctx, captured.graph)
             plan = self._plan(captured, ctx)
             for gm in plan.graphs.values():
                 check_only_copied(gm.graph)
-        described = self.observation.describe(plan, self.names, known, ctx.plan_bytes)
+        described = self.observation.describe(plan, captured.graph, self.names, ctx.plan_bytes)
         with self.observation.report.phase("agreement"):
-            self._agree(plan, changes)
+            agree(signatures_of(plan, changes, self.group_names, self.ranks_per_host), self.timeout_s)
         self.observation.record(plan, described)
-        self.decided = Decided.of(plan, described.called, handles, late)
+        self.lowering.decided = Decided.of(plan, described.called, handles, late)
         self.on_plan(plan, () if late is None else late[0])
         return plan
 
@@ -182,21 +175,3 @@ class FrameCompiler:
             if budget_bytes is None or plan.peak_bytes <= budget_bytes:
                 return plan
         return plan_within_budget(plan_for, budget_bytes, self.observation.frame)
-
-    def _agree(self, plan: FramePlan, changes: Sequence[str]) -> None:
-        """Agree with the other ranks on everything that the plan sends, before anything is sent.
-
-        Raises:
-            AgreementError: ranks planned different communication.
-        """
-
-        def signed(direction: str, graph: fx.Graph) -> Signature:
-            others = [*order_of_waits(graph, self.ranks_per_host), *places_of_updates(graph), *changes]
-            return Signature.of(direction, [*transfers(graph)], others, self.group_names)
-
-        signatures = [signed(direction, gm.graph) for direction, gm in plan.graphs.items()]
-        for variant, following in pairwise(plan.variants):
-            closing = "step" if "step" in variant.graphs else "backward"
-            warm = f"{closing} of {following.from_step} steps of warm-up"  # as many on all
-            signatures.append(signed(warm, variant.graphs[closing].graph))
-        agree(signatures, self.timeout_s)

@@ -74,65 +74,62 @@ class Lowering:
 
     Attributes:
         inductor: compiles islands (runs of compute between collectives); None: graphs run node by node.
+        decided: the plan that the graphs are part of; set before torch lowers the first of them.
     """
+
+    decided: Decided
 
     def __init__(self, observation: Observation, lowering: str, ranks_per_host: int) -> None:
         self.observation, self.ranks_per_host = observation, ranks_per_host
         self.inductor = InductorLowering(*rank_and_world()) if lowering == "inductor" else None
 
-    def lower(
-        self, direction: Direction, gm: fx.GraphModule, decided: Decided, recorded: RecordedSteps | None = None
-    ) -> Program:
+    def lower(self, direction: Direction, gm: fx.GraphModule, recorded: RecordedSteps | None = None) -> Program:
         """Return a final graph as a callable.
 
         Args:
             direction: direction of the graph.
             gm: the graph; it may be changed.
-            decided: plan that the graph is part of.
             recorded: records and replays a whole step as a CUDA graph; None: each call runs node by node.
         """
-        observation = self.observation
+        observation, decided = self.observation, self.decided
         with observation.report.phase("lowering"):
             profiler_of = partial(observation.report.profiler_of, observation.frame, direction)
             watch = GraphWatch(decided.called[direction], observation.clocks, profiler_of)
             title = f"{observation.frame} {direction}"
-            main = self._numbered(self._lowered(gm, watch, title, recorded), gm, title)
+            main = with_numbers(self._lowered(gm, watch, title, recorded), gm.graph, title, observation.rank)
             if direction == "forward" and decided.weights is not None:
                 return saying_that_it_splits(main, _handle_in(gm.graph, decided.handles))
             if direction not in ("backward", "step"):
                 return main
             programs = [
-                (variant.from_step, self._lowered_warm_up(place, direction, title, decided))
+                (variant.from_step, self._lowered_warm_up(place, direction, title))
                 for place, variant in enumerate(decided.variants[:-1])
             ]
-            last = self._in_halves(main, len(decided.variants) - 1, title, decided)
+            last = self._in_halves(main, len(decided.variants) - 1, title)
             return switch_by_step([*programs, (decided.variants[-1].from_step, last)], gm, decided.weights)
 
-    def _lowered_warm_up(self, place: int, direction: Direction, title: str, decided: Decided) -> Program:
-        gm = decided.variants[place].graphs[direction]
-        whole = self._lowered(gm, self._warm_up_watch(gm, decided.called[direction]), f"{title} of warm-up")
-        return self._in_halves(whole, place, f"{title} of warm-up", decided)
+    def _lowered_warm_up(self, place: int, direction: Direction, title: str) -> Program:
+        gm, title = self.decided.variants[place].graphs[direction], f"{title} of warm-up"
+        return self._in_halves(self._lowered(gm, self._warm_up_watch(gm, direction), title), place, title)
 
-    def _in_halves(self, whole: Program, place: int, title: str, decided: Decided) -> Program:
+    def _in_halves(self, whole: Program, place: int, title: str) -> Program:
         """Wrap a backward so that it can also run in two halves, each lowered when first called.
 
         Returns `whole` unchanged if the plan has no halves.
         """
-        if decided.weights is None:
+        if self.decided.weights is None:
             return whole
 
         def lower(half: fx.GraphModule) -> Program:
+            name = f"{title}, in halves"
             with self.observation.report.phase("lowering"):
-                watch = self._warm_up_watch(half, decided.called["backward"])
-                return self._numbered(self._lowered(half, watch, f"{title}, in halves"), half, f"{title}, in halves")
+                lowered = self._lowered(half, self._warm_up_watch(half, "backward"), name)
+                return with_numbers(lowered, half.graph, name, self.observation.rank)
 
-        return in_halves(whole, decided.weights, decided.halves[place], lower)
+        return in_halves(whole, self.decided.weights, self.decided.halves[place], lower)
 
-    def _warm_up_watch(self, gm: fx.GraphModule, called: CalledGraph) -> GraphWatch:
-        return GraphWatch(called_in_warm_up(gm.graph, called), self.observation.clocks)
-
-    def _numbered(self, program: Program, gm: fx.GraphModule, title: str) -> Program:
-        return with_numbers(program, gm.graph, title, self.observation.rank)
+    def _warm_up_watch(self, gm: fx.GraphModule, direction: Direction) -> GraphWatch:
+        return GraphWatch(called_in_warm_up(gm.graph, self.decided.called[direction]), self.observation.clocks)
 
     def _lowered(
         self, gm: fx.GraphModule, watch: GraphWatch, title: str, recorded: RecordedSteps | None = None

@@ -16,7 +16,7 @@ from zgraph.reporting.data.frame import FrameData
 from zgraph.reporting.dump import Dumper
 from zgraph.reporting.export.build_frame import build_frame
 from zgraph.reporting.export.folder import trace_graphs, write_frame
-from zgraph.reporting.export.parameters import KnownParameter
+from zgraph.reporting.export.parameters import known_parameters
 from zgraph.reporting.export.record_passes import PassRecorder
 from zgraph.reporting.metrics.called_graph import called_graph
 from zgraph.reporting.metrics.step_clock import CalledGraph
@@ -87,16 +87,16 @@ class Observation:
     def describe(
         self,
         plan: FramePlan,
+        captured: fx.Graph,
         names: Mapping[int, str],
-        known: Mapping[str, KnownParameter],
         budget_bytes: int | None,
     ) -> Described:
         """Predict time and memory of a plan's graphs.
 
         Args:
             plan: plan of the frame.
+            captured: graph of the frame before any pass.
             names: names of the frame's parameters, by the positions of their handles among the inputs.
-            known: descriptions of these parameters, by name.
             budget_bytes: budget of the step; None: no limit.
         """
         with self.report.phase("predicting"):
@@ -112,7 +112,7 @@ class Observation:
                 reason=self.reason,
                 keep_graphs=self.report.keep_graphs,
             )
-            lowering = self.options.lowering
+            known, lowering = known_parameters(captured, names.values()), self.options.lowering
             data = build_frame(plan, predictions, found, known, lowering=lowering, recorder=self.recorder)
         called = {graph.direction: called_graph(graph, plan, budget_bytes) for graph in found}
         return Described(graphs=found, data=data, called=called)

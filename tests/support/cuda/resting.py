@@ -316,7 +316,7 @@ def _spaces(model: nn.Module, tensors: Iterable[Tensor]) -> list[str]:
     state = state_of(model)
     assert state is not None and state.scope.resting is not None
     resting = state.scope.resting
-    return sorted({resting.space_of(local_of(one) if isinstance(one, DTensor) else one) for one in tensors})
+    return sorted({str(resting.space_of(local_of(one) if isinstance(one, DTensor) else one)) for one in tensors})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -73,7 +73,7 @@ METHODS = (
 # What the columns of a table of gpu.py are called, and the figures that they show.
 GPU = {
     "step-gpt": {
-        **{"step ms": "in turns ms", "alone": "alone ms", "GPU busy ms": "busy ms", "kernels": "kernels"},
+        **{"step ms": "in turns ms", "isolated step ms": "alone ms", "GPU busy ms": "busy ms", "kernels": "kernels"},
         **{"peak above what is held, MiB": "rise MiB"},
     },
     "peaks": {

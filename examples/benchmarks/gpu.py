@@ -1,4 +1,4 @@
-"""What one GPU can tell of zgraph in a quarter of an hour, unattended; from a checkout, with only torch installed.
+"""Check and measure zgraph on one GPU, unattended, in a quarter of an hour; needs a checkout and torch.
 
     python examples/benchmarks/gpu.py --seconds 900 --out OUT --scratch /tmp/scratch       # all parts
     python examples/benchmarks/gpu.py --phase A                   # whether it is right: all at once, times nothing
@@ -72,7 +72,7 @@ PARTS: dict[str, Part] = {
     "gloo-two": Part(TOGETHER, 70, 110, "gpu_ranks:gloo_two", "two gloo ranks: resumed bitwise"),
     "nccl-two": Part(TOGETHER, 60, 110, "gpu_ranks:nccl_two", "two NCCL ranks on one GPU: the bits of gloo"),
     "ceilings": Part(ALONE, 20, 40, "gpu_ceilings:ceilings", "what the machine can do at most; calibrate()"),
-    "kernels": Part(ALONE, 50, 90, "gpu_kernels:times", "compression kernels beside a copy of as many bytes"),
+    "kernels": Part(ALONE, 50, 90, "gpu_kernels:times", "compression kernels, compared with a copy of as many bytes"),
     "step-gpt": Part(ALONE, 200, 240, "gpu_step:gpt_steps", "GPT-2 small beside torch.compile and FSDP2"),
     "step-llama": Part(ALONE, 100, 150, "gpu_step:llama_steps", "a layer of Llama 3 8B beside them"),
     "peaks": Part(ALONE, 110, 150, "gpu_peaks:peaks", "predicted and measured peaks"),

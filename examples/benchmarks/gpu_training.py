@@ -61,7 +61,7 @@ def train_bits(setting: Setting) -> Iterator[Row]:
                     plain[name], again = (_trained(setting, config, precision, None) for _ in range(2))
                     yield same_bits(f"control: plain PyTorch twice, {name}", again.weights, plain[name].weights)
                 yield attempt(f"{name}, {lowering}", _compared, setting, config, precision, lowering, plain[name])
-                if precision.autocast:  # of which torch's own tracing changes bits
+                if precision.autocast:  # torch's own tracing changes bits under autocast
                     traced, found = (_trained(setting, config, precision, how) for how in ("aot_eager", lowering))
                     yield same_bits(f"{name}, {lowering}, beside aot_eager", found.weights, traced.weights)
 

@@ -18,7 +18,7 @@ IGNORED = 3
 
 
 def gradient(scores: Tensor, target: Tensor, grad: Tensor, **options: Any) -> Tensor:
-    """Of the loss with respect to the scores, times `grad`."""
+    """Return the gradient of the loss with respect to the scores, multiplied by `grad`."""
     scores = scores.detach().requires_grad_()
     (found,) = torch.autograd.grad(F.cross_entropy(scores, target, **options), scores, grad)
     return found

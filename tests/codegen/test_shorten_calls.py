@@ -257,6 +257,20 @@ def test_a_returned_view_is_another_tensor_than_the_input() -> None:
     assert found.data_ptr() == value.data_ptr()
 
 
+def test_slices_that_do_not_overlap_are_cut_by_one_call() -> None:
+    drawing = Drawing()
+    buffer = drawing.input("buffer", 12)
+    gm = drawing.done(*[drawing.call(aten.slice.Tensor, buffer, 0, *each) for each in [(9, 12), (1, 4), (4, 8)]])
+    value = torch.rand(12)
+    expected = gm(value)
+    shorten_calls(gm.graph)
+    names = [getattr(node.target, "__name__", "") for node in gm.graph.nodes if node.op == "call_function"]
+    assert names == ["views_of", "getitem", "getitem", "getitem"]
+    found, _ = run(gm, value)
+    assert all(map(torch.equal, found, expected))
+    assert {one.untyped_storage().data_ptr() for one in found} == {value.untyped_storage().data_ptr()}
+
+
 @pytest.mark.parametrize("bounds", [[(0, 4), (3, 8), (8, 12)], [(0, 4), (4, 8)]], ids=["overlapping", "few"])
 def test_other_slices_stay(bounds: list[tuple[int, int]]) -> None:
     drawing = Drawing()

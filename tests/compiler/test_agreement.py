@@ -15,7 +15,7 @@ from torch.distributed import HashStore, PrefixStore
 import zgraph
 from tests.support.compiled import with_fx
 from tests.support.ranks import Ranks, fresh_ranks
-from zgraph.compiler.agreement import Signature, _Board, agree, places_of_updates
+from zgraph.compiler.agreement import Signature, _Board, agree, changes_of, places_of_updates
 from zgraph.graph import meta
 
 
@@ -191,3 +191,16 @@ def test_names_do_not_count_but_order_does() -> None:
     assert first.digest == other_block.digest
     assert first.digest != Signature("forward", ("b", "a"), ("h.0", "h.1"), (0, 1)).digest
     assert Signature.from_json(first.to_json()) == first
+
+
+def test_a_number_in_a_tensor_is_one_of_the_constants_of_a_change() -> None:
+    def changes(number: float) -> list[str]:
+        holder = nn.Module()
+        holder.register_buffer("number", torch.tensor(number))
+        graph = fx.Graph()
+        weight = graph.placeholder("weight")
+        meta.set_kept(weight, "parameters")
+        graph.output(graph.call_function(torch.ops.aten.mul_.Tensor, (weight, graph.get_attr("number"))))
+        return changes_of(fx.GraphModule(holder, graph).graph)
+
+    assert changes(0.5) == changes(0.5) != changes(0.25)

@@ -257,6 +257,19 @@ def test_gradients_wait_in_grad_without_a_copy() -> None:
 
 
 @pytest.mark.usefixtures("world")
+@pytest.mark.parametrize("zero_stage", [0, 1])
+def test_a_closing_window_reduces_by_the_algorithm_of_the_pass(zero_stage: int) -> None:
+    drawing = Drawing()
+    x, handle = drawing.input("x", 8, 8), drawing.input("handle", 96, dtype=torch.uint8)
+    policy = (torch.float32, None, None, zero_stage, "mean", "closing", "", "0")
+    grad = drawing.call(aten.mm.default, x, x)
+    gm = drawing.done(drawing.call(torch.ops.zgraph.reduce_grad.default, grad, handle, *policy, works_for="w"))
+    graph = lowered(Traced(gm, {"backward": gm}, traced(mlp).ctx), LowerReductions(algorithm="reduce_scatter"))
+    starts = [node.target for node in nodes.call_functions(graph, nodes.is_exchange)]
+    assert starts and not list(nodes.call_functions(graph, nodes.is_all_to_all))
+
+
+@pytest.mark.usefixtures("world")
 @pytest.mark.parametrize(("zero_stage", "window"), [(0, "closing"), (1, "open"), (1, "closing"), (2, "open")])
 def test_other_gradients_do_not_wait_in_grad(zero_stage: int, window: str) -> None:
     drawing = Drawing()

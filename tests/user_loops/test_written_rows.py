@@ -402,3 +402,18 @@ def saved_and_copied() -> tuple[bool, ...]:
 
 def test_saved_tensors_are_plain_dtensors(ranks: Ranks) -> None:
     assert ranks.run(saved_and_copied) == [(True,) * 6] * 2
+
+
+def rows_after_a_list() -> tuple[float, float]:
+    torch.manual_seed(0)
+    model = zgraph.shard(nn.Linear(4, 6))
+    rows = model.weight.detach()[1:5]
+    before = rows.sum().item()
+    torch._foreach_mul_([one.detach() for one in model.parameters()], 2.0)
+    return rows.sum().item(), 2 * before
+
+
+def test_rows_taken_before_a_list_is_updated_show_the_update(ranks: Ranks) -> None:
+    """As optimizers update: many tensors of one layout in one call, which runs on the shards."""
+    for found, expected in ranks.run(rows_after_a_list):
+        assert found == expected

@@ -132,7 +132,7 @@ def signatures_of(
     found = [signed(direction, gm.graph) for direction, gm in plan.graphs.items()]
     for variant, following in pairwise(plan.variants):
         closing = "step" if "step" in variant.graphs else "backward"
-        warm = f"{closing} of {following.from_step} steps of warm-up"  # as many on all
+        warm = f"{closing} of {following.from_step} steps of warm-up"  # the same number on all ranks
         found.append(signed(warm, variant.graphs[closing].graph))
     return found
 

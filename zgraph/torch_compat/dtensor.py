@@ -70,7 +70,7 @@ def call_dispatch_of(kind: type[DTensor]) -> None:
     registered for an operator and a class, as by `torch.library.register_torch_dispatch`. torch 2.12 - 2.15 call the
     method, and nothing is registered. torch 2.11: `simple_registry.singleton`, `_dispatch_get_all_op_names`.
     """
-    if TorchVersion(torch.__version__) >= "2.12":  # false for 2.12.0a0 and the like, some of which ignore the method
+    if TorchVersion(torch.__version__) >= "2.12":  # false for prereleases, some of which ignore the method
         return
     from torch._library.simple_registry import singleton
 

@@ -1,6 +1,6 @@
 """Runs a whole training step as a CUDA graph: recorded once, then replayed by one host call per step.
 
-    call 1, 2, 3    warm-up: the program runs on a separate stream, which initialises kernels and communicators
+    call 1, 2, 3    warm-up: the program runs on a stream of its own, which initialises kernels and communicators
     call 4          the program is recorded without being run, and the recording is replayed
     call 5, ...     arguments are copied to fixed addresses, and the recording is replayed
 
@@ -65,7 +65,7 @@ class Recorder(Protocol):
         ...
 
     def warm_up(self, program: Program, inputs: list[Any]) -> Any:
-        """Run a program on the stream on which it will be recorded; return its outputs."""
+        """Run a program as it will run when it is recorded; return its outputs."""
         ...
 
     def record(self, program: Program, inputs: list[Any]) -> Recording:
@@ -183,11 +183,17 @@ class CudaGraphs:
     """Recorder for the current GPU; all graphs of a step share one stream and one memory pool.
 
     The graphs run one after another, and the outputs of each are copied before the next one runs.
+
+    The stream that is recorded runs nothing else, so that its cuBLAS workspace is allocated in the pool, which keeps the
+    memory for the graphs. torch frees workspaces when `torch.compile(mode="reduce-overhead")` records another model, or
+    a graph of the same stream is deleted; with one from the warm-up calls, replays would write to freed memory
+    (https://github.com/pytorch/pytorch/issues/193402).
     """
 
     def __init__(self) -> None:
         self.has_failed = False
-        self._stream = torch.cuda.Stream()
+        self._warm_up_stream = torch.cuda.Stream()
+        self._stream: Any = None  # of the pool
         self._pool: Any = None
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
@@ -196,16 +202,16 @@ class CudaGraphs:
 
     def warm_up(self, program: Program, inputs: list[Any]) -> Any:
         current = torch.cuda.current_stream()
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
+        self._warm_up_stream.wait_stream(current)
+        with torch.cuda.stream(self._warm_up_stream):
             outputs = program(inputs)
-        current.wait_stream(self._stream)
+        current.wait_stream(self._warm_up_stream)
         return outputs
 
     def record(self, program: Program, inputs: list[Any]) -> Recording:
         if not self._graphs:
             # A pool whose last graph was deleted cannot be recorded into while any of its tensors is alive.
-            self._pool = torch.cuda.graph_pool_handle()
+            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         current = torch.cuda.current_stream()
         graph = torch.cuda.CUDAGraph()
         # NCCL's watchdog thread queries events meanwhile, which would invalidate a capture of all threads.

@@ -18,6 +18,7 @@ from gpu_setting import (
     by_fsdp2,
     by_torch,
     host_mib,
+    lanes,
     local,
     lone_ms,
     peak_of,
@@ -153,7 +154,7 @@ def _figures(setting: Setting, config: ModelConfig, build: Callable[..., Step], 
     for _ in range(2):
         step()
     figures: Row = {"ms": round(steps_ms(setting, step, steps=3), 2), "alone ms": round(lone_ms(setting, step, 3), 2)}
-    return figures | peak_of(setting, step) | host_mib()
+    return figures | peak_of(setting, step) | host_mib() | lanes(setting, step)
 
 
 def _ours(setting: Setting, model: nn.Module, tokens: Tensor, offload: zgraph.Offload | None) -> Step:

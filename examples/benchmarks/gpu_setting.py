@@ -269,6 +269,26 @@ def profiled(setting: Setting, step: Step, steps: int = 3) -> Row:
     """Of a step: kernels, how long any runs, and how long none does in between."""
     if not setting.on_cuda:
         return {}
+    events = _seen(setting, step, steps)
+    return {key: round(value / steps, 3) for key, value in gaps_of(kernel_spans(events)).items()}
+
+
+def lanes(setting: Setting, step: Step, steps: int = 2) -> Row:
+    """Of a step: how long copies to the device run, copies to the host, both at once, and anything else."""
+    if not setting.on_cuda:
+        return {}
+    events = _seen(setting, step, steps)
+    to_device, to_host = (kernel_spans(one for one in events if way in one.name) for way in ("HtoD", "DtoH"))
+    kernels = kernel_spans(one for one in events if "Memcpy" not in one.name and "Memset" not in one.name)
+    into, out, either, rest = (
+        gaps_of(sorted(spans))["busy ms"] / steps for spans in (to_device, to_host, to_device + to_host, kernels)
+    )
+    found = {"to device": into, "to host": out, "both ways at once": into + out - either, "kernels": rest}
+    return {f"{name} ms": round(value, 2) for name, value in found.items()}
+
+
+def _seen(setting: Setting, step: Step, steps: int) -> list[Any]:
+    """Events of steps, after one that is not looked at."""
     from torch.profiler import ProfilerActivity, profile
 
     step()
@@ -277,7 +297,7 @@ def profiled(setting: Setting, step: Step, steps: int = 3) -> Row:
         for _ in range(steps):
             step()
         setting.synchronize()
-    return {key: round(value / steps, 3) for key, value in gaps_of(kernel_spans(taken.events() or [])).items()}
+    return list(taken.events() or [])
 
 
 def kernel_spans(events: Iterable[Any]) -> list[tuple[float, float]]:

@@ -116,12 +116,12 @@ def _trained(setting: Setting, config: ModelConfig, precision: Precision, loweri
 
 
 def graph_bits(setting: Setting) -> Iterator[Row]:
-    """Eight steps; eight with another learning rate; eight with optimizer state that was loaded."""
+    """Eight steps each: the first; with another learning rate; with loaded state; with workspaces of cuBLAS freed."""
     with setting.alone(), repeatable():
         for lowering in setting.lowerings:
             expected, _ = _graphed(setting, lowering, recorded=False)
             found, said = _graphed(setting, lowering, recorded=setting.on_cuda)
-            names = ("dropout", "another learning rate", "loaded state")
+            names = ("dropout", "another learning rate", "loaded state", "freed workspaces")
             for name, one, other in zip(names, found, expected, strict=True):
                 yield same_bits(f"{lowering}, as a CUDA graph: {name}", one, other)
             # A step that cannot be recorded runs on without.
@@ -139,14 +139,19 @@ def _graphed(setting: Setting, lowering: str, *, recorded: bool) -> tuple[list[l
     inputs = torch.randn(8, 8, width, generator=torch.Generator().manual_seed(1)).to(setting.device)
     torch.manual_seed(2)
     found: list[list[Tensor]] = []
+    bystanders: list[Tensor] = []  # in memory that a recording must not write to
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for change in (None, "rate", "state"):
+        for change in (None, "rate", "state", "workspaces"):
             if change == "rate":
                 optimizer.param_groups[0]["lr"] = 5e-4
             elif change == "state":
                 optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            elif change == "workspaces" and recorded:  # torch.compile(mode="reduce-overhead") does so
+                torch._C._cuda_clearCublasWorkspaces()  # pyright: ignore[reportPrivateUsage]
+                bystanders = [torch.zeros(2**20 * size, device=setting.device) for size in (2, 8, 32) for _ in range(4)]
             losses = [local(step(x)) for x in inputs]
             found.append([*losses, *(local(parameter) for parameter in model.parameters())])
+    found[-1].append(torch.tensor(sum(int(one.count_nonzero()) for one in bystanders)))
     said = [str(each.message) for each in caught if issubclass(each.category, zgraph.ZgraphWarning)]
     return found, "; ".join(said)

@@ -148,10 +148,10 @@ def test_links_survive_json() -> None:
     assert Hardware.from_json(known.to_json()) == known
 
 
-def test_files_of_before_updates_on_the_host_are_read() -> None:
+def test_files_of_before_the_host_was_measured_are_read() -> None:
     known = Hardware.preset("h100")
     plain = json.loads(known.to_json())
-    del plain["host_memory_bytes_per_us"]
+    del plain["host_memory_bytes_per_us"], plain["host_gain_both_ways"]
     found = Hardware.from_json(json.dumps(plain))
     assert found == dataclasses.replace(known, host_memory_bytes_per_us=None)
     assert found.host_update_us(3.35e6) == 1.0 < known.host_update_us(3.35e6)
@@ -170,6 +170,7 @@ def test_an_unknown_preset_is_refused() -> None:
         ({"memory_bytes_per_us": 0.0}, "memory_bytes_per_us=0.0; write a positive number"),
         ({"launch_us": -1.0}, "launch_us=-1.0; write zero or a positive number"),
         ({"launch_us": float("nan")}, "launch_us=nan; write zero or a positive number"),
+        ({"host_gain_both_ways": 0.9}, "host_gain_both_ways=0.9; write a number from 1 to 2"),
         ({"ranks_per_host": 1.5}, "ranks_per_host=1.5; write a whole number of ranks"),
         ({"flops_per_us": {torch.bfloat16: 1.0}}, "flops_per_us has no torch.float32"),
         ({"flops_per_us": {torch.float32: "fast"}}, r"flops_per_us\[torch.float32\]='fast'; write a positive number"),

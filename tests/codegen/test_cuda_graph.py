@@ -331,11 +331,13 @@ class Capturing:
     def __init__(self) -> None:
         self.current, self.pools, self.fails = "main", [], False
         self.drawn: list[str] = []
+        self.streams: list[str] = []  # that were recorded
 
     def graph(self, graph: Any, *, pool: Any, stream: Any, capture_error_mode: str) -> Any:
         @contextlib.contextmanager
         def capture() -> Any:
             self.pools.append(pool)
+            self.streams.append(stream)
             self.current = stream
             yield
             if self.fails:  # as in torch, before the stream is set back
@@ -347,7 +349,7 @@ class Capturing:
 
 @pytest.fixture
 def capturing(monkeypatch: pytest.MonkeyPatch) -> Capturing:
-    found, handles = Capturing(), itertools.count()
+    found, handles, sides = Capturing(), itertools.count(), itertools.count()
 
     class Graph:
         def replay(self) -> None: ...
@@ -355,10 +357,19 @@ def capturing(monkeypatch: pytest.MonkeyPatch) -> Capturing:
     class Stream(str):
         device = torch.device("cuda", 0)
 
+        def wait_stream(self, other: Stream) -> None: ...
+
+    @contextlib.contextmanager
+    def on_stream(stream: Stream) -> Any:
+        before, found.current = found.current, str(stream)
+        yield
+        found.current = before
+
     generator = types.SimpleNamespace(clone_state=lambda: "clone", graphsafe_set_state=found.drawn.append)
-    main, side = Stream("main"), Stream("side")
+    main = Stream("main")
     fakes = {
-        "Stream": lambda: side,
+        "Stream": lambda: Stream(f"side {next(sides)}"),
+        "stream": on_stream,
         "CUDAGraph": Graph,
         "graph_pool_handle": lambda: next(handles),
         "graph": found.graph,
@@ -383,6 +394,17 @@ def test_pool_is_released_with_its_last_recording(capturing: Capturing) -> None:
     del second, third
     recorder.record(lambda inputs: [], [])
     assert capturing.pools == [0, 0, 0, 1]
+
+
+def test_a_recorded_stream_runs_nothing_else(capturing: Capturing) -> None:
+    """A cuBLAS workspace of another program's or pool's could be freed under the recording."""
+    recorder = CudaGraphs()
+    warmed = [recorder.warm_up(lambda inputs: capturing.current, []) for _ in range(2)]
+    kept = [recorder.record(lambda inputs: [], []) for _ in range(2)]
+    assert len({*warmed, *capturing.streams, "main"}) == 3
+    kept.clear()
+    recorder.record(lambda inputs: [], [])
+    assert len({*warmed, *capturing.streams, "main"}) == 4
 
 
 def test_a_failed_capture_gives_stream_and_generator_back(capturing: Capturing) -> None:

@@ -32,6 +32,7 @@ from zgraph.torch_compat.operators import written_arguments
 
 CPU = zgraph.Hardware.preset("cpu")
 HOST = zgraph.Offload(params="host", optimizer="host")
+STATE = zgraph.Offload(optimizer="host", update="device")
 OFF = zgraph.Offload(params="disk", optimizer="disk", path="nobody makes this folder")
 MIXED = zgraph.Offload(params="host", optimizer="disk", path="nobody makes this folder")
 
@@ -160,6 +161,24 @@ def test_costs_hide_copies_that_rules_start_too_late() -> None:
     """One use ahead is not enough for a slow link."""
     judges = [compared(HOST, machine(500.0), STREAMED), compared(OFF, machine(500.0), AT_REST)]
     assert sum(judge.found[1].us for judge in judges) < 0.99 * sum(judge.found[0].us for judge in judges)
+
+
+def test_early_copies_leave_room_for_what_an_update_makes() -> None:
+    """An update's gradients in fp32 meet copies that wait for it: a search that did not expect them is repeated."""
+    small = replace(STREAMED, update_bytes=80 * 1024)
+    by_rules, by_costs = compared(STATE, machine(500.0), small, world=1, layers=4, width=64).found
+    assert by_costs.us < 0.96 * by_rules.us
+    assert by_costs.bytes <= by_rules.bytes
+
+
+def test_copies_in_both_directions_share_what_the_link_to_the_host_gives() -> None:
+    small = replace(STREAMED, update_bytes=20 * 1024)
+    free, shared = (
+        compared(STATE, replace(machine(500.0), host_gain_both_ways=gain), small, world=1).found[1].timeline
+        for gain in (2.0, 1.0)
+    )
+    one_by_one_us = free.busy_us[HOST_TO_DEVICE] + free.busy_us[DEVICE_TO_HOST]
+    assert free.step_us < one_by_one_us <= shared.step_us
 
 
 def check_order(graph: fx.Graph) -> None:

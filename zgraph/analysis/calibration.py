@@ -32,7 +32,7 @@ from zgraph.analysis.measured_links import (
 from zgraph.runtime.chunks import MIB
 from zgraph.torch_compat.groups import backend_of, keep_gloo_from_preempting
 
-_FORMAT = 6  # version of the measurements: files of another version are not read
+_FORMAT = 7  # version of the measurements: files of another version are not read
 
 
 def calibrate(
@@ -87,7 +87,7 @@ def _measure(ranks: MeasuringRanks) -> Hardware:
         ]
     )
     copy = Link(latency_us=launch_us, bytes_per_us=0.5 / copy_us)
-    to_device, to_host = (copy, copy) if ranks.device.type == "cpu" else _host_links(ranks)
+    to_device, to_host, both_ways = (copy, copy, 2.0) if ranks.device.type == "cpu" else _host_links(ranks)
     links: dict[int, Link] = {}
     inside = outside = None
     cpu_us = cpu_us_per_collective = 0.0
@@ -116,6 +116,7 @@ def _measure(ranks: MeasuringRanks) -> Hardware:
         ranks_per_host=local,
         host_to_device=to_device,
         device_to_host=to_host,
+        host_gain_both_ways=both_ways,
         disk=alone.disk,
         links=links,
         backend=ranks.backend,
@@ -145,8 +146,8 @@ def _product_us(ranks: MeasuringRanks, dtype: torch.dtype) -> float:
     return median_us(ranks, lambda: torch.mm(a, a, out=out), least=3) / (2 * size**3)
 
 
-def _host_links(ranks: MeasuringRanks) -> tuple[Link, Link]:
-    """Measure the links from host to device and from device to host."""
+def _host_links(ranks: MeasuringRanks) -> tuple[Link, Link, float]:
+    """Measure the links from host to device and from device to host, and what is gained by using both at once."""
     sizes = (*SMALL_BYTES, *LARGE_BYTES, 64 * MIB)
     times: list[float] = []
     for size in sizes:
@@ -156,7 +157,25 @@ def _host_links(ranks: MeasuringRanks) -> tuple[Link, Link]:
         times.append(median_us(ranks, lambda to=host, source=device: to.copy_(source, non_blocking=True)))
     slowest = ranks.slowest(times)
     to_device, to_host = (fit_link(list(zip(sizes, slowest[way::2], strict=True)), messages=1) for way in (0, 1))
-    return to_device, to_host
+    (both_us,) = ranks.slowest([_both_ways_us(ranks, sizes[-1])])
+    return to_device, to_host, min(2.0, max(1.0, sum(slowest[-2:]) / both_us))
+
+
+def _both_ways_us(ranks: MeasuringRanks, size: int) -> float:
+    """Return the microseconds of a copy to the device and a concurrent one to the host, each of `size` bytes."""
+    module: Any = torch.get_device_module(ranks.device)
+    side = module.Stream()
+    source, target = (torch.ones(size // 4, pin_memory=True) for _ in range(2))
+    here, there = (torch.ones(size // 4, device=ranks.device) for _ in range(2))
+
+    def both_ways() -> None:
+        side.wait_stream(module.current_stream())
+        here.copy_(source, non_blocking=True)
+        with module.stream(side):
+            target.copy_(there, non_blocking=True)
+        module.current_stream().wait_stream(side)
+
+    return median_us(ranks, both_ways)
 
 
 def _local_ranks(ranks: MeasuringRanks) -> int:

@@ -62,6 +62,8 @@ class Hardware:
         links: links of mesh axes for which neither intra_host nor inter_host is right; the keys are distances between
             neighbours of an axis in global ranks (1 for the innermost axis).
         host_to_device, device_to_host, disk: links of one rank.
+        host_gain_both_ways: throughput of copies to the device and to the host at once, divided by that of one
+            direction alone: 2 if they do not slow each other down.
         host_memory_bytes_per_us: bandwidth at which the host updates tensors kept there, reads and writes together.
             None: memory_bytes_per_us, which is right for a CPU device.
         backend: backend of torch.distributed between the ranks.
@@ -85,6 +87,7 @@ class Hardware:
     device_to_host: Link
     disk: Link
     links: Mapping[int, Link] = field(default_factory=dict[int, Link], hash=False)
+    host_gain_both_ways: float = 2.0
     host_memory_bytes_per_us: float | None = None
     backend: str = "gloo"
     collectives_at_once: int = 1
@@ -96,6 +99,10 @@ class Hardware:
             _check("Hardware", name, getattr(self, name))
         if self.host_memory_bytes_per_us is not None:
             _check("Hardware", "host_memory_bytes_per_us", self.host_memory_bytes_per_us)
+        if not 1 <= self.host_gain_both_ways <= 2:
+            raise ValueError(
+                f"zgraph.Hardware: host_gain_both_ways={self.host_gain_both_ways}; write a number from 1 to 2."
+            )
         for name in ("launch_us", "cpu_us_per_collective", "cpu_us_per_wire_byte"):
             _check("Hardware", name, getattr(self, name), zero_allowed=True)
         if self.ranks_per_host != int(self.ranks_per_host):
@@ -226,7 +233,7 @@ class Hardware:
         except ValueError as error:
             raise ValueError(f"zgraph.Hardware: not valid JSON: {error}; pass the text of to_json().") from error
         known = {entry.name for entry in fields(cls)}
-        newer = {"host_memory_bytes_per_us"}  # fields that older files lack
+        newer = {"host_memory_bytes_per_us", "host_gain_both_ways"}  # fields that older files lack
         if not isinstance(plain, dict) or set(cast("dict[str, Any]", plain)) | newer != known:
             found = sorted(cast("dict[str, Any]", plain)) if isinstance(plain, dict) else type(plain).__name__
             raise ValueError(f"zgraph.Hardware: found {found}, but to_json() writes {sorted(known)}.")

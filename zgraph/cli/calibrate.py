@@ -62,6 +62,7 @@ def table_of(hardware: Hardware) -> Table:
         *((f"link of ranks {stride} apart", _link(link)) for stride, link in hardware.links.items()),
         ("host to device", _link(hardware.host_to_device)),
         ("device to host", _link(hardware.device_to_host)),
+        ("both ways at once", f"{hardware.host_gain_both_ways:.2g} times the rate of one way"),
         ("disk", _link(hardware.disk) + NOT_MEASURED),
         ("compute time of a collective", duration(hardware.cpu_us_per_collective)),
         ("compute time of a MiB on the wire", duration(hardware.cpu_us_per_wire_byte * 2**20)),

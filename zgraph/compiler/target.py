@@ -15,7 +15,7 @@ from zgraph.graph import nodes
 from zgraph.graph.operator_arguments import layout_of
 from zgraph.runtime.groups import group_stride
 from zgraph.scheduling.timeline import Sharing
-from zgraph.tiers.lanes import Lane
+from zgraph.tiers.lanes import DEVICE_TO_HOST, HOST_TO_DEVICE, Lane
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,9 +68,10 @@ class Target:
 
 
 def sharing_of(graph: fx.Graph, hardware: Hardware) -> Sharing:
-    """Return how the collectives of a graph's groups slow down one another and compute.
+    """Return how copies and the collectives of a graph's groups slow down one another and compute.
 
-    All groups along one mesh axis share one link. If the CPU copies sent bytes, compute is slowed down by these copies.
+    All groups along one mesh axis share one link, as do copies to the device and to the host. If the CPU copies sent
+    bytes, compute is slowed down by these copies.
     """
     groups: dict[str, None] = {}
     for node in nodes.call_functions(graph, nodes.is_marker):
@@ -79,11 +80,16 @@ def sharing_of(graph: fx.Graph, hardware: Hardware) -> Sharing:
         groups |= dict.fromkeys(name for name in names if name)
     link_of = {name: hardware.link_along(group_stride(name)) for name in groups}
     axis_of = {name: f"axis of stride {group_stride(name)}" for name in groups}
+    links = {Lane.of_group(name): axis for name, axis in axis_of.items()}
+    gains = {axis_of[name]: link.gain_at_once for name, link in link_of.items()}
+    if hardware.host_gain_both_ways < 2:
+        links |= dict.fromkeys((HOST_TO_DEVICE, DEVICE_TO_HOST), "host")
+        gains["host"] = hardware.host_gain_both_ways
     fastest = max((link.bytes_per_us for link in link_of.values()), default=0.0)
     return Sharing(
-        links={Lane.of_group(name): axis for name, axis in axis_of.items()},
+        links=links,
         at_once=hardware.collectives_at_once,
-        gains={axis_of[name]: link.gain_at_once for name, link in link_of.items()},
+        gains=gains,
         issue_us=hardware.cpu_us_per_collective,
         compute_share=min(1.0, hardware.cpu_us_per_wire_byte * fastest),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import add
 from typing import Literal
 
 from zgraph.scheduling.beam_search import Beam, Bounds
@@ -13,6 +14,7 @@ from zgraph.scheduling.problem import Problem
 
 WIDTH = 24  # most schedules that the beam search keeps; it does not run with fewer than 4
 SLOTS = 600  # slots that it may fill over all kept schedules: a second or two
+RETRIES = 3  # of a greedy search that exceeds the budget
 
 
 def find_schedules(problem: Problem) -> list[Builder]:
@@ -24,10 +26,28 @@ def find_schedules(problem: Problem) -> list[Builder]:
     frugal = Greedy(problem, FRUGAL)
     found = [frugal.run()]
     if problem.queues.queues:
-        found += [Greedy(problem, style, frugal.slot_peaks).run() for style in STYLES]
+        found += [_within_budget(problem, style, frugal.slot_peaks) for style in STYLES]
         width = min(WIDTH, SLOTS // len(problem.dependencies.compute_order))
         if width >= 4 and not _is_perfect(choose(found)):
             found.append(Beam(problem, width).run())
+    return found
+
+
+def _within_budget(problem: Problem, style: Style, expected_peaks: Sequence[int]) -> Builder:
+    """Return the schedule of a greedy search, which is repeated if it exceeds the budget.
+
+    A search expects each slot to hold what the frugal search held there. Early fetches can meet temporary values that
+    the frugal search had freed before its fetches began: each attempt expects what surprised the one before.
+    """
+    greedy = Greedy(problem, style, expected_peaks)
+    found = greedy.run()
+    budget = problem.limits.budget_bytes
+    for _ in range(RETRIES):
+        if budget is None or found.peak_bytes <= budget:
+            break
+        expected_peaks = list(map(add, expected_peaks, greedy.unexpected_bytes()))
+        greedy = Greedy(problem, style, expected_peaks)
+        found = greedy.run()
     return found
 
 
@@ -120,6 +140,12 @@ class Greedy:
             builder.pull(number)
             self.slot_peaks.append(max(builder.peaks[issued:]))
         return builder
+
+    def unexpected_bytes(self) -> list[int]:
+        """Return by how many bytes the peak of each slot exceeded the peak that the search expected there."""
+        assert self._expected is not None  # there is a budget
+        expected = (self._expected.highest(slot, slot + 1) for slot in range(len(self.slot_peaks)))
+        return [max(0, peak - most) for peak, most in zip(self.slot_peaks, expected, strict=True)]
 
     def _fill(self, slot: int) -> None:
         """Start all collectives that are due in this slot, in the order of the queues."""

@@ -73,7 +73,7 @@ METHODS = (
 # What the columns of a table of gpu.py are called, and the figures that they show.
 GPU = {
     "step-gpt": {
-        **{"step ms": "in turns ms", "isolated step ms": "alone ms", "GPU busy ms": "busy ms", "kernels": "kernels"},
+        **{"isolated step ms": "alone ms", "GPU busy ms": "busy ms", "kernels": "kernels"},
         **{"peak above what is held, MiB": "rise MiB"},
     },
     "peaks": {
@@ -84,7 +84,7 @@ GPU = {
     "kernels": {"ms": "ms", "GB/s": "GB/s", "of a copy's speed": "share of a copy", "host us a call": "host us a call"},
     "offload": {
         **{"step ms": "ms", "held on the GPU, MiB": "held MiB", "peak above it, MiB": "rise MiB"},
-        **{"pinned, MiB": "pinned MiB"},
+        **{"to the GPU ms": "to device ms", "to the host ms": "to host ms", "both at once ms": "both ways at once ms"},
     },
 }
 # Names of the models that examples/zoo.py trains, as docs/models.md spells them.

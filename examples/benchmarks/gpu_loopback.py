@@ -78,7 +78,7 @@ def _two_steps(setting: Setting, config: ModelConfig, way: str, lowering: str, *
 
 def overlap(setting: Setting) -> Iterator[Row]:
     """Exposed milliseconds, measured and predicted, of kernels that are real and a link that is emulated."""
-    config = setting.config(vocabulary=8192, width=1024, layers=6, heads=16, sequence=512, batch=8)
+    config = setting.config(vocabulary=8192, width=1024, layers=6, heads=16, sequence=512, batch=32)  # not the host
     machine = setting.calibrated()
     for gbytes_per_s in (1.0,) if setting.dry else (50.0, 10.0):
         link = Link(latency_us=5.0, bytes_per_us=gbytes_per_s * 1e3)

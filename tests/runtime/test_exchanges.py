@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,8 +20,10 @@ from torch import nn
 import zgraph
 from tests.support.budget import long
 from tests.support.compiled import with_fx
+from tests.support.graphs import fake_world
 from tests.support.ranks import Ranks, fresh_ranks
 from zgraph.passes import LowerReductions, presets
+from zgraph.runtime.exchanges import watch
 from zgraph.runtime.exchanges.identity import Exchanges, tag_of
 from zgraph.runtime.exchanges.watch import Watch, announcing, watch_of
 from zgraph.sharding.scope import state_of
@@ -278,6 +281,28 @@ def test_each_message_of_a_grouped_gather_has_been_started(sizes: list[int], has
     waits = {"key": [7, 0], "ranks": [0, 1], "messages": {"0": sizes}}
     dist.PrefixStore("zgraph/watch", store).set("waits/1", json.dumps(waits))
     assert (watch.stuck(1) is None) == has_started
+
+
+@pytest.mark.parametrize("has_started", [True, False])
+def test_only_ranks_that_wait_for_each_other_are_told(has_started: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 waits for A, rank 1 for B, which rank 0 has not started; if rank 1 has started A, rank 2 is only slow."""
+    monkeypatch.setattr(watch, "PATIENCE_S", 0.0)
+    store, told = dist.HashStore(), set[tuple[int, int]]()
+    with fake_world(3):
+        watches = [Watch(store, rank) for rank in (0, 1)]
+        for rank, started in ((0, "A"), (1, "AB" if has_started else "B")):
+            monkeypatch.setattr(watches[rank], "tell", lambda peer, found, text, rank=rank: told.add((rank, peer)))
+            watches[rank].started.extend((ord(name), 0, [8] * 3, [8] * 3) for name in started)
+            about: Any = SimpleNamespace(exchanges=SimpleNamespace(began=1))
+            exchange: Any = SimpleNamespace(key=[ord(started[-1]), 0], about=about, group=dist.group.WORLD)
+            exchange.sends = exchange.receives = [8] * 3
+            watches[rank].waits = exchange
+        for _ in range(3):
+            for each in watches:
+                each.look()
+        for each in watches:
+            each.waits = None
+    assert told == (set() if has_started else {(0, 1), (1, 0)})
 
 
 # --- what else ranks have to do alike ---------------------------------------------------------------------------------

@@ -421,11 +421,10 @@ def failing_step() -> None:
         optimizer.step()
     hook.remove()
     assert_same(optimizer.state_dict(), before, "after a step that raised")
-    # A closure computes gradients within the step: only the ordinary road can see them.
     with DTensorCalls() as calls:
         loss = optimizer.step(lambda: 3.0)
     assert loss == 3.0
-    assert calls.seen
+    assert not calls.seen
 
 
 def test_a_step_that_raises_leaves_all_as_it_was(ranks: Ranks) -> None:

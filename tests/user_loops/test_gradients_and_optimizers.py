@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+import zgraph
 from tests.support.ranks import Ranks
-from tests.support.user_loops import Refused, Run, adamw, both, ce, check, copied, rows
+from tests.support.user_loops import STEPS, Refused, Run, adamw, both, ce, check, copied, rows
 
 
 def clipped_by_value(run: Run) -> None:
@@ -163,6 +164,26 @@ def closures(run: Run) -> None:
     run.each_batch(train)
 
 
+def last_micro_batch_in_a_closure(run: Run) -> None:
+    """Lightning accumulates outside of the closure, and runs the closing micro-batch inside."""
+    opt = adamw(run.model.parameters())
+    if run.is_sharded:
+        zgraph.step_on_shards(opt)
+    for number in range(STEPS):
+        (x, y), (last_x, last_y) = run.batch(2 * number), run.batch(2 * number + 1)
+        opt.zero_grad()
+        with run.no_sync():
+            (both(run.call(x), y) / 2).backward()
+
+        def closure(x: Tensor = last_x, y: Tensor = last_y) -> Tensor:
+            loss = both(run.call(x), y) / 2
+            loss.backward()
+            run.log_grads()
+            return loss
+
+        run.log_loss(opt.step(closure))
+
+
 def lbfgs(run: Run) -> None:
     """An optimizer that runs its closure several times, and looks at norms of all gradients."""
     opt = torch.optim.LBFGS(run.model.parameters(), lr=0.1, max_iter=2, tolerance_grad=0, tolerance_change=0)
@@ -311,6 +332,7 @@ LOOPS = {
         zeroed_everywhere,
         never_zeroed,
         closures,
+        last_micro_batch_in_a_closure,
         lbfgs,
         sharpness_aware,
         two_optimizers_in_turns,

@@ -44,9 +44,8 @@ def step_on_shards(optimizer: Optimizer) -> Optimizer:
     Only hooks are added to the optimizer. Its class, parameters, groups, state dicts, schedulers and scalers work as
     before, its state still consists of DTensors, and a step that raises an error changes nothing.
 
-    A step still runs on DTensors if it has a closure or runs inside torch.compile, if the optimizer is differentiable,
-    or if gradients have other placements than their parameters. A copied or unpickled optimizer needs its own call of
-    this function.
+    A step still runs on DTensors if it runs inside torch.compile, if the optimizer is differentiable, or if gradients
+    have other placements than their parameters. A copied or unpickled optimizer needs its own call of this function.
 
     Args:
         optimizer: one of torch.optim's element-wise optimizers; its parameters may be sharded or not.
@@ -81,17 +80,23 @@ class _StandIn:
 
     def enter(self, optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.present, self.taken = None, []  # may be left over from a step that raised an error
-        ordinary = args[0] is not optimizer or len(args) > 1 or kwargs or torch.compiler.is_compiling()
-        if ordinary or optimizer.defaults.get("differentiable"):
+        closure = kwargs.get("closure") if len(args) == 1 else args[1]
+        ordinary = args[0] is not optimizer or len(args) + len(kwargs) > 2 or not kwargs.keys() <= {"closure"}
+        if ordinary or torch.compiler.is_compiling() or optimizer.defaults.get("differentiable"):
             return None
+        given: tuple[Any, ...] = ()
+        if closure is not None:  # all these optimizers call it once, before they read gradients
+            with torch.enable_grad():
+                loss = closure()
+            given = (lambda: loss,)
         found = shards_of(optimizer)
         if found is None:
-            return None
+            return (optimizer, *given), {}
         self.taken, state = found
         groups = [{**group, "params": shards} for group, shards in zip(optimizer.param_groups, self.taken, strict=True)]
         self.present = stand_in = object.__new__(type(optimizer))
         stand_in.__dict__ = {**optimizer.__dict__, "param_groups": groups, "state": state}
-        return (stand_in,), kwargs
+        return (stand_in, *given), {}
 
     def leave(self, optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         stand_in, taken = self.present, self.taken

@@ -157,8 +157,10 @@ def guard_steps(scope: Guarded) -> None:
         if alive is None:
             return None
         stepping = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
-        alive.accumulation.check_step(stepping)
+        closure = _closure_of(args, kwargs)
         models = [one for one in alive.models if any(state.is_among(stepping) for state in one.states)]
+        if not models or not callable(closure):  # a closure may run the last backward of a window
+            alive.accumulation.check_step(stepping)
         if models:
             shard_loaded_state(optimizer)
         for model in models:
@@ -166,52 +168,66 @@ def guard_steps(scope: Guarded) -> None:
             number, text = members_of(optimizer)
             model.end_step(numbers_of([optimizer]), stepping, state_of(optimizer), number, text)
             model.changes.are_noted = False
-        closure = kwargs.get("closure") if len(args) < 2 else args[1]
         if not models or not callable(closure):
             return None
-        called = _compared(closure, optimizer, models, stepping, alive.accumulation)
+        reads = isinstance(optimizer, torch.optim.LBFGS) or not type(optimizer).__module__.startswith("torch.optim")
+        reads = reads and not isinstance(closure, _Closure)  # wrapped already, by an outer optimizer
+        called = _Closure(closure, reads, models, stepping, alive.accumulation)
         return (args, {**kwargs, "closure": called}) if len(args) < 2 else ((args[0], called, *args[2:]), kwargs)
 
     def begin_anew(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         alive = watched()
         for model in () if alive is None else alive.models:
             model.changes.are_noted = True
+        closure = _closure_of(args, kwargs)
+        if isinstance(closure, _Closure) and not closure.has_run:
+            closure.accumulation.check_step(closure.stepping)
 
     hook_steps(scope, before=check, after=begin_anew)
 
 
-def _compared(
-    closure: Callable[[], object],
-    optimizer: torch.optim.Optimizer,
-    models: Sequence[Model],
-    stepping: Mapping[int, Tensor],
-    accumulation: Accumulation,
-) -> Callable[[], object]:
-    """Wrap the closure of `optimizer.step` so that ranks compare the gradients that the closure computes.
+@dataclass
+class _Closure:
+    """The closure of `optimizer.step`; ranks compare the gradients that it computes.
 
-    For optimizers that may read the loss (LBFGS and optimizers from outside torch), the wrapped closure returns the
-    loss reduced over all ranks.
+    For optimizers that may read the loss (LBFGS and optimizers from outside torch), it returns the loss reduced over
+    all ranks.
+
+    Attributes:
+        closure: the user's closure.
+        reads: whether the optimizer may read the loss.
+        models: models of the optimizer's parameters.
+        stepping: the optimizer's parameters by id.
+        accumulation: window that must be closed when the closure has run.
+        has_run: whether the optimizer has called it.
     """
-    reads = isinstance(optimizer, torch.optim.LBFGS) or not type(optimizer).__module__.startswith("torch.optim")
-    reads = reads and not hasattr(closure, "is_compared")  # wrapped already, by an outer optimizer
 
-    def called() -> object:
-        for model in models:
+    closure: Callable[[], object]
+    reads: bool
+    models: Sequence[Model]
+    stepping: Mapping[int, Tensor]
+    accumulation: Accumulation
+    has_run: bool = False
+
+    def __call__(self) -> object:
+        self.has_run = True
+        for model in self.models:
             model.changes.are_noted = True
         try:
-            loss = closure()
+            loss = self.closure()
         finally:
-            for model in models:
+            for model in self.models:
                 model.changes.are_noted = False
-        accumulation.check_step(stepping)
-        for model in models:
-            model.end_step(stepping=stepping, detail=", after its closure")
-        if reads and isinstance(loss, Tensor) and loss.numel() == 1 and not isinstance(loss, DTensor):
-            return models[0].reduced(loss)
+        self.accumulation.check_step(self.stepping)
+        for model in self.models:
+            model.end_step(stepping=self.stepping, detail=", after its closure")
+        if self.reads and isinstance(loss, Tensor) and loss.numel() == 1 and not isinstance(loss, DTensor):
+            return self.models[0].reduced(loss)
         return loss
 
-    called.is_compared = True  # pyright: ignore[reportFunctionMemberAccess]
-    return called
+
+def _closure_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return kwargs.get("closure") if len(args) < 2 else args[1]
 
 
 def members_of(optimizer: torch.optim.Optimizer) -> tuple[int, str]:

@@ -112,7 +112,8 @@ def switch_by_step(
     """Return a program that runs, in each optimizer step, the variant planned for that step.
 
     Args:
-        programs: pairs (first optimizer step, program) in order, from step 0 on, with equal inputs and outputs.
+        programs: two or more pairs (first optimizer step, program) in order, from step 0 on, with equal inputs and
+            outputs.
         gm: graph of the last program; steps are counted for the parameters whose gradients it compresses.
         weights: outputs that are gradients of weights, for programs that may run in halves: a step then counts after
             the second half. None: programs run whole.
@@ -120,7 +121,7 @@ def switch_by_step(
     (*earlier, (last_step, last)) = programs
     quantized = list(nodes.call_functions(gm.graph, nodes.is_quantize))
     rebuilt = [node for node in gm.graph.nodes if node.target is torch.ops.zgraph.low_rank_means.default]
-    if not earlier or not (quantized or rebuilt):
+    if not (quantized or rebuilt):
         return last
     handles = [handle for node in quantized for handle in QuantizeArgs.of(node).handles]
     handles += [handle for node in rebuilt for handle in LowRankArgs.of(node).handles]

@@ -184,10 +184,10 @@ class CudaGraphs:
 
     The graphs run one after another, and the outputs of each are copied before the next one runs.
 
-    The stream that is recorded runs nothing else, so that its cuBLAS workspace is allocated in the pool, which keeps the
-    memory for the graphs. torch frees workspaces when `torch.compile(mode="reduce-overhead")` records another model, or
-    a graph of the same stream is deleted; with one from the warm-up calls, replays would write to freed memory
-    (https://github.com/pytorch/pytorch/issues/193402).
+    The stream that is recorded runs nothing else, so that its cuBLAS workspace is allocated in the pool, which keeps
+    the memory for the graphs. torch frees workspaces when `torch.compile(mode="reduce-overhead")` records another
+    model, or a graph of the same stream is deleted; with one from the warm-up calls, replays would write to freed
+    memory (https://github.com/pytorch/pytorch/issues/193402).
     """
 
     def __init__(self) -> None:

@@ -14,8 +14,8 @@ from zgraph.compiler.graph_pass import Fact, GraphPass, PassContext
 from zgraph.errors import check_choice
 from zgraph.graph import edits, meta, nodes
 from zgraph.graph.operator_arguments import ReduceArgs
-from zgraph.passes.common.build_reduction import ReductionBuilder, plan_algorithms, waits_in_grad
-from zgraph.passes.common.reduction_algorithms import ALGORITHMS, Algorithm
+from zgraph.passes.common.build_reduction import ReductionBuilder, waits_in_grad
+from zgraph.passes.common.reduction_algorithms import ALGORITHMS, Algorithm, plan_algorithms
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import cast
 
 import torch
 from torch import fx
 
 from zgraph.compiler.graph_pass import PassContext
-from zgraph.dialect.wire_dtypes import accumulate_dtype, mean_dtype_of, wire_dtype_of
+from zgraph.dialect.wire_dtypes import accumulate_dtype, mean_dtype_of
 from zgraph.graph import meta, nodes, traits
 from zgraph.graph.operator_arguments import ReduceArgs
-from zgraph.graph.sizes import size_hint
-from zgraph.passes.common.reduction_algorithms import Algorithm, Reduction, choose_algorithm
+from zgraph.passes.common.reduction_algorithms import Algorithm, travelling
 from zgraph.runtime.chunks import Chunk, chunk_rows
-from zgraph.runtime.groups import group_stride
 from zgraph.runtime.window_state import OPEN
 from zgraph.torch_compat.collectives import all_gather_op, all_reduce_op, all_to_all_op, reduce_scatter_op, wait_op
 from zgraph.torch_compat.operators import OpOverload
@@ -99,7 +96,7 @@ class ReductionBuilder:
 
     def on_the_wire(self, grad: fx.Node) -> fx.Node:
         """Cast the gradient to the dtype in which it is sent, or undo a widening cast that does not change the sum."""
-        source, dtype = _travelling(grad, self.args.wire_dtype)
+        source, dtype = travelling(grad, self.args.wire_dtype)
         return self.cast(source, dtype)
 
     def mean_dtype(self, grad: torch.dtype) -> torch.dtype:
@@ -188,83 +185,3 @@ def has_own_storage(node: fx.Node, reader: fx.Node) -> bool:
             return is_new and not nodes.is_communication(node) and meta.tensor_value(node).numel() == numel
         node, reader = cast(fx.Node, node.args[0]), node
     return False
-
-
-def plan_algorithms(
-    markers: Sequence[fx.Node], ctx: PassContext, algorithm: Algorithm
-) -> dict[fx.Node, dict[str, Algorithm]]:
-    """Choose the algorithm of each reduce_grad node (marker) for each of its process groups.
-
-    Gradients with different algorithms cannot be merged. Those that may share a collective therefore get the same
-    algorithm, chosen as if one collective carried them all.
-
-    Returns:
-        Algorithms by marker and group name.
-    """
-    hops = {marker: _hops_of(marker) for marker in markers}
-    compatible: dict[tuple[object, ...], list[Reduction]] = {}
-    for marker, found in hops.items():
-        for group_name, reduction in found.items():
-            compatible.setdefault(_kind(marker, group_name, reduction), []).append(reduction)
-    chosen: dict[tuple[object, ...], Algorithm] = {}
-    for key, members in compatible.items():
-        group_name, device, *_ = cast("tuple[str, torch.device]", key)
-        combined = replace(members[0], numel=sum(member.numel for member in members))
-        chosen[key] = (
-            choose_algorithm(
-                combined,
-                backend=ctx.group_backend(group_name, device),
-                world=ctx.group_size(group_name),
-                stride=group_stride(group_name),
-                hardware=ctx.hardware or ctx.machine,
-            )
-            if algorithm == "auto"
-            else algorithm
-        )
-    return {
-        marker: {name: chosen[_kind(marker, name, reduction)] for name, reduction in found.items()}
-        for marker, found in hops.items()
-    }
-
-
-def _kind(marker: fx.Node, group_name: str, reduction: Reduction) -> tuple[object, ...]:
-    return group_name, meta.tensor_value(ReduceArgs.of(marker).grad).device, replace(reduction, numel=0)
-
-
-def _hops_of(marker: fx.Node) -> dict[str, Reduction]:
-    """Describe the reduction of a reduce_grad node over each of its groups, by group name; empty if nothing is sent."""
-    args = ReduceArgs.of(marker)
-    layout, world = args.layout, args.layout.world
-    waits = layout.gradients_wait(args.window)
-    if not layout.is_reduced or (waits and args.window == OPEN):
-        return {}
-    grad = meta.tensor_value(args.grad)
-    dtype = args.dtype if waits else grad.dtype
-    wire = wire_dtype_of(dtype, args.wire_dtype) if waits else _travelling(args.grad, args.wire_dtype)[1]
-    wide, mean = accumulate_dtype(wire), mean_dtype_of(dtype, args.dtype, args.wire_dtype, args.mean_dtype)
-    numel = size_hint(grad.numel())
-    hops: dict[str, Reduction] = {}
-    if world > 1:
-        ends = layout.num_replicas == 1
-        gathered = mean if ends and not layout.is_sharded else None
-        hops[layout.reduce_group] = Reduction(
-            numel=numel, wire=wire, mean=gathered, result=args.dtype if ends else wide
-        )
-    if layout.num_replicas > 1:
-        wire = wire_dtype_of(wide, args.wire_dtype)
-        hops[layout.replica_group] = Reduction(numel=-(-numel // world), wire=wire, mean=mean, result=args.dtype)
-    return hops
-
-
-def _travelling(grad: fx.Node, asked: torch.dtype | None) -> tuple[fx.Node, torch.dtype]:
-    """Return the node to send for `grad`, and the dtype in which to send it.
-
-    The node is `grad` itself or, if `grad` only widens a bf16 or fp16 gradient to fp32, that narrow gradient.
-    """
-    dtype = meta.tensor_value(grad).dtype
-    if traits.cast_dtype(grad) == torch.float32 and wire_dtype_of(dtype, asked) == dtype:
-        source = grad.all_input_nodes[0]
-        narrow = meta.tensor_value(source).dtype
-        if narrow in (torch.bfloat16, torch.float16):
-            return source, narrow
-    return grad, wire_dtype_of(dtype, asked)

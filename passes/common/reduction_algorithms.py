@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal, get_args
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, cast, get_args
 
 import torch
+from torch import fx
 
 from zgraph.analysis.hardware import Hardware
-from zgraph.dialect.wire_dtypes import accumulate_dtype
+from zgraph.compiler.graph_pass import PassContext
+from zgraph.dialect.wire_dtypes import accumulate_dtype, mean_dtype_of, wire_dtype_of
+from zgraph.graph import meta, traits
+from zgraph.graph.operator_arguments import ReduceArgs
+from zgraph.graph.sizes import size_hint
+from zgraph.runtime.groups import group_stride
+from zgraph.runtime.window_state import OPEN
 from zgraph.tiers.devices import kind_of_backend
 
 Algorithm = Literal["auto", "all_to_all", "reduce_scatter", "narrow_reduce_scatter", "all_reduce"]
@@ -31,6 +39,86 @@ class Reduction:
     wire: torch.dtype
     mean: torch.dtype | None
     result: torch.dtype
+
+
+def plan_algorithms(
+    markers: Sequence[fx.Node], ctx: PassContext, algorithm: Algorithm
+) -> dict[fx.Node, dict[str, Algorithm]]:
+    """Choose the algorithm of each reduce_grad node (marker) for each of its process groups.
+
+    Gradients with different algorithms cannot be merged. Those that may share a collective therefore get the same
+    algorithm, chosen as if one collective carried them all.
+
+    Returns:
+        Algorithms by marker and group name.
+    """
+    hops = {marker: _hops_of(marker) for marker in markers}
+    compatible: dict[tuple[object, ...], list[Reduction]] = {}
+    for marker, found in hops.items():
+        for group_name, reduction in found.items():
+            compatible.setdefault(_kind(marker, group_name, reduction), []).append(reduction)
+    chosen: dict[tuple[object, ...], Algorithm] = {}
+    for key, members in compatible.items():
+        group_name, device, *_ = cast("tuple[str, torch.device]", key)
+        combined = replace(members[0], numel=sum(member.numel for member in members))
+        chosen[key] = (
+            choose_algorithm(
+                combined,
+                backend=ctx.group_backend(group_name, device),
+                world=ctx.group_size(group_name),
+                stride=group_stride(group_name),
+                hardware=ctx.hardware or ctx.machine,
+            )
+            if algorithm == "auto"
+            else algorithm
+        )
+    return {
+        marker: {name: chosen[_kind(marker, name, reduction)] for name, reduction in found.items()}
+        for marker, found in hops.items()
+    }
+
+
+def _kind(marker: fx.Node, group_name: str, reduction: Reduction) -> tuple[object, ...]:
+    return group_name, meta.tensor_value(ReduceArgs.of(marker).grad).device, replace(reduction, numel=0)
+
+
+def _hops_of(marker: fx.Node) -> dict[str, Reduction]:
+    """Describe the reduction of a reduce_grad node over each of its groups, by group name; empty if nothing is sent."""
+    args = ReduceArgs.of(marker)
+    layout, world = args.layout, args.layout.world
+    waits = layout.gradients_wait(args.window)
+    if not layout.is_reduced or (waits and args.window == OPEN):
+        return {}
+    grad = meta.tensor_value(args.grad)
+    dtype = args.dtype if waits else grad.dtype
+    wire = wire_dtype_of(dtype, args.wire_dtype) if waits else travelling(args.grad, args.wire_dtype)[1]
+    wide, mean = accumulate_dtype(wire), mean_dtype_of(dtype, args.dtype, args.wire_dtype, args.mean_dtype)
+    numel = size_hint(grad.numel())
+    hops: dict[str, Reduction] = {}
+    if world > 1:
+        ends = layout.num_replicas == 1
+        gathered = mean if ends and not layout.is_sharded else None
+        hops[layout.reduce_group] = Reduction(
+            numel=numel, wire=wire, mean=gathered, result=args.dtype if ends else wide
+        )
+    if layout.num_replicas > 1:
+        wire = wire_dtype_of(wide, args.wire_dtype)
+        hops[layout.replica_group] = Reduction(numel=-(-numel // world), wire=wire, mean=mean, result=args.dtype)
+    return hops
+
+
+def travelling(grad: fx.Node, asked: torch.dtype | None) -> tuple[fx.Node, torch.dtype]:
+    """Return the node to send for `grad`, and the dtype in which to send it.
+
+    The node is `grad` itself or, if `grad` only widens a bf16 or fp16 gradient to fp32, that narrow gradient.
+    """
+    dtype = meta.tensor_value(grad).dtype
+    if traits.cast_dtype(grad) == torch.float32 and wire_dtype_of(dtype, asked) == dtype:
+        source = grad.all_input_nodes[0]
+        narrow = meta.tensor_value(source).dtype
+        if narrow in (torch.bfloat16, torch.float16):
+            return source, narrow
+    return grad, wire_dtype_of(dtype, asked)
 
 
 def choose_algorithm(

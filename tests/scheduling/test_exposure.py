@@ -53,6 +53,20 @@ def test_a_rule_that_starts_a_gather_late_is_named() -> None:
     }
 
 
+def test_a_budget_is_the_reason_only_if_a_gather_does_not_fit() -> None:
+    """During `ahead` its result of 256 bytes is alive, and the gather needs 256 more; inputs do not count."""
+    drawing = Drawing()
+    x, shard = drawing.input("x", 8, 8), drawing.input("shard", 4, 8)
+    ahead = drawing.call(aten.relu.default, x, name="ahead")
+    whole = drawing.wait(drawing.start_gather(shard, "w"))
+    graph = drawing.done(drawing.call(aten.mm.default, ahead, whole)).graph
+    fits = "too little compute between ahead and the first reader of its result"
+    lacks = "the budget of 511 bytes has no room for 256 bytes during ahead"
+    for budget, reason in ((512, fits), (511, lacks)):
+        limits = Limits(budget_bytes=budget, in_flight_bytes=1000)
+        assert reasons(graph, limits) == {"all_gather_w": reason}
+
+
 def test_gather_pinned_to_its_use_is_reported() -> None:
     """relu, all_gather_w, wait_w, mm, where nobody may move the gather"""
     drawing = Drawing()

@@ -10,6 +10,7 @@ from torch import fx
 
 from zgraph.analysis.liveness import MemoryCurve, memory_curve, step_curve
 from zgraph.compiler.graph_pass import Direction, PassContext
+from zgraph.compiler.inputs_at_rest import check_only_copied
 from zgraph.compiler.pass_list import Observer, PassList, PassRun
 from zgraph.errors import PreconditionError
 from zgraph.graph import edits
@@ -84,6 +85,7 @@ def plan_frame(captured: fx.GraphModule, pipeline: PassList, ctx: PassContext, o
 
     Raises:
         PreconditionError: a pass that starts at a later step has changed a forward.
+        ZgraphError: a graph for a GPU computes with an input that is stored elsewhere.
     """
     ctx = replace(ctx, notes=[], decisions=[])
     limits = next((found for entry in pipeline.passes if (found := entry.limits(ctx)) is not None), None)
@@ -96,7 +98,7 @@ def plan_frame(captured: fx.GraphModule, pipeline: PassList, ctx: PassContext, o
         earlier = [_earlier(step, graphs, pipeline, ctx) for step in steps[:-1]]
         runs += pipeline.run("graph", ctx, graphs, observe)
         last = Variant(from_step=steps[-1], graphs=graphs)
-        return FramePlan(variants=(*earlier, last), ctx=ctx, runs=tuple(runs), limits=limits)
+        return _checked(FramePlan(variants=(*earlier, last), ctx=ctx, runs=tuple(runs), limits=limits))
     joint: Graphs = {"joint": gm}
     _show(joint, ctx, observe)
     runs = [*pipeline.run("joint", ctx, joint, observe)]
@@ -107,7 +109,14 @@ def plan_frame(captured: fx.GraphModule, pipeline: PassList, ctx: PassContext, o
     runs += pipeline.run("graph", ctx, graphs, observe)
     last = Variant(from_step=pipeline.steps[-1], graphs=graphs)
     _check_forward(runs, pipeline)
-    return FramePlan(variants=(*earlier, last), ctx=ctx, runs=tuple(runs), limits=limits)
+    return _checked(FramePlan(variants=(*earlier, last), ctx=ctx, runs=tuple(runs), limits=limits))
+
+
+def _checked(plan: FramePlan) -> FramePlan:
+    for variant in plan.variants:
+        for gm in variant.graphs.values():
+            check_only_copied(gm.graph)
+    return plan
 
 
 def _show(graphs: Graphs, ctx: PassContext, observe: Observer) -> None:

@@ -15,7 +15,7 @@ from zgraph.compiler.fit_budget import plan_within_budget
 from zgraph.compiler.frame import Frame
 from zgraph.compiler.frame_plan import FramePlan, plan_frame
 from zgraph.compiler.graph_pass import Direction, PassContext
-from zgraph.compiler.inputs_at_rest import check_only_copied, take_to_device
+from zgraph.compiler.inputs_at_rest import take_to_device
 from zgraph.compiler.partition import JointSplit
 from zgraph.compiler.pass_list import PassList
 from zgraph.driver.lower import Decided, Lowering, Program
@@ -131,8 +131,6 @@ class FrameCompiler:
             if self.passes.target is not None:
                 ctx = self.passes.target.known_to(ctx, captured.graph)
             plan = self._plan(captured, ctx)
-            for gm in plan.graphs.values():
-                check_only_copied(gm.graph)
         described = self.observation.describe(plan, captured.graph, self.names, ctx.plan_bytes)
         with self.observation.report.phase("agreement"):
             agree(signatures_of(plan, changes, self.group_names, self.ranks_per_host), self.timeout_s)

@@ -106,6 +106,8 @@ class Lowering:
                 for place, variant in enumerate(decided.variants[:-1])
             ]
             last = self._in_halves(main, len(decided.variants) - 1, title)
+            if not programs:
+                return last
             return switch_by_step([*programs, (decided.variants[-1].from_step, last)], gm, decided.weights)
 
     def _lowered_warm_up(self, place: int, direction: Direction, title: str) -> Program:

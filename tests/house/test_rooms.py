@@ -58,6 +58,7 @@ ROOMS = (
     "zgraph.step",
     "zgraph.planner.schedules",
     "zgraph.planner",
+    "zgraph.integrations",
     "zgraph.cli",
     "zgraph",  # the package itself: the doors
 )

@@ -7,6 +7,7 @@ torch.compile (`_orig_mod.`).
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from functools import cache
 from typing import Any, cast
 
@@ -159,7 +160,7 @@ def _is_weight(value: object, param: ShardedParam) -> bool:
     return codes is not None and isinstance(value, Tensor) and value.dtype != param.spec.dtype
 
 
-def full_state_dict(model: nn.Module) -> OrderedDict[str, Any]:
+def full_state_dict(model: nn.Module, *, keep: Callable[[str], bool] | None = None) -> OrderedDict[str, Any]:
     """Return the state dict of the unsharded model, as plain CPU tensors on rank 0.
 
     Every rank must call it. Parameters are gathered one by one, so besides its shards a device holds only one unsharded
@@ -168,6 +169,8 @@ def full_state_dict(model: nn.Module) -> OrderedDict[str, Any]:
 
     Args:
         model: any model, sharded or not, compiled or not.
+        keep: whether to gather and return the entry with a given key, such as only the adapters of a frozen model; the
+            same on all ranks. None: all entries.
 
     Returns:
         CPU tensors under keys without `_orig_mod.`, for `load_state_dict` of a plain model, `torch.save`, safetensors
@@ -186,6 +189,8 @@ def full_state_dict(model: nn.Module) -> OrderedDict[str, Any]:
     specs = {id(param.sharded): param.spec for param in params}
     # keep_vars: keeps tied parameters one object, instead of two detached ones.
     for key, value in module.state_dict(keep_vars=True).items():
+        if keep is not None and not keep(key):
+            continue
         if not isinstance(value, Tensor):
             result[key] = value
             continue

@@ -1,0 +1,176 @@
+"""zgraph in Hugging Face Accelerate: an Accelerator whose `prepare` shards and compiles.
+
+    from zgraph.integrations.accelerate import Accelerator, ZgraphPlugin
+
+    accelerator = Accelerator(zgraph_plugin=ZgraphPlugin(zero_stage=3))
+
+Everything else in the script stays as it is. A process without others shards nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Generator, Iterable, Mapping
+from typing import Any
+
+import accelerate
+import torch
+from accelerate.logging import get_logger
+from accelerate.utils import DynamoBackend
+from torch import Tensor, nn, optim
+
+from zgraph.checkpoint import save_checkpoint
+from zgraph.integrations.sharding import Sharding, is_sharded, load_complete, plain
+from zgraph.optimizers.gradients import clip_grad_norm_
+from zgraph.sharding.no_sync import no_sync
+from zgraph.sharding.state_dict import full_state_dict
+
+LOGGER = get_logger(__name__)
+OTHER_WAYS = (  # arguments of Accelerator by which something else would shard or wrap the model
+    *("fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin", "torch_tp_plugin"),
+    "parallelism_config",
+)
+
+
+class ZgraphPlugin(Sharding):
+    """How an `Accelerator` shards and compiles: arguments of `zgraph.shard` but the module, `options` and `compile`."""
+
+
+class Accelerator(accelerate.Accelerator):
+    """Accelerate's Accelerator, which shards models instead of wrapping them in DistributedDataParallel.
+
+    Models are sharded and compiled in place: class and keys stay. `save_state` writes models and their optimizers as
+    zgraph's checkpoints inside Accelerate's folder, and `load_state` reads them on any number of ranks.
+    `get_state_dict`, `save_model` and `save_pretrained` give whole weights on the main process.
+
+    With `mixed_precision="bf16"`, parameters are also gathered in bf16 (`param_dtype`), as in Accelerate's FSDP2;
+    `ZgraphPlugin(param_dtype=torch.float32)` keeps the numbers of DistributedDataParallel.
+
+    Args:
+        args, kwargs: as for `accelerate.Accelerator`.
+        zgraph_plugin: how to shard and compile; None: by the defaults of `zgraph.shard`.
+
+    Raises:
+        ValueError: an argument, or `accelerate config`, asks for another way to shard or compile.
+    """
+
+    def __init__(self, *args: Any, zgraph_plugin: ZgraphPlugin | None = None, **kwargs: Any) -> None:
+        refuse_other_ways(kwargs)
+        super().__init__(*args, **kwargs)
+        compiler = getattr(self.state.dynamo_plugin, "backend", DynamoBackend.NO)
+        if compiler != DynamoBackend.NO:
+            raise ValueError(
+                f"zgraph: Accelerator would compile with {compiler}, but zgraph compiles the model itself; leave "
+                "dynamo_backend and torch_compile out, or write ZgraphPlugin(options={...})."
+            )
+        if self.distributed_type not in ("NO", "MULTI_GPU", "MULTI_CPU", "MULTI_XPU"):
+            raise ValueError(
+                f"zgraph: Accelerator is configured for {self.distributed_type}; choose multi-GPU or multi-CPU in "
+                "`accelerate config`."
+            )
+        self.zgraph_plugin = zgraph_plugin or ZgraphPlugin()
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """As Accelerate's, but every model is sharded, and the optimizers among the arguments step its shards.
+
+        Raises:
+            ValueError: a model cannot be sharded, or an optimizer has state already.
+        """
+        optimizers = [_unwrapped(one) for one in args if isinstance(one, optim.Optimizer)]
+        for model in args:
+            if isinstance(model, nn.Module) and self.use_distributed and not is_sharded(model):
+                self._shard(model, optimizers)
+        return super().prepare(*args, device_placement=device_placement)
+
+    def _shard(self, model: nn.Module, optimizers: list[optim.Optimizer]) -> None:
+        if getattr(model, "hf_device_map", None) or getattr(model, "is_quantized", False):
+            raise ValueError(
+                f"zgraph: {type(model).__name__} is quantized or was loaded with device_map, and cannot be sharded; "
+                "load it without quantization_config and device_map."
+            )
+        defaults: dict[str, Any] = {}
+        if self.mixed_precision == "bf16":
+            defaults["param_dtype"] = torch.bfloat16
+            dtype = self.zgraph_plugin.shard_options.get("param_dtype", torch.bfloat16)
+            LOGGER.info(f"zgraph: parameters of {type(model).__name__} are gathered as {dtype}.")
+        self.zgraph_plugin.apply(model.to(self.device), optimizers, **defaults)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        if not is_sharded(model) or getattr(model, "_is_accelerate_prepared", False):
+            return super().prepare_model(model, device_placement, evaluation_mode)
+        # In evaluation mode it adds autocast, and no DistributedDataParallel.
+        model = super().prepare_model(model, device_placement=False, evaluation_mode=True)
+        self.zgraph_plugin.compile_in_place(model)
+        return model
+
+    @contextlib.contextmanager
+    def no_sync(self, model: nn.Module) -> Generator[None]:
+        """`zgraph.no_sync` of a sharded model."""
+        with no_sync(model) if is_sharded(model) else super().no_sync(model):
+            yield
+
+    @staticmethod
+    def trigger_sync_in_backward(model: nn.Module) -> Any:
+        raise ValueError("zgraph: trigger_sync_in_backward is not available; run the last forward outside of no_sync.")
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        """Clip gradients by their norm over all ranks; the norm is returned as a plain tensor."""
+        self.unscale_gradients()
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        return plain(clip_grad_norm_(given, max_norm, norm_type))
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
+        """Return the whole weights on the main process, and nothing elsewhere; every process must call it."""
+        return full_state_dict(model) if is_sharded(model) else super().get_state_dict(model, unwrap)
+
+    def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
+        with self._without_models() as prepared:
+            location = super().save_state(output_dir, safe_serialization, **kwargs)
+        for folder, model, optimizers in _checkpoints(location, *prepared):
+            save_checkpoint(folder, model, optimizers, step=self.step)
+        return location
+
+    def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **kwargs: Any) -> None:
+        """As Accelerate's; raises CheckpointError if the folder lacks a complete checkpoint of a model."""
+        found: list[str] = []
+        hook = self.register_load_state_pre_hook(lambda models, folder: found.append(folder))
+        try:
+            with self._without_models() as prepared:
+                super().load_state(input_dir, load_kwargs, **kwargs)
+        finally:
+            hook.remove()
+        for folder, model, optimizers in _checkpoints(found[0], *prepared):
+            load_complete(folder, model, optimizers)
+
+    @contextlib.contextmanager
+    def _without_models(self) -> Generator[tuple[list[nn.Module], list[Any]]]:
+        """Hide models and optimizers from Accelerate, which saves or loads everything else (accelerate 1.15)."""
+        prepared = self._models, self._optimizers
+        self._models, self._optimizers = [], []
+        try:
+            yield prepared
+        finally:
+            self._models, self._optimizers = prepared
+
+
+def refuse_other_ways(kwargs: Mapping[str, Any]) -> None:
+    """Raise ValueError if arguments of an Accelerator ask for another way to shard."""
+    for name in OTHER_WAYS:
+        if kwargs.get(name) is not None:
+            raise ValueError(f"zgraph: Accelerator({name}=...) would shard the model in another way; leave it out.")
+
+
+def _checkpoints(location: Any, models: list[nn.Module], optimizers: list[Any]) -> Iterable[tuple[str, nn.Module, Any]]:
+    """Yield the folder of each model, the model, and the optimizers that step its parameters; None: there are none."""
+    for number, model in enumerate(models):
+        own = {id(parameter) for parameter in model.parameters()}
+        known = [_unwrapped(one) for one in optimizers]
+        found = [one for one in known if any(id(p) in own for group in one.param_groups for p in group["params"])]
+        yield os.path.join(location, f"zgraph_{number}"), model, found or None
+
+
+def _unwrapped(optimizer: Any) -> optim.Optimizer:
+    return getattr(optimizer, "optimizer", optimizer)

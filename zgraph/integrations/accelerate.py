@@ -4,7 +4,7 @@
 
     accelerator = Accelerator(zgraph_plugin=ZgraphPlugin(zero_stage=3))
 
-Everything else in the script stays as it is. A process without others shards nothing.
+Everything else in the script stays as it is. A process that torchrun has not started shards nothing.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Accelerator(accelerate.Accelerator):
         """
         optimizers = [_unwrapped(one) for one in args if isinstance(one, optim.Optimizer)]
         for model in args:
-            if isinstance(model, nn.Module) and self.use_distributed and not is_sharded(model):
+            if isinstance(model, nn.Module) and self.distributed_type != "NO" and not is_sharded(model):
                 self._shard(model, optimizers)
         return super().prepare(*args, device_placement=device_placement)
 

@@ -67,10 +67,11 @@ class _Sharded:
         for name, why in REFUSED:
             if getattr(self.args, name):
                 raise ValueError(f"zgraph: TrainingArguments({name}=True): {why}.")
-        if "8bit" in str(self.args.optim):
+        optimizer = str(getattr(self.args.optim, "value", self.args.optim))
+        if "8bit" in optimizer:
             raise ValueError(
-                f"zgraph: TrainingArguments(optim={str(self.args.optim)!r}): optimizers of 8 bits do not step sharded "
-                'parameters; write optim="adamw_torch".'
+                f"zgraph: TrainingArguments(optim={optimizer!r}): optimizers of 8 bits do not step sharded parameters; "
+                'write optim="adamw_torch".'
             )
         refuse_other_ways(found)
         self._accelerator_args = found

@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -313,6 +314,7 @@ def test_the_doctor_finds_this_machine_ready(folder: Path, measured: list[dict[s
     checks = {(check["group"], check["name"]): check for check in document["checks"]}
     assert (found.exit_code, document["ready"]) == (0, True), checks
     assert checks["versions", "torch"]["found"] == torch.__version__
+    assert checks["versions", "transformers"]["found"] == version("transformers")
     assert "gloo" in checks["ranks", "backends"]["found"]
     assert Hardware.from_json(json.dumps(document["hardware"])) == Hardware.preset("cpu")
     shown = typed("doctor").stdout

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 import zgraph
 from tests.support.budget import long
-from tests.support.front_ends import furthest, launched, loss_of, tied, tokens
+from tests.support.front_ends import forget, furthest, launched, loss_of, tied, tokens
 from tests.support.ranks import Ranks, worlds
 from zgraph.integrations.accelerate import Accelerator, ZgraphPlugin
 
@@ -286,6 +286,17 @@ def refusal(name: str) -> None:
 @pytest.mark.parametrize("name", REFUSED)
 def test_other_ways_to_shard_are_refused(ranks: Ranks, name: str) -> None:
     ranks.run(refusal, name)
+
+
+def unseen() -> None:
+    """Ranks that torchrun has not started: Accelerate finds a process without others."""
+    with pytest.raises(ValueError, match=r"found one process, but the process group has 2, .*; start the script by"):
+        Accelerator(cpu=True)
+    forget()
+
+
+def test_ranks_that_accelerate_does_not_see_are_refused(ranks: Ranks) -> None:
+    ranks.run(unseen)
 
 
 def test_accelerate_keeps_what_it_has_prepared_in_two_lists() -> None:

@@ -23,7 +23,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zgraph
-from tests.support import experts, models
+from tests.support import experts, front_ends, models
 from tests.support.graphs import fake_world
 from tests.support.resting import check_rests
 from tests.support.tensor_parallel import Mlp, features
@@ -506,6 +506,13 @@ SETTINGS = [
     # migrating.md
     Setting("from torch.distributed.fsdp import", _blocks, _is_fsdp),
     Setting("model = zgraph.shard(model, mesh, param_dtype=", _unsharded_on_a_mesh, _train),
+    # front-ends.md
+    Setting(
+        "from zgraph.integrations.accelerate", front_ends.script_of_accelerate, front_ends.accumulates, on="one process"
+    ),
+    Setting(
+        "from zgraph.integrations.transformers", front_ends.arguments_of_trainer, front_ends.trains, on="one process"
+    ),
     # read-a-dump.md
     Setting("import networkx", _unsharded, _exported, on="one process"),
     # write-a-pass.md

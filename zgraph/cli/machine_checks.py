@@ -63,6 +63,8 @@ def _python_checks() -> list[Check]:
         return [*found, Check(group="versions", name="torch", found=str(error), status="missing", advice=advice)]
     found.append(Check(group="versions", name="torch", found=torch.__version__))
     found.append(_triton())
+    front_ends = {name: _version(name) for name in ("accelerate", "transformers", "lightning")}
+    found += [Check(group="versions", name=name, found=version) for name, version in front_ends.items() if version]
     return found
 
 

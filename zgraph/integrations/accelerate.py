@@ -16,6 +16,7 @@ from typing import Any
 
 import accelerate
 import torch
+import torch.distributed as dist
 from accelerate.logging import get_logger
 from accelerate.utils import DynamoBackend
 from torch import Tensor, nn, optim
@@ -68,6 +69,11 @@ class Accelerator(accelerate.Accelerator):
             raise ValueError(
                 f"zgraph: Accelerator is configured for {self.distributed_type}; choose multi-GPU or multi-CPU in "
                 "`accelerate config`."
+            )
+        if self.distributed_type == "NO" and dist.is_initialized() and dist.get_world_size() > 1:
+            raise ValueError(
+                f"zgraph: Accelerator found one process, but the process group has {dist.get_world_size()}, which "
+                "would train apart; start the script by torchrun or `accelerate launch`."
             )
         self.zgraph_plugin = zgraph_plugin or ZgraphPlugin()
 

@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 from zgraph.codegen import lower_fx
 from zgraph.passes.memory import stream_states
@@ -219,22 +219,23 @@ class LazyCuda:
     def current_stream(self, device: torch.device) -> LazyStream:
         return self.compute
 
-    @contextlib.contextmanager
-    def stream(self, lane: LazyStream) -> Generator[None]:
-        # One thread at a time: torch keeps whether it is in a mode for all threads, and each restores what it found.
-        with self.lock, _Taking(lane):
-            yield
+    def stream(self, lane: LazyStream) -> _Taking:
+        return _Taking(lane)
 
 
-class _Taking(TorchDispatchMode):
-    """Puts copies on a lane."""
+class _Taking(TorchFunctionMode):
+    """Puts copies on a lane.
+
+    Not a TorchDispatchMode: torch keeps whether it is in one for all threads, and each thread restores what it found.
+    One that a disk's thread leaves while another thread traces would stay on, and nothing would be compiled any more.
+    """
 
     def __init__(self, lane: LazyStream) -> None:
         super().__init__()
         self.lane = lane
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not torch.ops.aten.copy_.default:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not Tensor.copy_:
             return func(*args, **(kwargs or {}))
         self.lane.put(args[0], args[1])
         return args[0]

@@ -18,8 +18,11 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.support.compressing import compressing_passes, feedback_of
 from tests.support.ranks import Ranks, RanksPool, worlds
+from zgraph import ZgraphWarning
 from zgraph.integrations.lightning import ZgraphStrategy
+from zgraph.passes import LoCo
 
 EPOCHS = 2
 TOKENS = 11
@@ -133,8 +136,9 @@ def torchrun_variables() -> Iterator[None]:
             del os.environ[name]
 
 
-def strategy(**options: Any) -> ZgraphStrategy:
-    return ZgraphStrategy(options={"lowering": "fx"}, **options)
+def strategy(loco: bool = False, **options: Any) -> ZgraphStrategy:
+    passes = {"passes": compressing_passes(LoCo(group=32))} if loco else {}
+    return ZgraphStrategy(options={"lowering": "fx", **passes}, **options)
 
 
 def trainer(by: Any, **options: Any) -> pl.Trainer:
@@ -209,8 +213,10 @@ def test_a_run_is_that_of_ddp(ranks: Ranks, by_ddp: dict[bool, Any], stage: int,
     assert ("norm" in results[0][1]) is not manual
 
 
-def resume(kind: type[Net], path: str, **options: Any) -> tuple[list[float], list[float], bool]:
-    """Losses of the second epoch in one run, and in one that resumes; and whether all parameters are the same."""
+def resume(kind: type[Net], path: str, **options: Any) -> tuple[list[float], list[float], bool, int]:
+    """Losses of the second epoch in one run, and in one that resumes; whether all parameters are the same; and how
+    many of them keep error feedback.
+    """
     with torchrun_variables():
         net = seeded(kind, dropout=0.5)
         fitted(strategy(**options), net)
@@ -219,19 +225,20 @@ def resume(kind: type[Net], path: str, **options: Any) -> tuple[list[float], lis
         fitted(strategy(**options), resumed, ckpt_path=path)
         expected = whole(net)
         same = all(torch.equal(value, expected[name]) for name, value in whole(resumed).items())
-        return net.losses[len(net.losses) // EPOCHS :], resumed.losses, same
+        return net.losses[len(net.losses) // EPOCHS :], resumed.losses, same, len(feedback_of(resumed))
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_run_resumes_bitwise_from_a_folder(ranks: Ranks, tmp_path: Path, stage: int) -> None:
+@pytest.mark.parametrize("loco", [False, True], ids=["exact", "loco"])
+def test_a_run_resumes_bitwise_from_a_folder(ranks: Ranks, tmp_path: Path, loco: bool) -> None:
     path = str(tmp_path / "folder.ckpt")
-    for going_on, resumed, same in ranks.run(resume_from_folder, path, stage):
+    for going_on, resumed, same, kept in ranks.run(resume_from_folder, path, loco):
         assert going_on == resumed
         assert same
+        assert bool(kept) is loco
 
 
-def resume_from_folder(path: str, stage: int) -> Any:
-    return resume(Net, path, zero_stage=stage, save_distributed_checkpoint=True)
+def resume_from_folder(path: str, loco: bool) -> Any:
+    return resume(Net, path, loco=loco, zero_stage=3 if loco else 1, save_distributed_checkpoint=True)
 
 
 def resume_from_file(path: str, stage: int) -> Any:
@@ -241,7 +248,7 @@ def resume_from_file(path: str, stage: int) -> Any:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_run_resumes_bitwise_from_a_file_that_a_plain_model_loads(ranks: Ranks, tmp_path: Path, stage: int) -> None:
     path = tmp_path / "file.ckpt"
-    for going_on, resumed, same in ranks.run(resume_from_file, str(path), stage):
+    for going_on, resumed, same, _ in ranks.run(resume_from_file, str(path), stage):
         assert going_on == resumed
         assert same
     saved = torch.load(path)["state_dict"]
@@ -249,6 +256,17 @@ def test_a_run_resumes_bitwise_from_a_file_that_a_plain_model_loads(ranks: Ranks
     assert plain.hparams["dropout"] == 0.5
     assert saved.keys() == plain.state_dict().keys()
     assert all(torch.equal(value, saved[name]) for name, value in plain.state_dict().items())
+
+
+def warned(path: str) -> None:
+    with torchrun_variables():
+        found = fitted(strategy(loco=True), Net(), max_epochs=1)
+        with pytest.warns(ZgraphWarning, match="save_distributed_checkpoint=True"):
+            found.save_checkpoint(path)
+
+
+def test_a_file_that_lacks_error_feedback_is_warned_of(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(warned, str(tmp_path / "file.ckpt"))
 
 
 def cross(path: str) -> tuple[Any, Any, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from zgraph.checkpoint import SafePlanner, SafeReader, runtime_state
-from zgraph.errors import CheckpointError
+from zgraph.checkpoint.error_feedback import facts_of
+from zgraph.errors import CheckpointError, ZgraphWarning
 from zgraph.integrations.whole_optimizers import load_whole_state_dict, whole_state_dict
 from zgraph.sharding.state_dict import full_state_dict
 
@@ -52,8 +54,16 @@ class CheckpointsOfShards(ModelParallelStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         runtime = Path(self.broadcast(filepath)) / RUNTIME
-        if self.saves_folders and self.is_global_zero:
-            (runtime / COMPLETE).unlink(missing_ok=True)  # a folder that is overwritten is incomplete until the end
+        if self.saves_folders:
+            if self.is_global_zero:  # a folder that is overwritten is incomplete until the end
+                (runtime / COMPLETE).unlink(missing_ok=True)
+        elif facts_of(self.module):
+            warnings.warn(
+                f"zgraph: the error feedback of compression is not in {filepath}, and will start as zeros; write "
+                "ZgraphStrategy(save_distributed_checkpoint=True) to save it.",
+                ZgraphWarning,
+                stacklevel=2,
+            )
         super().save_checkpoint(checkpoint, filepath, storage_options)
         if self.saves_folders:
             save({"runtime": runtime_state(self.module)}, checkpoint_id=runtime)

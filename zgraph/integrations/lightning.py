@@ -33,8 +33,8 @@ class ZgraphStrategy(Sharding, CheckpointsOfShards):
     """Lightning's strategy that shards a LightningModule by `zgraph.shard`, and compiles its children.
 
     Each step runs as the forward of the sharded LightningModule, in which the module's own parameters read whole. With
-    manual optimization `training_step` does not, since it has backwards inside: read such parameters in `forward` then.
-    With a `param_dtype`, inputs of the children are cast, but not the batch.
+    manual optimization `training_step` does not, since it has backwards inside: read such parameters in `forward` then,
+    or by `full_tensor()`. With a `param_dtype`, inputs of the children are cast, but not the batch.
 
     A checkpoint is a file like DDP's, which runs without sharding load, too. A model stays as it was sharded first,
     also under another strategy.

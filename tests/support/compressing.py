@@ -15,13 +15,19 @@ from zgraph.runtime.error_feedback import Feedback
 from zgraph.sharding.scope import sharded_parameters
 
 
+def compressing_passes(method: CompressionMethod | TwoHop, **options: Any) -> zgraph.PassList:
+    """The default pipeline, in which gradients of two dims travel as the method says."""
+    return zgraph.PassList(
+        [
+            replace(each, min_numel=1, **options) if isinstance(each, CompressGradients) else each
+            for each in presets.default(compression=method)
+        ]
+    )
+
+
 def compressing(model: nn.Module, method: CompressionMethod | TwoHop, **options: Any) -> nn.Module:
     """Compiled with fx; gradients of two dims travel as the method says."""
-    passes = [
-        replace(each, min_numel=1, **options) if isinstance(each, CompressGradients) else each
-        for each in presets.default(compression=method)
-    ]
-    return with_fx(model, passes=zgraph.PassList(passes))
+    return with_fx(model, passes=compressing_passes(method, **options))
 
 
 def feedback_of(model: nn.Module) -> dict[str, dict[str, Feedback]]:

@@ -52,9 +52,7 @@ class Sharding:
         """
         optimizers = list(optimizers)
         shard_with_optimizers(model, optimizers, **{**defaults, **self.shard_options})
-        for optimizer in optimizers:
-            if type(optimizer) in ELEMENT_WISE:
-                step_on_shards(optimizer)
+        step_on_shards_if_possible(optimizers)
 
     def compile_in_place(self, model: nn.Module) -> None:
         """Compile the forward of a model, which keeps its class and the keys of its state dict."""
@@ -65,6 +63,13 @@ class Sharding:
 def is_sharded(model: nn.Module) -> bool:
     """Return whether `zgraph.shard` has sharded the model or a part of it."""
     return any(state_of(part) is not None for part in model.modules())
+
+
+def step_on_shards_if_possible(optimizers: Iterable[optim.Optimizer]) -> None:
+    """Let those optimizers step on local shards that update each element by itself."""
+    for optimizer in optimizers:
+        if type(optimizer) in ELEMENT_WISE:
+            step_on_shards(optimizer)
 
 
 def shard_with_optimizers(

@@ -135,6 +135,11 @@ def is_compiled_wrapper(module: nn.Module) -> bool:
     return isinstance(module, OptimizedModule)
 
 
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """Return whether `module.compile()` was called (torch 2.11 - 2.15: `_compiled_call_impl`)."""
+    return module._compiled_call_impl is not None
+
+
 def without_compile(module: nn.Module) -> nn.Module:
     """Return the module inside torch.compile's wrapper; any other module unchanged (torch 2.11 - 2.15: `_orig_mod`)."""
     return cast(nn.Module, module._orig_mod) if is_compiled_wrapper(module) else module

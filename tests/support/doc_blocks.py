@@ -513,6 +513,12 @@ SETTINGS = [
     Setting(
         "from zgraph.integrations.transformers", front_ends.arguments_of_trainer, front_ends.trains, on="one process"
     ),
+    Setting(
+        "from zgraph.integrations.lightning",
+        front_ends.lightning_at_hand,
+        front_ends.strategy_is_ours,
+        on="one process",
+    ),
     # read-a-dump.md
     Setting("import networkx", _unsharded, _exported, on="one process"),
     # write-a-pass.md

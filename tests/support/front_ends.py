@@ -7,6 +7,7 @@ import os
 from collections.abc import Generator
 from typing import Any
 
+import lightning
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -107,6 +108,15 @@ def arguments_of_trainer() -> dict[str, Any]:
 def trains(names: dict[str, Any]) -> None:
     assert names["trainer"].train().global_step == 1
     forget()
+
+
+def lightning_at_hand() -> dict[str, Any]:
+    return {"L": lightning}
+
+
+def strategy_is_ours(names: dict[str, Any]) -> None:
+    """That it trains is tested with ranks: here Lightning would start processes."""
+    assert type(names["trainer"].strategy).__name__ == "ZgraphStrategy"
 
 
 def furthest(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:

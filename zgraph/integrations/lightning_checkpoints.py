@@ -93,5 +93,11 @@ class CheckpointsOfShards(ModelParallelStrategy):
             self.module.load_state_dict(checkpoint["state_dict"], strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+        states = checkpoint["optimizer_states"]
+        if states and len(states) != len(self.optimizers):
+            raise CheckpointError(
+                f"zgraph: the checkpoint has the state of {len(states)} optimizers, but the model has "
+                f"{len(self.optimizers)}; build them as they were when it was saved."
+            )
+        for optimizer, state in zip(self.optimizers, states, strict=False):  # a folder has loaded its own
             load_whole_state_dict(optimizer, state)

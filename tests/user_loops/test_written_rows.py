@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -19,6 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 import zgraph
 from tests.support.ranks import Ranks, worlds
 from tests.support.user_loops import CLASSES, FEATURES, MODES, Net, Refused, Run, both, check, draw, refusal, rows
+from tests.support.whole_tensors import whole
 
 ROWS = torch.tensor([1, 5])
 
@@ -417,3 +419,20 @@ def test_rows_taken_before_a_list_is_updated_show_the_update(ranks: Ranks) -> No
     """As optimizers update: many tensors of one layout in one call, which runs on the shards."""
     for found, expected in ranks.run(rows_after_a_list):
         assert found == expected
+
+
+def noisy(stage: int) -> tuple[Tensor, Tensor]:
+    """A gradient, and what an operator returns that writes its noise to another argument."""
+    model = zgraph.shard(nn.Linear(5, 7), zero_stage=stage)
+    model(torch.randn(4, 5)).square().sum().backward()
+    grad = model.weight.grad
+    return whole(grad).clone(), whole(F.rrelu(grad, 0.1, 0.3, training=True))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_operator_that_writes_to_one_argument_may_return_another_tensor(ranks: Ranks, stage: int) -> None:
+    (grad, found), (_, other) = ranks.run(noisy, stage)
+    factors = found / grad
+    assert torch.equal(found, other)
+    assert (factors[grad >= 0] == 1).all()
+    assert ((factors[grad < 0] >= 0.1) & (factors[grad < 0] <= 0.3)).all()

@@ -10,8 +10,7 @@ Everything else in the script stays as it is. A process that torchrun has not st
 from __future__ import annotations
 
 import contextlib
-import os
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Mapping
 from typing import Any
 
 import accelerate
@@ -22,7 +21,7 @@ from accelerate.utils import DynamoBackend
 from torch import Tensor, nn, optim
 
 from zgraph.checkpoint import save_checkpoint
-from zgraph.integrations.sharding import Sharding, is_sharded, load_complete, plain
+from zgraph.integrations.sharding import Sharding, checkpoints_in, is_sharded, load_complete, plain, unwrapped
 from zgraph.optimizers.gradients import clip_grad_norm_
 from zgraph.sharding.no_sync import no_sync
 from zgraph.sharding.state_dict import full_state_dict
@@ -83,7 +82,7 @@ class Accelerator(accelerate.Accelerator):
         Raises:
             ValueError: a model cannot be sharded, or an optimizer has state already.
         """
-        optimizers = [_unwrapped(one) for one in args if isinstance(one, optim.Optimizer)]
+        optimizers = [unwrapped(one) for one in args if isinstance(one, optim.Optimizer)]
         for model in args:
             if isinstance(model, nn.Module) and self.distributed_type != "NO" and not is_sharded(model):
                 self._shard(model, optimizers)
@@ -135,7 +134,7 @@ class Accelerator(accelerate.Accelerator):
     def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
         with self._without_models() as prepared:
             location = super().save_state(output_dir, safe_serialization, **kwargs)
-        for folder, model, optimizers in _checkpoints(location, *prepared):
+        for folder, model, optimizers in checkpoints_in(location, *prepared):
             save_checkpoint(folder, model, optimizers, step=self.step)
         return location
 
@@ -148,7 +147,7 @@ class Accelerator(accelerate.Accelerator):
                 super().load_state(input_dir, load_kwargs, **kwargs)
         finally:
             hook.remove()
-        for folder, model, optimizers in _checkpoints(found[0], *prepared):
+        for folder, model, optimizers in checkpoints_in(found[0], *prepared):
             load_complete(folder, model, optimizers)
 
     @contextlib.contextmanager
@@ -167,16 +166,3 @@ def refuse_other_ways(kwargs: Mapping[str, Any]) -> None:
     for name in OTHER_WAYS:
         if kwargs.get(name) is not None:
             raise ValueError(f"zgraph: Accelerator({name}=...) would shard the model in another way; leave it out.")
-
-
-def _checkpoints(location: Any, models: list[nn.Module], optimizers: list[Any]) -> Iterable[tuple[str, nn.Module, Any]]:
-    """Yield the folder of each model, the model, and the optimizers that step its parameters; None: there are none."""
-    for number, model in enumerate(models):
-        own = {id(parameter) for parameter in model.parameters()}
-        known = [_unwrapped(one) for one in optimizers]
-        found = [one for one in known if any(id(p) in own for group in one.param_groups for p in group["params"])]
-        yield os.path.join(location, f"zgraph_{number}"), model, found or None
-
-
-def _unwrapped(optimizer: Any) -> optim.Optimizer:
-    return getattr(optimizer, "optimizer", optimizer)

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from zgraph.checkpoint import SafePlanner, SafeReader, runtime_state
 from zgraph.checkpoint.error_feedback import facts_of
 from zgraph.errors import CheckpointError, ZgraphWarning
+from zgraph.integrations.sharding import unwrapped
 from zgraph.integrations.whole_optimizers import load_whole_state_dict, whole_state_dict
 from zgraph.sharding.state_dict import full_state_dict
 
@@ -50,7 +51,7 @@ class CheckpointsOfShards(ModelParallelStrategy):
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         if self.saves_folders:
             return super().optimizer_state(optimizer)
-        return whole_state_dict(getattr(optimizer, "optimizer", optimizer))
+        return whole_state_dict(unwrapped(optimizer))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         runtime = Path(self.broadcast(filepath)) / RUNTIME

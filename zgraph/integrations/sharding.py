@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +108,22 @@ def shard_with_optimizers(
         for group in optimizer.param_groups:
             group["params"][:] = [new.get(id(parameter), parameter) for parameter in group["params"]]
     return model
+
+
+def checkpoints_in(
+    location: str | Path, models: Iterable[nn.Module], optimizers: Iterable[optim.Optimizer]
+) -> Iterator[tuple[Path, nn.Module, list[optim.Optimizer] | None]]:
+    """Yield the folder of each model, the model, and the optimizers that step its parameters; None: there are none."""
+    known = list(map(unwrapped, optimizers))
+    for number, model in enumerate(models):
+        own = {id(parameter) for parameter in model.parameters()}
+        found = [one for one in known if any(id(p) in own for group in one.param_groups for p in group["params"])]
+        yield Path(location) / f"zgraph_{number}", model, found or None
+
+
+def unwrapped(optimizer: Any) -> optim.Optimizer:
+    """Return the optimizer inside of a front end's wrapper, or the optimizer itself."""
+    return getattr(optimizer, "optimizer", optimizer)
 
 
 def load_complete(folder: str | Path, model: nn.Module, optimizers: Sequence[optim.Optimizer] | None) -> None:

@@ -19,7 +19,7 @@ from transformers import Trainer
 
 from zgraph.checkpoint import latest_checkpoint, save_checkpoint
 from zgraph.integrations.accelerate import Accelerator, ZgraphPlugin, refuse_other_ways
-from zgraph.integrations.sharding import is_sharded, load_complete
+from zgraph.integrations.sharding import is_sharded, load_complete, unwrapped
 from zgraph.sharding.state_dict import full_state_dict
 
 T = TypeVar("T", bound=Trainer)
@@ -94,16 +94,15 @@ class _Sharded:
         self._trainer()._save(output_dir, state_dict=state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
-        save_checkpoint(os.path.join(output_dir, FOLDER), self.model, optimizer, step=self.state.global_step)
+        folder = os.path.join(output_dir, FOLDER)
+        save_checkpoint(folder, self.model, unwrapped(self.optimizer), step=self.state.global_step)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
-        load_complete(os.path.join(checkpoint, FOLDER), self.model, [optimizer])
+        load_complete(os.path.join(checkpoint, FOLDER), self.model, [unwrapped(self.optimizer)])
         self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULER), weights_only=True))
 
     def _trainer(self) -> Any:

@@ -298,7 +298,8 @@ class ModuleState:
         by_attribute: the module's own parameters by attribute, used to gather a parameter that another module reads.
         unsharded: currently gathered parameters, by attribute.
         reduces_all_params: whether the user named the module in `units`, so that all its parameters receive a gradient.
-        input_dtype: dtype to which the module's floating-point inputs are cast; only roots with a param_dtype have one, unless their parts are cast instead.
+        input_dtype: dtype to which the module's floating-point inputs are cast; only roots with a param_dtype have
+            one, unless their parts are cast instead.
         module: module that has this state; a copied module's state has the copy here.
     """
 

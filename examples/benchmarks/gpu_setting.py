@@ -274,7 +274,7 @@ def profiled(setting: Setting, step: Step, steps: int = 3) -> Row:
 
 
 def lanes(setting: Setting, step: Step, steps: int = 2) -> Row:
-    """Of a step: how long copies to the device run, copies to the host, both at once, and anything else."""
+    """Milliseconds of a step in which copies to the device run, copies to the host, both at once, and kernels."""
     if not setting.on_cuda:
         return {}
     events = _seen(setting, step, steps)

@@ -226,7 +226,7 @@ def test_bf16_is_close_and_keeps_weights_in_fp32(ranks: Ranks, plugin: Any) -> N
 
 
 def evaluated() -> list[int]:
-    """Of 13 rows on two ranks; the last batch is filled up, and cut again."""
+    """Predictions for 13 rows on two ranks; the last batch is padded, and cut afterwards."""
     with launched():
         accelerator = made()
         model, batches = accelerator.prepare(tied(), DataLoader(tokens(13), batch_size=BATCH))

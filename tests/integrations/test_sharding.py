@@ -114,7 +114,7 @@ class Gathers(TorchDispatchMode):
 
 
 def partly() -> tuple[list[str], int, int]:
-    """What is kept of a state dict, and what it and a whole one send."""
+    """Keys of a part of a state dict, and the elements that a whole one and the part send."""
     model = zgraph.shard(tied())
     sent: list[int] = []
     keys: list[str] = []
@@ -129,6 +129,20 @@ def test_only_kept_entries_are_gathered(ranks: Ranks) -> None:
     (keys, whole_elements, elements), (none, _, _) = ranks.run(partly)
     assert keys == ["body.0.weight", "body.0.bias"] and none == []
     assert 0 < elements < whole_elements / 2
+
+
+def kept_otherwise() -> str:
+    model = zgraph.shard(tied())
+    name = ("body.0.weight", "body.3.weight")[dist.get_rank()]
+    with pytest.raises(zgraph.AgreementError) as caught:
+        zgraph.full_state_dict(model, keep=lambda key: key == name)
+    return str(caught.value)
+
+
+def test_ranks_that_keep_other_entries_are_told(ranks: Ranks) -> None:
+    """Two weights of one shape would become one."""
+    for text in ranks.run(kept_otherwise):
+        assert "(keep=...) of body.0.weight" in text and "(keep=...) of body.3.weight" in text
 
 
 def reloaded(stage: int, on_shards: bool, how: str) -> bool:

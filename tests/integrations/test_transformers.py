@@ -114,7 +114,7 @@ def trained(folder: str, compressed: bool, resume: Any) -> list[float]:
 
 
 def resumed(folder: Path, ranks: Ranks, compressed: bool) -> None:
-    """What a run has saved last equals what the run leaves that goes on from the folder before."""
+    """A run that resumes saves the same weights at the end as the uninterrupted run."""
     expected, kept = ranks.run(trained, str(folder), compressed, False), weights(folder / "checkpoint-4")
     shutil.rmtree(folder / "checkpoint-4" / "zgraph")  # as if killed while saving: the rest is there, and is newer
     assert ranks.run(trained, str(folder), compressed, True) == expected

@@ -1,4 +1,4 @@
-"""What the tests of front ends share: ranks as torchrun starts them, a tied model, and data for two of them."""
+"""Shared by the tests of front ends: ranks as torchrun starts them, a tied model, and its data."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def tokens(rows: int, seed: int = 1) -> TensorDataset:
 
 
 def script_of_accelerate() -> dict[str, Any]:
-    """What a script has before it makes its Accelerator, in one process."""
+    """Names that a script has defined before it makes its Accelerator, in one process."""
     forget()
     model = tied()
     optimizer = torch.optim.AdamW(model.parameters())

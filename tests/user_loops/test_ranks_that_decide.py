@@ -342,6 +342,29 @@ def test_optimizers_step_by_the_loss_of_all_ranks(ranks: Ranks, build: Any, stag
     ranks.run(by_closures, build, stage, reduction)
 
 
+class Deaf(torch.optim.SGD):
+    """Never calls its closure."""
+
+    def step(self, closure: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().step()
+
+
+def stepped_in_an_open_window(stage: int) -> str:
+    model = zgraph.shard(net(), zero_stage=stage)
+    opt = Deaf(model.parameters(), lr=0.1)
+    with zgraph.no_sync(model):
+        model(batch(0)).square().mean().backward()
+    with pytest.raises(zgraph.ZgraphError) as caught:
+        opt.step(lambda: 0.0)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_closure_that_is_never_called_closes_no_window(ranks: Ranks, stage: int) -> None:
+    for text in ranks.run(stepped_in_an_open_window, stage):
+        assert "whose gradients from forwards under no_sync are not reduced" in text
+
+
 def scaled_in_a_closure(build: Callable[[Any], torch.optim.Optimizer], stage: int) -> str:
     model = zgraph.shard(net(), zero_stage=stage)
     opt = build(model.parameters())

@@ -177,20 +177,20 @@ def full_state_dict(model: nn.Module, *, keep: Callable[[str], bool] | None = No
         or Hugging Face's `save_pretrained(..., state_dict=)`. Empty on all ranks but rank 0.
 
     Raises:
-        AgreementError: at stages 1 to 3 and on gloo, not all ranks call it.
+        AgreementError: at stages 1 to 3 and on gloo, not all ranks call it, or they keep other entries.
     """
     module = without_compile(model)
+    # keep_vars: keeps tied parameters one object, instead of two detached ones.
+    entries = {key: value for key, value in module.state_dict(keep_vars=True).items() if keep is None or keep(key)}
     if any(param.spec.layout.zero_stage for param in sharded_parameters(module).values()):
-        meet(module, "zgraph.full_state_dict()")  # one rank by itself may save replicas
+        kept = "()" if keep is None else f"(keep=...) of {', '.join(entries) or 'no entries'}"
+        meet(module, f"zgraph.full_state_dict{kept}")  # one rank by itself may save replicas
     first = not is_distributed_ready() or dist.get_rank() == 0
     result: OrderedDict[str, Any] = OrderedDict()
     done: dict[int, Tensor | None] = {}
     params = sharded_parameters(module).values()
     specs = {id(param.sharded): param.spec for param in params}
-    # keep_vars: keeps tied parameters one object, instead of two detached ones.
-    for key, value in module.state_dict(keep_vars=True).items():
-        if keep is not None and not keep(key):
-            continue
+    for key, value in entries.items():
         if not isinstance(value, Tensor):
             result[key] = value
             continue

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zgraph.tiers.host_pool import HostPool
@@ -139,19 +140,19 @@ class ClockedCuda:
     def current_stream(self, device: torch.device) -> ClockedStream:
         return self.compute
 
-    @contextlib.contextmanager
-    def stream(self, lane: ClockedStream) -> Generator[None]:
-        with _Copies(lane):
-            yield
+    def stream(self, lane: ClockedStream) -> _Copies:
+        return _Copies(lane)
 
 
-class _Copies(TorchDispatchMode):
+class _Copies(TorchFunctionMode):
+    """Not a TorchDispatchMode, which a disk's thread could leave behind: see `lazy_streams`."""
+
     def __init__(self, lane: ClockedStream) -> None:
         super().__init__()
         self.lane = lane
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.copy_.default:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.copy_:
             self.lane.run(reads=[args[1]], writes=[args[0]])
         return func(*args, **(kwargs or {}))
 

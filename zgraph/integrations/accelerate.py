@@ -25,6 +25,7 @@ from zgraph.integrations.sharding import Sharding, checkpoints_in, is_sharded, l
 from zgraph.optimizers.gradients import clip_grad_norm_
 from zgraph.sharding.no_sync import no_sync
 from zgraph.sharding.state_dict import full_state_dict
+from zgraph.torch_compat.dynamo import is_compiled_in_place
 
 LOGGER = get_logger(__name__)
 OTHER_WAYS = (  # arguments of Accelerator by which something else would shard or wrap the model
@@ -104,11 +105,12 @@ class Accelerator(accelerate.Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        if not is_sharded(model) or getattr(model, "_is_accelerate_prepared", False):
+        if not is_sharded(model):
             return super().prepare_model(model, device_placement, evaluation_mode)
-        # In evaluation mode it adds autocast, and no DistributedDataParallel.
+        # In evaluation mode it adds autocast, unless it has before, and no DistributedDataParallel.
         model = super().prepare_model(model, device_placement=False, evaluation_mode=True)
-        self.zgraph_plugin.compile_in_place(model)
+        if not is_compiled_in_place(model):
+            self.zgraph_plugin.compile_in_place(model)
         return model
 
     @contextlib.contextmanager

@@ -20,6 +20,7 @@ from transformers import Trainer
 from zgraph.checkpoint import latest_checkpoint, save_checkpoint
 from zgraph.integrations.accelerate import Accelerator, ZgraphPlugin, refuse_other_ways
 from zgraph.integrations.sharding import is_sharded, load_complete, unwrapped
+from zgraph.integrations.trainer_metrics import Measured
 from zgraph.sharding.state_dict import full_state_dict
 
 T = TypeVar("T", bound=Trainer)
@@ -32,7 +33,7 @@ REFUSED = (  # arguments of the Trainer, and what to write
 )
 
 
-def sharded(cls: type[T], **plugin: Any) -> type[T]:
+def sharded(cls: type[T], *, metrics: bool = False, **plugin: Any) -> type[T]:
     """Return a subclass of a trainer that shards and compiles its model with zgraph.
 
     Each `checkpoint-N` has whole weights for `from_pretrained`, and zgraph's checkpoint of weights, optimizer and error
@@ -41,6 +42,8 @@ def sharded(cls: type[T], **plugin: Any) -> type[T]:
 
     Args:
         cls: `transformers.Trainer` or a subclass of it.
+        metrics: whether logs of training have the values of `zgraph.Metrics` for the last completed step. Evaluation
+            and saving do not count. Tokens per second need `include_num_input_tokens_seen` in the TrainingArguments.
         plugin: arguments of `zgraph.shard` but the module, `options` of the backend, and `compile`.
 
     Raises:
@@ -48,7 +51,8 @@ def sharded(cls: type[T], **plugin: Any) -> type[T]:
         ValueError: when a trainer is created whose arguments ask for another way to shard, compile or save.
     """
     body = {"zgraph_plugin": ZgraphPlugin(**plugin), "__module__": cls.__module__}
-    return cast(Any, type(cls.__name__, (_Sharded, cls), body))
+    bases = (Measured,) if metrics else ()
+    return cast(Any, type(cls.__name__, (*bases, _Sharded, cls), body))
 
 
 class _Sharded:

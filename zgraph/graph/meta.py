@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from zgraph.tiers.lanes import Lane
 from zgraph.tiers.tier import DEVICE, Tier, Transit
-from zgraph.torch_compat.fake_values import fake_mode_of, replaying
+from zgraph.torch_compat.fake_values import fake_mode_of, replay
 
 if TYPE_CHECKING:
     from zgraph.runtime.chunks import Chunk
@@ -315,8 +315,7 @@ def evaluate(node: fx.Node) -> object:
     target = cast(Any, node.target)
     if mode is None:
         return target(*args, **kwargs)
-    with replaying(mode):
-        return target(*args, **kwargs)
+    return replay(mode, target, args, kwargs)
 
 
 def create(

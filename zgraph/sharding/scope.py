@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -239,6 +239,12 @@ class ShardedParam:
     def state(self) -> ParameterState:
         return state_behind(self.handle)
 
+    def is_plain_in(self, module: nn.Module) -> bool:
+        """Return whether only this module reads the parameter, by a single marker on a shard that is on the device."""
+        spec = self.spec
+        steps = spec.ignored or spec.codes is not None or spec.split is not None or spec.rests_on != spec.device_type
+        return not steps and len(self.sites) == 1 and self.sites[0][0] is module
+
     @property
     def sharded(self) -> DTensor:
         """The parameter as a DTensor, as stored between forwards."""
@@ -288,6 +294,30 @@ class ShardedParam:
             )
 
 
+class PlainRead(NamedTuple):
+    """Constants of the marker that reads a parameter: the module's attribute, and arguments of `zgraph::unshard`.
+
+    Attributes:
+        head: from the shape to the mean's dtype.
+        stage, reduction: what follows; then comes the window.
+        tail: the groups.
+    """
+
+    attribute: str
+    head: tuple[Any, ...]
+    stage: int
+    reduction: str
+    tail: tuple[str, str]
+
+    @classmethod
+    def of(cls, param: ShardedParam) -> PlainRead:
+        spec, layout = param.spec, param.spec.layout
+        head = (list(layout.shape), spec.gather_dtype, spec.wire_dtype, spec.mean_dtype)
+        return cls(
+            param.sites[0][1], head, layout.zero_stage, spec.reduction, (layout.replica_group, layout.gather_group)
+        )
+
+
 @dataclass(eq=False, slots=True)  # see Scope.__slots__
 class ModuleState:
     """State of a module, in its attribute `_zgraph`.
@@ -310,6 +340,20 @@ class ModuleState:
     unsharded: dict[str, Tensor] | None = None
     reduces_all_params: bool = False
     input_dtype: torch.dtype | None = None
+
+    @torch.compiler.assume_constant_result
+    @no_frames_inside
+    def plain_reads(self) -> tuple[PlainRead, ...] | None:
+        """Check the parameters, and return how to read each; None if one is read by other modules, too, or in steps.
+
+        Raises:
+            ZgraphError: as for `ShardedParam.check`.
+        """
+        for param in self.params:
+            param.check()
+        if self.scope.handle_of is not None or not all(param.is_plain_in(self.module) for param in self.params):
+            return None
+        return tuple(PlainRead.of(param) for param in self.params)
 
     @torch.compiler.assume_constant_result
     @no_frames_inside

@@ -29,7 +29,7 @@ from zgraph.sharding.local_shards import local_shards
 from zgraph.sharding.model.dry_run_load import load_all_or_nothing
 from zgraph.sharding.model.param_spec import ParamSpec
 from zgraph.sharding.model.written_weights import Gathered, as_gathered
-from zgraph.sharding.scope import READ, STATE, ModuleState, Scope, ShardedParam, state_of
+from zgraph.sharding.scope import READ, STATE, ModuleState, PlainRead, Scope, ShardedParam, state_of
 from zgraph.sharding.whole_units import after_gathers, reduce_all_params
 from zgraph.torch_compat.dynamo import (
     break_graph,
@@ -41,6 +41,9 @@ from zgraph.torch_compat.dynamo import (
     traced_body,
 )
 from zgraph.torch_compat.modules import apply_keeping, local_parameters, tree_flatten, tree_unflatten
+
+Before = list[tuple[ModuleState, dict[str, Tensor] | None]]
+_UNSHARD = torch.ops.zgraph.unshard.default
 
 
 @no_frames_inside
@@ -154,7 +157,8 @@ def _run_unit(forward: Callable[..., Any], module: nn.Module, args: tuple[Any, .
     if state is None:  # built after sharding, such as a slice of an nn.Sequential whose parts are units
         return forward(module, *args, **kwargs)
     scope = state.scope
-    if torch.compiler.is_compiling() and traced_body() == "checkpoint":
+    body = traced_body() if torch.compiler.is_compiling() else None
+    if body == "checkpoint":
         return _run_in_region(forward, module, state, args, kwargs)
     outermost = not scope.active
     if outermost:
@@ -166,24 +170,19 @@ def _run_unit(forward: Callable[..., Any], module: nn.Module, args: tuple[Any, .
         state.check_call()
         scope.check_batch((args, kwargs))
         scope.begin()
-    before: list[tuple[ModuleState, dict[str, Tensor] | None]] = []
+    before: Before = []
     reads = None if torch.compiler.is_compiling() else Gathered()
     if state.params and not torch.compiler.is_compiling() and scope.runs_outside_graphs:
         scope.uncompiled.note(state.params[0].name, state.reduces_all_params)
     try:
         if state.input_dtype is not None:
             args, kwargs = _cast_inputs(args, kwargs, state.input_dtype)
-        unsharded: list[Tensor] = []
-        for param in state.params:
-            part = gather(param, scope)
-            unsharded.append(part)
-            tensor = _as_read(part, param)
-            if reads is not None and not param.spec.ignored:
-                reads.add(param.name, tensor)
-            for site, attribute in param.sites:
-                site_state: ModuleState = getattr(site, STATE)
-                before.append((site_state, site_state.unsharded))
-                site_state.unsharded = {**(site_state.unsharded or {}), attribute: tensor}
+        plain = state.plain_reads() if state.params and body == "" else None
+        if plain is None:
+            unsharded = _gather_unit(state, before, reads)
+        else:
+            before.append((state, state.unsharded))
+            unsharded = _gather_plain(module, state, plain)
         result = _forward(forward, module, state, unsharded, args, kwargs)
         if not torch.compiler.is_compiling():
             if outermost:
@@ -198,6 +197,43 @@ def _run_unit(forward: Callable[..., Any], module: nn.Module, args: tuple[Any, .
             scope.end()
         if reads is not None:
             reads.check()
+
+
+@never_a_frame
+def _gather_unit(state: ModuleState, before: Before, reads: Gathered | None) -> list[Tensor]:
+    """Gather a unit's parameters, and put them into the state of each module that reads them.
+
+    Args:
+        before: gets those modules' states, each with the tensors that it had.
+        reads: gets the tensors, to check later that forward has not written to them; None in a graph.
+    """
+    unsharded: list[Tensor] = []
+    for param in state.params:
+        part = gather(param, state.scope)
+        unsharded.append(part)
+        tensor = _as_read(part, param)
+        if reads is not None and not param.spec.ignored:
+            reads.add(param.name, tensor)
+        for site, attribute in param.sites:
+            site_state: ModuleState = getattr(site, STATE)
+            before.append((site_state, site_state.unsharded))
+            site_state.unsharded = {**(site_state.unsharded or {}), attribute: tensor}
+    return unsharded
+
+
+@never_a_frame
+def _gather_plain(module: nn.Module, state: ModuleState, reads: tuple[PlainRead, ...]) -> list[Tensor]:
+    """Gather a unit's parameters and put them into its state, in few lines: Dynamo traces them for each unit."""
+    shards: dict[str, Any] = local_parameters(module)  # pyright: ignore[reportAssignmentType]
+    window = state.scope.position
+    tensors = {} if state.unsharded is None else {**state.unsharded}
+    for param, (attribute, head, stage, reduction, tail) in zip(state.params, reads, strict=True):
+        stage = 2 if param.stays_gathered else stage
+        position = window if stage < 3 else ALONE
+        shard, handle = shards[attribute].to_local(), param.handle
+        tensors[attribute] = _UNSHARD(shard, handle, *head, stage, reduction, position, *tail)
+    state.unsharded = tensors
+    return [tensors[read.attribute] for read in reads]
 
 
 @never_a_frame
@@ -267,11 +303,12 @@ def _is_unnoted() -> bool:
 
 def _read_property(attribute: str) -> property:
     def read(module: nn.Module) -> Any:
-        state = state_of(module)
+        state: ModuleState | None = module.__dict__.get(STATE)
+        # First, as Dynamo traces it for each read.
+        if state is not None and state.unsharded is not None and attribute in state.unsharded:
+            return state.unsharded[attribute]
         if state is None or attribute not in local_parameters(module):
             return module.__getattr__(attribute)  # as torch reads it; raises if missing
-        if state.unsharded is not None and attribute in state.unsharded:
-            return state.unsharded[attribute]
         if attribute in state.by_attribute and (
             state.scope.active or (torch.compiler.is_compiling() and _is_unnoted())
         ):

@@ -81,10 +81,10 @@ def test_a_lone_gpu_updates_in_few_calls() -> None:
 
 
 def test_new_state_is_made_where_its_update_runs() -> None:
-    """In the first step of AdamW, too, gradients die early: moments are made update by update."""
+    """In a first step that makes its state, too, gradients die early: moments are made update by update."""
     with fake_world(2):
         keep, layers = Keep(), [nn.Linear(64, 64, bias=False) for _ in range(6)]
-        model = zgraph.shard(nn.Sequential(*layers))
+        model = zgraph.shard(nn.Sequential(*layers), offload=zgraph.Offload(optimizer="host"))
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         pipeline = zgraph.PassList([*presets.default(bucket_bytes=1), keep])
 

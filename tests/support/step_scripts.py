@@ -216,3 +216,8 @@ def _captured(setting: Setting, script: Script, options: dict[str, Any]) -> Any:
 def kinds(reasons: Sequence[str]) -> list[str]:
     """What a graph was made for, without the values."""
     return [reason.partition(":")[0] for reason in reasons]
+
+
+def first_kinds(make: Any) -> list[str]:
+    """Kinds of the graphs of a loop that begins without state, which SGD alone makes of its first gradients."""
+    return ["", "state"] if make.__name__ == "sgd" else [""]

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import repeat
 from operator import is_not
-from typing import Any, Generic, ParamSpec, TypeVar, cast
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor, nn, optim
@@ -31,7 +31,8 @@ from zgraph.runtime.exchanges.changes import hash_of
 from zgraph.runtime.exchanges.steps import members_of, numbers_of, origin_of_parameter, shard_loaded_state
 from zgraph.step import guards
 from zgraph.step.capture import parameter_hooks
-from zgraph.step.capture.capture import capture
+from zgraph.step.capture.capture import Captured, capture
+from zgraph.step.capture.first_state import first_state, put_first_state, runs_alike
 from zgraph.step.capture.lifted import Lifted, local, name_part
 from zgraph.step.capture.option_inputs import OptionInputs
 from zgraph.step.current import Current
@@ -160,6 +161,13 @@ def _check_comparable(passes: PassList | None, *, offloads: bool) -> None:
         )
 
 
+class _Ready(NamedTuple):
+    """A captured step, and the Python values that it has read."""
+
+    captured: Captured
+    values: PythonValues
+
+
 class TrainingStep(Generic[P, R]):
     """A training step that runs as one graph; made by `zgraph.training_step`.
 
@@ -187,6 +195,7 @@ class TrainingStep(Generic[P, R]):
         self._known: Current | None = None
         self._begun = 0
         self._states: list[Any] = []
+        self._ready: _Ready | None = None
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         return cast(Any, self)._call(args, kwargs)
@@ -239,7 +248,14 @@ class TrainingStep(Generic[P, R]):
         )
         variant = next((one for one in known if one.holds(conditions, options, tensors)), None)
         if variant is None:
-            variant = self._compile(current, conditions, options, outside, tensors, args, kwargs, lowering)
+            ready = self._capture(lifted, outside, args, kwargs, lowering)
+            if ready.captured.effects.makes_state:
+                if self._make_state(ready, lifted, outside, args, kwargs, lowering):
+                    return self._run(args, kwargs, lowering)  # on the state that there is now
+                if lowering == "inductor":  # the step that makes state runs only once: Inductor would not pay off
+                    lowering = "fx"
+                    ready = self._capture(lifted, outside, args, kwargs, lowering)
+            variant = self._compile(current, conditions, options, outside, tensors, ready, lowering)
         # Numbers are sent with the graph's exchanges; tensors are not, so they are compared before anything is written.
         found = numbers_of(self._optimizers, of_tensors=True)
         members = hash(tuple(members_of(one)[0] for one in self._optimizers))
@@ -292,6 +308,44 @@ class TrainingStep(Generic[P, R]):
 
     # --- compile ------------------------------------------------------------------------------------------------------
 
+    def _capture(
+        self, lifted: Lifted, outside: Outside, args: tuple[Any, ...], kwargs: dict[str, Any], lowering: str
+    ) -> _Ready:
+        """Capture the step for a lowering, unless `_make_state` has done it."""
+        ready, self._ready = self._ready, None
+        if ready is not None:
+            return ready
+        values = PythonValues([self.function, *parameter_hooks.functions(lifted.held)], [self._model])
+        take = partial(capture, self.function, lifted, args, kwargs, outside, values=values)
+        return _Ready(take(decompose=lowering == "inductor"), values)
+
+    def _make_state(
+        self,
+        first: _Ready,
+        lifted: Lifted,
+        outside: Outside,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        lowering: str,
+    ) -> bool:
+        """Make the state that the first step would make, and capture the step with it.
+
+        Returns False, with the state as it was, if the first step does more than make its state.
+        """
+        made = first_state(first.captured, lifted)
+        if made is None:
+            return False
+        remove = put_first_state(made, lifted)
+        try:
+            self._ready = self._capture(lifted, outside, args, kwargs, lowering)
+        except Exception:  # as the plain loop's, it is the second step's error, which makes it again
+            remove()
+            return False
+        if not runs_alike(first.captured, made, self._ready.captured, lifted):
+            remove()
+            self._ready = None
+        return self._ready is not None
+
     def _compile(
         self,
         current: Current,
@@ -299,11 +353,10 @@ class TrainingStep(Generic[P, R]):
         inputs: OptionInputs,
         outside: Outside,
         tensors: list[Tensor],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        ready: _Ready,
         lowering: str,
     ) -> guards.Variant:
-        lifted = current.lifted
+        lifted, captured, values = current.lifted, ready.captured, ready.values
         others = [one for one in self._variants if one.lowering == lowering or one.captured.effects.makes_state]
         reason = guards.why_another(others, conditions, inputs, tensors)
         if len(others) >= self._limit:
@@ -316,13 +369,6 @@ class TrainingStep(Generic[P, R]):
         options = replace(self._options, lowering=lowering)
         if lifted.resting is not None:
             options = replace(options, passes=presets.with_streams(options.passes))
-        values = PythonValues([self.function, *parameter_hooks.functions(lifted.held)], [self._model])
-        take = partial(capture, self.function, lifted, args, kwargs, outside, values=values)
-        captured = take(decompose=options.lowering == "inductor")
-        if captured.effects.makes_state and options.lowering == "inductor":
-            # The step that creates the optimizer's state runs only once, so Inductor would not pay off.
-            options = replace(options, lowering="fx")
-            captured = take()
         captured.effects.check_gradients([gradient is not None for gradient in gradients_of(lifted.held)])
         name = f"{name_part(self.function.__name__)}/{len(self._variants)}"
         frame = Frame(name=name, reason=reason, inputs=lifted.tensors(), is_step=True)

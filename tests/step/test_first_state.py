@@ -1,0 +1,135 @@
+"""State made before the first step: one graph for all steps, and the plain loop's numbers in each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn, optim
+
+import zgraph
+from tests.support.ranks import Ranks
+
+
+class Averaging(optim.Optimizer):
+    """Moves by an average of the gradients."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for parameter in self.param_groups[0]["params"]:
+            self.update(parameter, self.state[parameter])
+
+    def update(self, parameter: Tensor, state: dict[str, Any]) -> None:
+        state["mean"].mul_(0.9).add_(parameter.grad)
+        parameter.sub_(0.1 * state["mean"])
+
+
+class OnlyMakesState(Averaging):
+    """Its first step moves nothing: it makes zeros, which later steps average into."""
+
+    def update(self, parameter: Tensor, state: dict[str, Any]) -> None:
+        if state:
+            super().update(parameter, state)
+        else:
+            state["mean"] = torch.zeros_like(parameter)
+
+
+class BeginsTwice(Averaging):
+    """Its first step averages like the others, and moves twice."""
+
+    def update(self, parameter: Tensor, state: dict[str, Any]) -> None:
+        if not state:
+            state["mean"] = torch.zeros_like(parameter)
+            parameter.sub_(0.1 * parameter.grad)
+        super().update(parameter, state)
+
+
+class FailsLater(OnlyMakesState):
+    """No step can be captured on its state."""
+
+    def update(self, parameter: Tensor, state: dict[str, Any]) -> None:
+        if state:
+            raise ValueError("there is state")
+        super().update(parameter, state)
+
+
+MAKERS: dict[str, tuple[Callable[[Any], optim.Optimizer], int]] = {  # and how many graphs two steps need
+    "adamw": (partial(optim.AdamW, lr=0.1, amsgrad=True), 1),
+    "fused": (partial(optim.AdamW, lr=0.1, fused=True), 1),
+    "foreach": (partial(optim.Adam, lr=0.1, foreach=True), 1),
+    "nadam": (partial(optim.NAdam, lr=0.1), 1),
+    "rmsprop": (partial(optim.RMSprop, lr=0.1, momentum=0.9, centered=True), 1),
+    "muon": (partial(optim.Muon, lr=0.1), 1),
+    "momentum of SGD": (partial(optim.SGD, lr=0.1, momentum=0.9), 2),
+    "only makes state": (OnlyMakesState, 2),
+    "moves twice": (BeginsTwice, 2),
+}
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return zgraph.shard(nn.Sequential(nn.Linear(4, 6, bias=False), nn.Tanh(), nn.Linear(6, 3, bias=False)))
+
+
+def lines(model: nn.Module, optimizer: optim.Optimizer) -> Callable[[Tensor], Tensor]:
+    def step(x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def compared(name: str) -> int:
+    """The graphs of three steps, whose weights and state are those of the plain loop."""
+    make = MAKERS[name][0]
+    models = [net(), net()]
+    ours, theirs = (make(model.parameters()) for model in models)
+    step = zgraph.training_step(models[0], ours, options={"lowering": "fx"})(lines(models[0], ours))
+    plain = lines(models[1], theirs)
+    for number in range(3):
+        x = torch.randn(2, 4, generator=torch.Generator().manual_seed(2 * number + dist.get_rank()))
+        assert torch.equal(step(x), plain(x))
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(whole(one), whole(other))
+        assert ours.state[one].keys() == theirs.state[other].keys()
+        for key, value in theirs.state[other].items():
+            assert torch.equal(whole(ours.state[one][key]), whole(value)), key
+            assert type(ours.state[one][key]) is type(value)
+    return len(step._variants)
+
+
+def all_compared() -> dict[str, int]:
+    return {name: compared(name) for name in MAKERS}
+
+
+def test_steps_are_those_of_the_plain_loop(ranks: Ranks) -> None:
+    for found in ranks.run(all_compared):
+        assert found == {name: graphs for name, (_, graphs) in MAKERS.items()}
+
+
+def whole(tensor: Any) -> Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def failing() -> None:
+    model = net()
+    optimizer = FailsLater(model.parameters())
+    step = zgraph.training_step(model, optimizer, options={"lowering": "fx"})(lines(model, optimizer))
+    step(torch.ones(2, 4))
+    assert len(optimizer.state) == 2
+    with pytest.raises(ValueError, match="there is state"):
+        step(torch.ones(2, 4))
+
+
+def test_a_later_step_that_fails_does_not_fail_the_first(ranks: Ranks) -> None:
+    ranks.run(failing)

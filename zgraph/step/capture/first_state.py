@@ -1,0 +1,169 @@
+"""Optimizer state made before the first step, so that this step runs the graph of all later ones.
+
+Most optimizers make their state in their first step, from zeros: a graph of that step would run once. So the state is
+made as it is before the step, the step is captured again, and the two graphs are compared: if they differ in more than
+the state, the optimizer does something else in its first step, which then has a graph of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import map_arg
+
+from zgraph.analysis.liveness import placements
+from zgraph.graph import meta, nodes
+from zgraph.step.capture.capture import Captured
+from zgraph.step.capture.lifted import Lifted
+from zgraph.step.capture.outputs import Left, NewState, SkipFlag, values_of
+
+aten = torch.ops.aten
+# Operators whose result is one number everywhere, and that number; None: the argument at index 1.
+FILLS = MappingProxyType(
+    {
+        aten.zeros.default: 0,
+        aten.zeros_like.default: 0,
+        aten.new_zeros.default: 0,
+        aten.ones.default: 1,
+        aten.ones_like.default: 1,
+        aten.full.default: None,
+        aten.full_like.default: None,
+    }
+)
+
+
+@dataclass(frozen=True)
+class FirstState:
+    """A tensor that the first step adds to the state of an optimizer.
+
+    Attributes:
+        output: where the tensor belongs.
+        node: node of the first step's graph that makes it, before the optimizer writes to it.
+        value: this rank's part of it, as that node makes it.
+    """
+
+    output: NewState
+    node: fx.Node
+    value: Tensor
+
+
+def first_state(captured: Captured, lifted: Lifted) -> list[FirstState] | None:
+    """Return the state that a step makes, before the optimizers write to it.
+
+    None if it does not begin as constants, if the step may be skipped and then makes none, or if tensors are offloaded,
+    whose state is too large to be made at once.
+    """
+    effects = captured.effects
+    if lifted.resting is not None or effects.constants or any(isinstance(one, SkipFlag) for one in effects.outputs):
+        return None
+    graph, found = captured.gm.graph, placements(captured.gm.graph)
+    made: dict[fx.Node, FirstState] = {}
+    for output, node in values_of(NewState, effects.outputs, nodes.returned_by(graph)):
+        firsts = [found.storages[number].first for number in found.lies_in[node]]
+        first = firsts[0]
+        value = _constant(captured.gm, first) if len(firsts) == 1 and first not in made else None
+        if value is None or value.shape != meta.tensor_value(node).shape:
+            return None
+        made[first] = FirstState(output, first, value)
+    return list(made.values())
+
+
+def _constant(gm: fx.GraphModule, node: fx.Node) -> Tensor | None:
+    """Return the value of a node that fills a tensor with a number or copies a constant; None for others."""
+    if node.op != "call_function":
+        return None
+    target: Any = node.target
+    if target is aten.lift_fresh_copy.default:
+        source = node.all_input_nodes[0]
+        return getattr(gm, str(source.target)).clone() if source.op == "get_attr" else None
+    if target not in FILLS:
+        return None
+    fill = FILLS[target] if FILLS[target] is not None else node.args[1]
+    if not isinstance(fill, int | float):
+        return None
+    known = meta.tensor_value(node)
+    if any(isinstance(size, torch.SymInt) for size in (*known.shape, *known.stride())):
+        return None
+    made = torch.empty_strided(known.shape, known.stride(), dtype=known.dtype, device=known.device)
+    return made.fill_(fill)
+
+
+def put_first_state(made: Sequence[FirstState], lifted: Lifted) -> Callable[[], None]:
+    """Put the state into its optimizers; the result takes it out again."""
+    left = Left(lifted)
+    for one in made:
+        one.output.put(one.value, left)
+
+    def remove() -> None:
+        for one in made:
+            state = lifted.optimizers[one.output.number].optimizer.state
+            state.pop(left.parameter(one.output.position), None)
+
+    return remove
+
+
+def runs_alike(first: Captured, made: Sequence[FirstState], later: Captured, lifted: Lifted) -> bool:
+    """Return whether a step captured with its state (`later`) runs the first one's operators on the state `made`.
+
+    Both graphs have the same operators in the same order; inputs of `later` take the places of the nodes in `made`.
+    """
+    if later.effects.makes_state or first.effects.steps != later.effects.steps:
+        return False
+    begins = {one.node for one in made}
+    inputs = dict(_state_inputs(later, lifted))
+    places = [inputs.get((one.output.number, one.output.position, one.output.key)) for one in made]
+    same = dict(zip((one.node for one in made), places, strict=True))
+    if None in same.values():
+        return False
+    given = set(same.values())
+    ours = [node for node in first.gm.graph.nodes if node not in begins and not _feeds_only(node, begins)]
+    theirs = [node for node in later.gm.graph.nodes if node not in given]
+    if len(ours) != len(theirs):
+        return False
+    for node, other in zip(ours, theirs, strict=True):
+        if node.op == "output":
+            break
+        if node.op != other.op or not _same_call(first.gm, node, later.gm, other, same):
+            return False
+        same[node] = other
+    kept = [
+        (type(output), same.get(node))
+        for output, node in zip(first.effects.outputs, nodes.returned_by(first.gm.graph), strict=True)
+        if not isinstance(output, NewState)
+    ]
+    found = zip(later.effects.outputs, nodes.returned_by(later.gm.graph), strict=True)
+    return kept == [(type(output), node) for output, node in found]
+
+
+def _state_inputs(captured: Captured, lifted: Lifted) -> Iterator[tuple[tuple[int, int, str], fx.Node]]:
+    """Yield each input that is optimizer state, with the optimizer's number, the parameter's position and the key."""
+    given = captured.gm.graph.find_nodes(op="placeholder")
+    begin = len(lifted.parameters) + len(lifted.handles) + len(lifted.buffers)
+    entries = [
+        (number, position, key)
+        for number, one in enumerate(lifted.optimizers)
+        for position, key, value in one.state_entries()
+        if isinstance(value, Tensor)
+    ]
+    yield from zip(entries, given[begin:], strict=False)
+
+
+def _feeds_only(node: fx.Node, begins: set[fx.Node]) -> bool:
+    return node.op == "get_attr" and bool(node.users) and begins.issuperset(node.users)
+
+
+def _same_call(
+    gm: fx.GraphModule, node: fx.Node, other_gm: fx.GraphModule, other: fx.Node, same: dict[fx.Node, fx.Node | None]
+) -> bool:
+    if node.op == "placeholder":
+        return node.target == other.target
+    if node.op == "get_attr":
+        one, two = getattr(gm, str(node.target)), getattr(other_gm, str(other.target))
+        return one is two or (isinstance(one, Tensor) and isinstance(two, Tensor) and torch.equal(one, two))
+    mapped = map_arg((node.args, node.kwargs), lambda argument: same.get(argument, argument))
+    return node.target == other.target and mapped == (other.args, other.kwargs)

@@ -32,7 +32,7 @@ from zgraph.sharding.model.uncompiled import Uncompiled
 from zgraph.sharding.model.written_weights import Gathered
 from zgraph.tiers.placement.resting import Resting
 from zgraph.torch_compat.autograd import at_end_of_backward, inside_functional_transform, is_in_backward
-from zgraph.torch_compat.dynamo import never_a_frame, no_frames_inside, raise_through_dynamo
+from zgraph.torch_compat.dynamo import constant_in_graphs, never_a_frame, no_frames_inside, raise_through_dynamo
 from zgraph.torch_compat.modules import local_parameters, tree_flatten
 
 STATE = "_zgraph"  # the only attribute that zgraph adds to a module
@@ -187,7 +187,7 @@ class Scope:
     def _backward_ends(self) -> None:
         self.repeats = False
 
-    @torch.compiler.assume_constant_result
+    @constant_in_graphs
     @no_frames_inside
     def check_optimizers(self) -> None:
         """Refuse a forward if offload options forbid training, or an optimizer holds parameters that `shard` replaced.
@@ -252,7 +252,7 @@ class ShardedParam:
         return cast(DTensor, local_parameters(owner)[attribute])
 
     # Run, not traced: Dynamo answers a traced raise by skipping the frame for good, even after the cause is fixed.
-    @torch.compiler.assume_constant_result
+    @constant_in_graphs
     def check(self) -> None:
         """Check that the parameter is still the DTensor that `shard` made.
 
@@ -341,7 +341,7 @@ class ModuleState:
     reduces_all_params: bool = False
     input_dtype: torch.dtype | None = None
 
-    @torch.compiler.assume_constant_result
+    @constant_in_graphs
     @no_frames_inside
     def plain_reads(self) -> tuple[PlainRead, ...] | None:
         """Check the parameters, and return how to read each; None if one is read by other modules, too, or in steps.
@@ -355,7 +355,7 @@ class ModuleState:
             return None
         return tuple(PlainRead.of(param) for param in self.params)
 
-    @torch.compiler.assume_constant_result
+    @constant_in_graphs
     @no_frames_inside
     def check_call(self) -> None:
         """Refuse a call of the model inside torch.func, or after trainable parameters were added to it.

@@ -34,6 +34,7 @@ from zgraph.sharding.whole_units import after_gathers, reduce_all_params
 from zgraph.torch_compat.dynamo import (
     break_graph,
     compiles_frames,
+    constant_in_graphs,
     is_inlining,
     never_a_frame,
     no_frames_inside,
@@ -88,7 +89,7 @@ def gather_as_stored(param: ShardedParam, scope: Scope) -> Tensor:
     return _unshard(param.sharded, handle, spec, stage, scope.position if stage < 3 else ALONE)
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def _refuse_in_branch(name: str) -> None:
     """Refuse a gather inside `torch.cond` or a similar operator, where ranks that take different branches would hang.
 
@@ -281,7 +282,7 @@ def _run_in_region(
     return _forward(forward, module, state, unsharded, args, kwargs)
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def _leave_graph(module: nn.Module) -> None:
     """Warn that a checkpointed region runs uncompiled, because traced code cannot record its window position."""
     states = [state for part in module.modules() if (state := state_of(part)) is not None]
@@ -295,7 +296,7 @@ def _leave_graph(module: nn.Module) -> None:
     states[0].scope.uncompiled.warn()
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def _is_unnoted() -> bool:
     """Return whether the unit being traced is in a checkpointed region, so that `Scope.active` is not set."""
     return is_inlining(_run_in_region)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from zgraph.dialect.dependence import depend
 from zgraph.errors import ZgraphError
 from zgraph.sharding.scope import Scope, ShardedParam
-from zgraph.torch_compat.dynamo import no_frames_inside, raise_through_dynamo
+from zgraph.torch_compat.dynamo import constant_in_graphs, no_frames_inside, raise_through_dynamo
 from zgraph.torch_compat.modules import tree_flatten, tree_unflatten
 
 Rebuild = Callable[[Iterator[Any]], Any]
@@ -153,7 +153,7 @@ def reduce_all_params(
 
 
 # Run, not traced: see `ShardedParam.check`.
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def _refuse(unit: str, parameter: str, returned: str) -> None:
     raise_through_dynamo(
         f"zgraph: the unit {unit}, which holds {parameter}, returns a {returned} in which no tensor was found, so "

@@ -42,7 +42,7 @@ from zgraph.step.outside.python_values import PythonValues
 from zgraph.step.outside.variables import Outside
 from zgraph.tiers.copy_lanes import lanes_of
 from zgraph.torch_compat.dtensor import gradients_of
-from zgraph.torch_compat.dynamo import without_compile
+from zgraph.torch_compat.dynamo import never_compiled, without_compile
 from zgraph.torch_compat.modules import tree_flatten
 
 P = ParamSpec("P")
@@ -200,7 +200,7 @@ class TrainingStep(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         return cast(Any, self)._call(args, kwargs)
 
-    @torch.compiler.disable
+    @never_compiled
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call, self._begun = self._begun, self._begun + 1
         if not self._options.is_checked(call, FIRST_CALLS):

@@ -49,6 +49,26 @@ def _skip_frames(function: Callable[P, R], inside: Any) -> Callable[P, R]:
     return function
 
 
+def constant_in_graphs(function: Callable[P, R]) -> Callable[P, R]:
+    """Let Dynamo call a function while it traces, and take the result as a constant.
+
+    As `torch.compiler.assume_constant_result`, whose import of Dynamo takes more than a second (torch 2.11 - 2.15: the
+    attribute `_dynamo_marked_constant`).
+    """
+    function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+    return function
+
+
+def never_compiled(function: Callable[P, R]) -> Callable[P, R]:
+    """Keep Dynamo from tracing a function and all functions that it calls; a graph that calls it breaks.
+
+    As `torch.compiler.disable`, whose import of Dynamo takes more than a second (torch 2.11 - 2.15: the attribute
+    `_torchdynamo_disable`).
+    """
+    function._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
+    return no_frames_inside(function)
+
+
 @never_a_frame
 def compiles_frames() -> bool:
     """Return whether Dynamo would compile a function called now, because a torch.compile'd function is running.
@@ -89,7 +109,7 @@ def checkpoint_operator() -> object:
     return torch.ops.higher_order.tag_activation_checkpoint
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def traced_body() -> str:
     """Return the kind of the higher-order operator whose body Dynamo is tracing.
 

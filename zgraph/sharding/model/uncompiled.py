@@ -5,12 +5,11 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from zgraph.errors import ZgraphWarning
 from zgraph.torch_compat.autograd import is_in_backward
-from zgraph.torch_compat.dynamo import graph_break_reasons, no_frames_inside
+from zgraph.torch_compat.dynamo import constant_in_graphs, graph_break_reasons, no_frames_inside
 from zgraph.torch_compat.modules import tree_flatten
 
 _SHOWN = 6  # modules, and reasons, that the warning names
@@ -34,7 +33,7 @@ class Uncompiled:
         self._known = ""  # a reason that zgraph knows and Dynamo does not
 
     # Run, not traced: it reads Dynamo's counters.
-    @torch.compiler.assume_constant_result
+    @constant_in_graphs
     def begin_traced(self) -> None:
         """Begin counting graph breaks, when the model's first frame is traced."""
         if self._before is None:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-import torch
 from torch import optim
 
 from zgraph.errors import ZgraphError
 from zgraph.tiers.placement.resting import Resting
+from zgraph.torch_compat.dynamo import never_compiled
 from zgraph.torch_compat.modules import hook_steps
 
 
@@ -27,14 +27,14 @@ def follow_steps(resting: Resting) -> None:
     watched = weakref.ref(resting)
 
     # The hooks must not be compiled if the optimizer's step is.
-    @torch.compiler.disable
+    @never_compiled
     def before(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
         if (resting := watched()) is not None:
             check_rounding(resting, optimizer)
             if resting.computes_elsewhere:
                 resting.join_parameters(optimizer, resting.names())
 
-    @torch.compiler.disable
+    @never_compiled
     def after(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
         if (resting := watched()) is not None:
             resting.settle(optimizer, resting.names())

@@ -16,13 +16,23 @@ from typing import Any
 import accelerate
 import torch
 import torch.distributed as dist
+from accelerate.data_loader import BatchSamplerShard
 from accelerate.logging import get_logger
 from accelerate.utils import DynamoBackend
 from torch import Tensor, nn, optim
 
 from zgraph.checkpoint import save_checkpoint
-from zgraph.integrations.sharding import Sharding, checkpoints_in, is_sharded, load_complete, plain, unwrapped
+from zgraph.integrations.sharding import (
+    Sharding,
+    agreeing,
+    checkpoints_in,
+    is_sharded,
+    load_complete,
+    plain,
+    unwrapped,
+)
 from zgraph.optimizers.gradients import clip_grad_norm_
+from zgraph.optimizers.loss_scale import set_loss_scale
 from zgraph.sharding.no_sync import no_sync
 from zgraph.sharding.state_dict import full_state_dict
 
@@ -100,6 +110,10 @@ class Accelerator(accelerate.Accelerator):
             dtype = self.zgraph_plugin.shard_options.get("param_dtype", torch.bfloat16)
             LOGGER.info(f"zgraph: parameters of {type(model).__name__} are gathered as {dtype}.")
         self.zgraph_plugin.apply(model.to(self.device), optimizers, **defaults)
+        scaler: Any = self.scaler  # None unless mixed_precision="fp16"
+        if scaler is not None:
+            self.scaler = agreeing(scaler, self.device)
+            set_loss_scale(model, self.scaler)
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -110,6 +124,32 @@ class Accelerator(accelerate.Accelerator):
         model = super().prepare_model(model, device_placement=False, evaluation_mode=True)
         self.zgraph_plugin.compile_in_place(model)
         return model
+
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+        """As Accelerate's.
+
+        Raises:
+            ValueError: `even_batches=False` would give some ranks a batch less.
+        """
+        prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
+        shares = getattr(prepared, "batch_sampler", None)
+        if isinstance(shares, BatchSamplerShard) and not (shares.even_batches or shares.drop_last):
+            uneven = shares.split_batches or shares.total_length % shares.num_processes
+            if uneven:
+                raise ValueError(
+                    "zgraph: even_batches=False gives ranks different numbers of batches, but all ranks must call a "
+                    "sharded model alike; leave even_batches out (gather_for_metrics drops the rows that were "
+                    "repeated), or write DataLoader(drop_last=True)."
+                )
+        return prepared
+
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Any:
+        if any(is_sharded(one) for one in joinables):
+            raise ValueError(
+                "zgraph: join_uneven_inputs is not available, since all ranks must call a sharded model alike; leave "
+                "it out, and even_batches=False as well: Accelerate then gives all ranks as many batches."
+            )
+        return super().join_uneven_inputs(joinables, even_batches)
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Generator[None]:

@@ -7,12 +7,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn, optim
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from zgraph.checkpoint import latest_checkpoint, load_checkpoint
 from zgraph.errors import CheckpointError
+from zgraph.optimizers.gradients import GradScaler
 from zgraph.optimizers.local_step import ELEMENT_WISE, step_on_shards
 from zgraph.sharding.scope import state_of
 from zgraph.sharding.shard import shard
@@ -139,6 +141,15 @@ def load_complete(folder: str | Path, model: nn.Module, optimizers: Sequence[opt
             "sharded by zgraph, or was killed while saving; resume from another folder."
         )
     load_checkpoint(latest, model, optimizers)
+
+
+def agreeing(scaler: torch.amp.GradScaler, device: torch.device | str) -> GradScaler:
+    """Return a scaler in the state of one of torch's, by which all ranks skip the same steps."""
+    if isinstance(scaler, GradScaler):
+        return scaler
+    found = GradScaler(torch.device(device).type, enabled=scaler.is_enabled())
+    found.load_state_dict(scaler.state_dict())
+    return found
 
 
 def plain(value: Any) -> Any:

@@ -279,6 +279,36 @@ def numbered_checkpoints(folder: Path) -> None:
     assert not found or furthest(found, weights) == 0
 
 
+def a_folder_that_is_saved_again(folder: Path) -> None:
+    """It has the last save alone, also if that is of an earlier step; hooks get models and whole weights."""
+    seen: list[Any] = []
+    weights: list[dict[str, Tensor]] = []
+    for batches in (3, 1):
+        with launched():
+            accelerator = made()
+            model = tied()
+            model, optimizer = accelerator.prepare(model, adamw(model.parameters()))
+            accelerator.register_save_state_pre_hook(lambda *given: seen.append(given))
+            for _ in range(batches):
+                with accelerator.accumulate(model):
+                    x, y = mine()
+                    accelerator.backward(loss_of(model(x), y))
+                    optimizer.step()
+                    optimizer.zero_grad()
+            accelerator.save_state(str(folder))
+            weights.append(accelerator.get_state_dict(model))
+    assert [[type(one) for one in models] for models, _, _ in seen] == [[type(model)]] * 2
+    assert not weights[1] or (furthest(seen[1][1][0], weights[1]) == 0 and furthest(*weights) > 0)
+    with launched():
+        accelerator = made()
+        model = accelerator.prepare(tied())
+        accelerator.register_load_state_pre_hook(lambda models, where: seen.append((models, where)))
+        accelerator.load_state(str(folder))
+        assert seen[-1] == ([model], str(folder))
+        found = accelerator.get_state_dict(model)
+        assert not found or furthest(found, weights[1]) == 0
+
+
 def an_overflow_on_one_rank(folder: Path) -> None:
     """All ranks skip the step, and the next one is taken: with the scaler that Accelerate makes on a GPU."""
     accelerator = made(COMPILED)
@@ -306,7 +336,7 @@ SCRIPTS: dict[str, Callable[[Path], None]] = {
     script.__name__: script
     for script in (
         *(padded_batches_of_tied_embeddings, generation_of_different_lengths, adapters, an_odd_number_of_batches),
-        *(split_batches, numbered_checkpoints, an_overflow_on_one_rank),
+        *(split_batches, numbered_checkpoints, a_folder_that_is_saved_again, an_overflow_on_one_rank),
     )
 }
 

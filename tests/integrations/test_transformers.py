@@ -206,7 +206,8 @@ def test_other_ways_are_refused(ranks: Ranks, name: str, tmp_path: Path) -> None
 
 
 def test_private_methods_of_the_trainer_are_there() -> None:
-    for name in ("_build_accelerator_args", "_save", "_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler"):
+    names = ("_build_accelerator_args", "_save", "_save_rng_state")
+    for name in (*names, "_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler"):
         assert callable(getattr(Trainer, name))
 
 

@@ -13,7 +13,6 @@ import contextlib
 from collections.abc import Generator, Mapping
 from typing import Any
 
-import accelerate
 import torch
 import torch.distributed as dist
 from accelerate.data_loader import BatchSamplerShard
@@ -21,20 +20,11 @@ from accelerate.logging import get_logger
 from accelerate.utils import DynamoBackend
 from torch import Tensor, nn, optim
 
-from zgraph.checkpoint import save_checkpoint
-from zgraph.integrations.sharding import (
-    Sharding,
-    agreeing,
-    checkpoints_in,
-    is_sharded,
-    load_complete,
-    plain,
-    unwrapped,
-)
+from zgraph.integrations.accelerate_checkpoints import CheckpointsOfShards
+from zgraph.integrations.sharding import Sharding, agreeing, is_sharded, plain, unwrapped
 from zgraph.optimizers.gradients import clip_grad_norm_
 from zgraph.optimizers.loss_scale import set_loss_scale
 from zgraph.sharding.no_sync import no_sync
-from zgraph.sharding.state_dict import full_state_dict
 
 LOGGER = get_logger(__name__)
 OTHER_WAYS = (  # arguments of Accelerator by which something else would shard or wrap the model
@@ -47,7 +37,7 @@ class ZgraphPlugin(Sharding):
     """How an `Accelerator` shards and compiles: arguments of `zgraph.shard` but the module, `options` and `compile`."""
 
 
-class Accelerator(accelerate.Accelerator):
+class Accelerator(CheckpointsOfShards):
     """Accelerate's Accelerator, which shards models instead of wrapping them in DistributedDataParallel.
 
     Models are sharded and compiled in place: class and keys stay. `save_state` writes models and their optimizers as
@@ -166,39 +156,6 @@ class Accelerator(accelerate.Accelerator):
         self.unscale_gradients()
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         return plain(clip_grad_norm_(given, max_norm, norm_type))
-
-    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
-        """Return the whole weights on the main process, and nothing elsewhere; every process must call it."""
-        return full_state_dict(model) if is_sharded(model) else super().get_state_dict(model, unwrap)
-
-    def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
-        with self._without_models() as prepared:
-            location = super().save_state(output_dir, safe_serialization, **kwargs)
-        for folder, model, optimizers in checkpoints_in(location, *prepared):
-            save_checkpoint(folder, model, optimizers, step=self.step)
-        return location
-
-    def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **kwargs: Any) -> None:
-        """As Accelerate's; raises CheckpointError if the folder lacks a complete checkpoint of a model."""
-        found: list[str] = []
-        hook = self.register_load_state_pre_hook(lambda models, folder: found.append(folder))
-        try:
-            with self._without_models() as prepared:
-                super().load_state(input_dir, load_kwargs, **kwargs)
-        finally:
-            hook.remove()
-        for folder, model, optimizers in checkpoints_in(found[0], *prepared):
-            load_complete(folder, model, optimizers)
-
-    @contextlib.contextmanager
-    def _without_models(self) -> Generator[tuple[list[nn.Module], list[Any]]]:
-        """Hide models and optimizers from Accelerate, which saves or loads everything else (accelerate 1.15)."""
-        prepared = self._models, self._optimizers
-        self._models, self._optimizers = [], []
-        try:
-            yield prepared
-        finally:
-            self._models, self._optimizers = prepared
 
 
 def refuse_other_ways(kwargs: Mapping[str, Any]) -> None:

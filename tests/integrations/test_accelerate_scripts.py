@@ -21,8 +21,7 @@ from torch.utils.data import DataLoader
 from transformers import LlamaForCausalLM
 
 import zgraph
-from tests.integrations.test_transformers import LENGTH, VOCABULARY, llama
-from tests.support.front_ends import furthest, launched, loss_of, tied, tokens
+from tests.support.front_ends import CONTEXT, VOCABULARY, furthest, launched, llama, loss_of, tied, tokens
 from tests.support.ranks import Ranks
 from zgraph.integrations.accelerate import Accelerator, ZgraphPlugin
 
@@ -57,7 +56,7 @@ def equal(accelerator: Accelerator, model: nn.Module, expected: nn.Module, toler
 def texts(rows: int = 32) -> list[Tensor]:
     """Rows of different lengths."""
     generator = torch.Generator().manual_seed(1)
-    return [torch.randint(0, VOCABULARY, (3 + 5 * row % (LENGTH - 3),), generator=generator) for row in range(rows)]
+    return [torch.randint(0, VOCABULARY, (3 + 5 * row % (CONTEXT - 3),), generator=generator) for row in range(rows)]
 
 
 def padded(rows: list[Tensor]) -> dict[str, Tensor]:
@@ -119,7 +118,7 @@ def padded_batches_of_tied_embeddings(folder: Path) -> None:
         shutil.copy(folder / "one/config.json", folder / "pieces")
     accelerator.wait_for_everyone()
     assert len(list(folder.glob("pieces/*.safetensors"))) > 1
-    x = torch.arange(LENGTH)[None]
+    x = torch.arange(CONTEXT)[None]
     for one in ("one", "pieces"):
         assert not any("_orig_mod" in key for file in folder.glob(f"{one}/*.safetensors") for key in load_file(file))
         found = LlamaForCausalLM.from_pretrained(folder / one)
@@ -162,7 +161,7 @@ def adapters(folder: Path) -> None:
             saved = load_file(folder / name / "adapter_model.safetensors")
             assert saved and all("lora_" in key for key in saved)
             found: Any = PeftModel.from_pretrained(llama(), str(folder / name))
-            x = torch.arange(LENGTH)[None]
+            x = torch.arange(CONTEXT)[None]
             torch.testing.assert_close(found(x).logits, alone(x).logits, rtol=0, atol=1e-4)
 
 

@@ -95,6 +95,19 @@ def trained(stage: int, plugin: dict[str, Any]) -> Run:
         return script(made(stage, **plugin), tied())
 
 
+def by_ddp() -> Run:
+    with launched():
+        return script(accelerate.Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATED), tied())
+
+
+def test_the_unchanged_script_does_the_same_by_ddp(ranks: Ranks) -> None:
+    losses, norms, weights = plain()
+    found = ranks.run(by_ddp)[0]
+    assert found[0] == pytest.approx(losses, abs=1e-5)
+    assert found[1] == pytest.approx(norms, abs=1e-5)
+    assert furthest(found[2], weights) < 1e-3
+
+
 EAGER, INDUCTOR = {"compile": False}, {"options": {"lowering": "inductor"}}
 
 

@@ -12,29 +12,22 @@ import torch.distributed as dist
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import EarlyStoppingCallback, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import EarlyStoppingCallback, LlamaForCausalLM, Trainer, TrainingArguments
 
 import zgraph
 from tests.support.budget import long
-from tests.support.front_ends import furthest, launched
+from tests.support.front_ends import CONTEXT, VOCABULARY, furthest, launched, llama
 from tests.support.ranks import Ranks, worlds
 from zgraph.integrations.transformers import sharded
 from zgraph.passes import LoCo, presets
 
-VOCABULARY, LENGTH, STEPS = 32, 12, 4
+STEPS = 4
 FX = {"lowering": "fx"}
-
-
-def llama(**config: Any) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    options = {"vocab_size": VOCABULARY, "num_key_value_heads": 1, "max_position_embeddings": LENGTH, **sizes, **config}
-    return LlamaForCausalLM(LlamaConfig(**options))
 
 
 def texts(rows: int, seed: int) -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randint(0, VOCABULARY, (rows, LENGTH), generator=generator)
+    drawn = torch.randint(0, VOCABULARY, (rows, CONTEXT), generator=generator)
     return [{"input_ids": row, "labels": row} for row in drawn]
 
 
@@ -93,7 +86,7 @@ def test_logs_weights_and_predictions_equal_one_process(ranks: Ranks, name: str,
         assert found == pytest.approx(expected, abs=1e-5)
         assert predicted == shape
     assert furthest(weights(tmp_path / "sharded/final"), weights(tmp_path / "plain/final")) < 1e-3
-    x = torch.arange(LENGTH)[None]
+    x = torch.arange(CONTEXT)[None]
     outputs = [LlamaForCausalLM.from_pretrained(tmp_path / one / "final")(x).logits for one in ("plain", "sharded")]
     torch.testing.assert_close(*outputs, rtol=0, atol=1e-4)
 
@@ -206,7 +199,8 @@ def test_other_ways_are_refused(ranks: Ranks, name: str, tmp_path: Path) -> None
 
 
 def test_private_methods_of_the_trainer_are_there() -> None:
-    for name in ("_build_accelerator_args", "_save", "_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler"):
+    names = ("_build_accelerator_args", "_save", "_save_rng_state")
+    for name in (*names, "_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler"):
         assert callable(getattr(Trainer, name))
 
 

@@ -519,6 +519,8 @@ SETTINGS = [
         front_ends.strategy_is_ours,
         on="one process",
     ),
+    Setting("from lightning.fabric.strategies import", front_ends.fabric_at_hand, front_ends.fabric_trained),
+    Setting("# meta, shard, to_empty, init", front_ends.meta_at_hand, front_ends.meta_trained),
     # read-a-dump.md
     Setting("import networkx", _unsharded, _exported, on="one process"),
     # write-a-pass.md

@@ -10,13 +10,19 @@ from typing import Any
 import lightning
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
+import zgraph
+
 TOKENS, WIDTH, LENGTH = 11, 8, 5
+VOCABULARY, CONTEXT = 32, 12  # of the Llama
 
 
 @contextlib.contextmanager
@@ -71,6 +77,19 @@ def tokens(rows: int, seed: int = 1) -> TensorDataset:
     return TensorDataset(*(torch.randint(0, TOKENS, (rows, LENGTH), generator=generator) for _ in range(2)))
 
 
+def llama(**config: Any) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    options = {
+        "vocab_size": VOCABULARY,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": CONTEXT,
+        **sizes,
+        **config,
+    }
+    return LlamaForCausalLM(LlamaConfig(**options))
+
+
 def script_of_accelerate() -> dict[str, Any]:
     """Names that a script has defined before it makes its Accelerator, in one process."""
     forget()
@@ -117,6 +136,88 @@ def lightning_at_hand() -> dict[str, Any]:
 def strategy_is_ours(names: dict[str, Any]) -> None:
     """That it trains is tested with ranks: here Lightning would start processes."""
     assert type(names["trainer"].strategy).__name__ == "ZgraphStrategy"
+
+
+# --- recipes ----------------------------------------------------------------------------------------------------------
+
+
+class Blocks(nn.Module):
+    """Initialises itself in place, as models that are made on the meta device do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(TOKENS, WIDTH)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2))
+        self.head = nn.Linear(WIDTH, TOKENS)
+
+    def init_weights(self) -> None:
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def _loop_of_recipe() -> dict[str, Any]:
+    return {"loss_of": loss_of, "batches": DataLoader(tokens(32), batch_size=4)}
+
+
+def fabric_at_hand() -> dict[str, Any]:
+    """What a script of Fabric has at hand on one of two ranks, which torchrun has started."""
+    variables = contextlib.ExitStack()
+    variables.enter_context(launched())
+    os.environ |= {"TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": "0"}
+    return _loop_of_recipe() | {"L": lightning, "model": tied(), "variables": variables}
+
+
+def fabric_trained(names: dict[str, Any]) -> None:
+    names["variables"].close()
+    trained_as_alone(names, tied())
+
+
+def meta_at_hand() -> dict[str, Any]:
+    batches = [tokens(32)[4 * number : 4 * number + 4] for number in range(dist.get_rank(), 8, 2)]
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    return _loop_of_recipe() | {"Net": Blocks, "mesh": mesh, "batches": batches}
+
+
+def meta_trained(names: dict[str, Any]) -> None:
+    """The run is the one of whole weights, and its checkpoint has the weights that it ended with."""
+    alone = Blocks()
+    alone.load_state_dict(_from_first(names["start"]))
+    trained_as_alone(names, alone)
+    model, optimizer = names["model"], names["optimizer"]
+    ended = zgraph.full_state_dict(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.load(state, checkpoint_id="runs/step-4")
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    loaded = zgraph.full_state_dict(model)
+    assert not ended or furthest(loaded, ended) == 0
+
+
+def trained_as_alone(names: dict[str, Any], alone: nn.Module) -> None:
+    """The weights are those of one process, on the batches of both ranks, which is what DDP computes."""
+    optimizer = torch.optim.AdamW(alone.parameters(), lr=1e-2)
+    for x, y in DataLoader(tokens(32), batch_size=8):
+        loss_of(alone(x), y).backward()
+        nn.utils.clip_grad_norm_(alone.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    model = names["model"]
+    found = zgraph.full_state_dict(getattr(model, "module", model))
+    assert not found or furthest(found, alone.state_dict()) < 1e-3
+
+
+def _from_first(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    box = [weights]
+    dist.broadcast_object_list(box, 0)
+    return box[0]
 
 
 def furthest(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:

@@ -13,18 +13,18 @@ import contextlib
 from collections.abc import Generator, Mapping
 from typing import Any
 
-import accelerate
 import torch
 import torch.distributed as dist
+from accelerate.data_loader import BatchSamplerShard
 from accelerate.logging import get_logger
 from accelerate.utils import DynamoBackend
 from torch import Tensor, nn, optim
 
-from zgraph.checkpoint import save_checkpoint
-from zgraph.integrations.sharding import Sharding, checkpoints_in, is_sharded, load_complete, plain, unwrapped
+from zgraph.integrations.accelerate_checkpoints import CheckpointsOfShards
+from zgraph.integrations.sharding import Sharding, agreeing, is_sharded, plain, unwrapped
 from zgraph.optimizers.gradients import clip_grad_norm_
+from zgraph.optimizers.loss_scale import set_loss_scale
 from zgraph.sharding.no_sync import no_sync
-from zgraph.sharding.state_dict import full_state_dict
 from zgraph.torch_compat.dynamo import is_compiled_in_place
 
 LOGGER = get_logger(__name__)
@@ -38,7 +38,7 @@ class ZgraphPlugin(Sharding):
     """How an `Accelerator` shards and compiles: arguments of `zgraph.shard` but the module, `options` and `compile`."""
 
 
-class Accelerator(accelerate.Accelerator):
+class Accelerator(CheckpointsOfShards):
     """Accelerate's Accelerator, which shards models instead of wrapping them in DistributedDataParallel.
 
     Models are sharded and compiled in place: class and keys stay. `save_state` writes models and their optimizers as
@@ -101,6 +101,10 @@ class Accelerator(accelerate.Accelerator):
             dtype = self.zgraph_plugin.shard_options.get("param_dtype", torch.bfloat16)
             LOGGER.info(f"zgraph: parameters of {type(model).__name__} are gathered as {dtype}.")
         self.zgraph_plugin.apply(model.to(self.device), optimizers, **defaults)
+        scaler: Any = self.scaler  # None unless mixed_precision="fp16"
+        if scaler is not None:
+            self.scaler = agreeing(scaler, self.device)
+            set_loss_scale(model, self.scaler)
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -112,6 +116,32 @@ class Accelerator(accelerate.Accelerator):
         if not is_compiled_in_place(model):
             self.zgraph_plugin.compile_in_place(model)
         return model
+
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+        """As Accelerate's.
+
+        Raises:
+            ValueError: `even_batches=False` would give some ranks a batch less.
+        """
+        prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
+        shares = getattr(prepared, "batch_sampler", None)
+        if isinstance(shares, BatchSamplerShard) and not (shares.even_batches or shares.drop_last):
+            uneven = shares.split_batches or shares.total_length % shares.num_processes
+            if uneven:
+                raise ValueError(
+                    "zgraph: even_batches=False gives ranks different numbers of batches, but all ranks must call a "
+                    "sharded model alike; leave even_batches out (gather_for_metrics drops the rows that were "
+                    "repeated), or write DataLoader(drop_last=True)."
+                )
+        return prepared
+
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Any:
+        if any(is_sharded(one) for one in joinables):
+            raise ValueError(
+                "zgraph: join_uneven_inputs is not available, since all ranks must call a sharded model alike; leave "
+                "it out, and even_batches=False as well: Accelerate then gives all ranks as many batches."
+            )
+        return super().join_uneven_inputs(joinables, even_batches)
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Generator[None]:
@@ -128,39 +158,6 @@ class Accelerator(accelerate.Accelerator):
         self.unscale_gradients()
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         return plain(clip_grad_norm_(given, max_norm, norm_type))
-
-    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
-        """Return the whole weights on the main process, and nothing elsewhere; every process must call it."""
-        return full_state_dict(model) if is_sharded(model) else super().get_state_dict(model, unwrap)
-
-    def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
-        with self._without_models() as prepared:
-            location = super().save_state(output_dir, safe_serialization, **kwargs)
-        for folder, model, optimizers in checkpoints_in(location, *prepared):
-            save_checkpoint(folder, model, optimizers, step=self.step)
-        return location
-
-    def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **kwargs: Any) -> None:
-        """As Accelerate's; raises CheckpointError if the folder lacks a complete checkpoint of a model."""
-        found: list[str] = []
-        hook = self.register_load_state_pre_hook(lambda models, folder: found.append(folder))
-        try:
-            with self._without_models() as prepared:
-                super().load_state(input_dir, load_kwargs, **kwargs)
-        finally:
-            hook.remove()
-        for folder, model, optimizers in checkpoints_in(found[0], *prepared):
-            load_complete(folder, model, optimizers)
-
-    @contextlib.contextmanager
-    def _without_models(self) -> Generator[tuple[list[nn.Module], list[Any]]]:
-        """Hide models and optimizers from Accelerate, which saves or loads everything else (accelerate 1.15)."""
-        prepared = self._models, self._optimizers
-        self._models, self._optimizers = [], []
-        try:
-            yield prepared
-        finally:
-            self._models, self._optimizers = prepared
 
 
 def refuse_other_ways(kwargs: Mapping[str, Any]) -> None:

@@ -21,8 +21,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from zgraph.integrations.lightning_checkpoints import CheckpointsOfShards
 from zgraph.integrations.parts import called_parts, cast_inputs_of_parts
-from zgraph.integrations.sharding import Sharding, step_on_shards_if_possible
-from zgraph.optimizers.gradients import GradScaler
+from zgraph.integrations.sharding import Sharding, agreeing, step_on_shards_if_possible
 from zgraph.sharding.no_sync import no_sync
 from zgraph.sharding.scope import state_of
 from zgraph.sharding.unit import gathering
@@ -91,8 +90,7 @@ class ZgraphStrategy(Sharding, CheckpointsOfShards):
         self.barrier()
         plugin = self.precision_plugin
         if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
-            state, plugin.scaler = plugin.scaler.state_dict(), GradScaler(plugin.device)
-            plugin.scaler.load_state_dict(state)
+            plugin.scaler = agreeing(plugin.scaler, plugin.device)
         self.setup_precision_plugin()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

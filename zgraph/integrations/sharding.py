@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import inspect
+import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn, optim
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from zgraph.checkpoint import latest_checkpoint, load_checkpoint
+from zgraph.checkpoint.all_ranks import rank_and_world, run_on_all_ranks
+from zgraph.checkpoint.directory import MANIFEST
 from zgraph.errors import CheckpointError
+from zgraph.optimizers.gradients import GradScaler
 from zgraph.optimizers.local_step import ELEMENT_WISE, step_on_shards
 from zgraph.sharding.scope import state_of
 from zgraph.sharding.shard import shard
@@ -126,11 +131,11 @@ def unwrapped(optimizer: Any) -> optim.Optimizer:
     return getattr(optimizer, "optimizer", optimizer)
 
 
-def load_complete(folder: str | Path, model: nn.Module, optimizers: Sequence[optim.Optimizer] | None) -> None:
-    """Load the newest complete checkpoint in a folder.
+def find_complete(folder: str | Path, model: nn.Module) -> Path:
+    """Return the newest complete checkpoint in a folder.
 
     Raises:
-        CheckpointError: there is none, or it does not fit.
+        CheckpointError: there is none.
     """
     latest = latest_checkpoint(folder)
     if latest is None:
@@ -138,7 +143,45 @@ def load_complete(folder: str | Path, model: nn.Module, optimizers: Sequence[opt
             f"zgraph: {folder} has no complete checkpoint of {type(model).__name__}: the run that saved it was not "
             "sharded by zgraph, or was killed while saving; resume from another folder."
         )
-    load_checkpoint(latest, model, optimizers)
+    return latest
+
+
+def load_complete(folder: str | Path, model: nn.Module, optimizers: Sequence[optim.Optimizer] | None) -> None:
+    """Load the newest complete checkpoint in a folder.
+
+    Raises:
+        CheckpointError: there is none, or it does not fit.
+    """
+    load_checkpoint(find_complete(folder, model), model, optimizers)
+
+
+def discard(folders: Iterable[Path]) -> None:
+    """Remove folders of checkpoints; every rank calls this, and goes on when they are gone.
+
+    Manifests go first, since a checkpoint without one is not complete, so that a run that is killed meanwhile leaves
+    nothing that looks complete.
+
+    Raises:
+        CheckpointError: on all ranks, if a folder cannot be removed.
+    """
+
+    def remove() -> None:
+        if rank_and_world()[0] == 0:
+            for folder in folders:
+                for manifest in folder.glob(f"step_*/{MANIFEST}"):
+                    manifest.unlink()
+                shutil.rmtree(folder)
+
+    run_on_all_ranks("save_checkpoint", remove)
+
+
+def agreeing(scaler: torch.amp.GradScaler, device: torch.device | str) -> GradScaler:
+    """Return a scaler in the state of one of torch's, by which all ranks skip the same steps."""
+    if isinstance(scaler, GradScaler):
+        return scaler
+    found = GradScaler(torch.device(device).type, enabled=scaler.is_enabled())
+    found.load_state_dict(scaler.state_dict())
+    return found
 
 
 def plain(value: Any) -> Any:

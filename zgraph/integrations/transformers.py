@@ -9,6 +9,7 @@ Arguments, callbacks, logs and checkpoints of the Trainer stay as they are.
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -18,8 +19,9 @@ from torch import nn
 from transformers import Trainer
 
 from zgraph.checkpoint import latest_checkpoint, save_checkpoint
+from zgraph.errors import CheckpointError
 from zgraph.integrations.accelerate import Accelerator, ZgraphPlugin, refuse_other_ways
-from zgraph.integrations.sharding import is_sharded, load_complete, unwrapped
+from zgraph.integrations.sharding import discard, is_sharded, load_complete, unwrapped
 from zgraph.integrations.trainer_metrics import Measured
 from zgraph.sharding.state_dict import full_state_dict
 
@@ -87,9 +89,16 @@ class _Sharded:
 
     def train(self, resume_from_checkpoint: Any = None, **kwargs: Any) -> Any:
         if resume_from_checkpoint is True:  # the Trainer's newest folder may be one that a killed run was writing
-            complete = [one for one in Path(self.args.output_dir).glob("checkpoint-*") if _is_complete(one)]
-            newest = max(complete, key=lambda folder: int(folder.name.rpartition("-")[2]), default=True)
-            resume_from_checkpoint = newest if newest is True else str(newest)
+            found = list(Path(self.args.output_dir).glob("checkpoint-*"))
+            complete = [folder for folder in found if _is_complete(folder)]
+            if found and not complete:
+                raise CheckpointError(
+                    f"zgraph: {self.args.output_dir} has {len(found)} folders checkpoint-*, no checkpoint of which is "
+                    "complete: the runs that saved them were not sharded by zgraph, or were killed while saving; "
+                    "write train() to begin anew."
+                )
+            if complete:
+                resume_from_checkpoint = str(max(complete, key=lambda folder: int(folder.name.rpartition("-")[2])))
         return self._trainer().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
@@ -98,10 +107,15 @@ class _Sharded:
         self._trainer()._save(output_dir, state_dict=state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        folder = os.path.join(output_dir, FOLDER)
-        save_checkpoint(folder, self.model, unwrapped(self.optimizer), step=self.state.global_step)
+        discard([folder for folder in [Path(output_dir, FOLDER)] if folder.exists()])
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER))
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Save the rest of a checkpoint: zgraph's own comes last, so that a folder that has it is complete."""
+        self._trainer()._save_rng_state(output_dir)
+        folder = os.path.join(output_dir, FOLDER)
+        save_checkpoint(folder, self.model, unwrapped(self.optimizer), step=self.state.global_step)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -115,7 +129,11 @@ class _Sharded:
 
 
 def _is_complete(folder: Path) -> bool:
-    return (folder / "trainer_state.json").is_file() and latest_checkpoint(folder / FOLDER) is not None
+    try:
+        json.loads((folder / "trainer_state.json").read_text())
+    except (OSError, ValueError):  # not there, or half written
+        return False
+    return latest_checkpoint(folder / FOLDER) is not None
 
 
 def _adapters_only(model: nn.Module) -> Any:

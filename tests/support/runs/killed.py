@@ -24,6 +24,7 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -87,11 +88,11 @@ def train(rank: int, folder: Path, attempt: int, last: int, *, on_disk: bool, di
                 extra = {"scheduler": scheduler.state_dict(), "data": data.get_state()}
                 zgraph.save_checkpoint(folder / "checkpoints", model, optimizer, step=step, extra=extra)
                 notes.write(f"saved {step} {time.monotonic() - saving} {time.monotonic() - started}\n")
-        notes.write(f"left {_digest(model, optimizer)}\n")
+        notes.write(f"left {digest(model, optimizer)}\n")
     dist.destroy_process_group()
 
 
-def _digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     """Of all that this rank holds of parameters and state, bit by bit."""
     found = hashlib.sha256()
     state = (value for entries in optimizer.state.values() for value in entries.values())
@@ -123,6 +124,7 @@ class Run:
 
     folder: Path
     on_disk: bool
+    train: Callable[..., None] = train
     attempts: int = 0
     processes: list[int] = field(default_factory=list[int])
 
@@ -143,7 +145,7 @@ class Run:
                     with (self.folder / f"errors{rank}.txt").open("w") as errors:
                         os.dup2(errors.fileno(), 2)
                     dies = None if die_in_write is None else die_in_write.get(rank)
-                    train(rank, self.folder, self.attempts, last, on_disk=self.on_disk, die_in_write=dies)
+                    self.train(rank, self.folder, self.attempts, last, on_disk=self.on_disk, die_in_write=dies)
                     code = 0
                 finally:
                     sys.excepthook(*sys.exc_info()) if code else None
@@ -242,9 +244,8 @@ def losses(notes: list[str]) -> dict[int, set[str]]:
     return found
 
 
-def measure_pace(folder: Path, on_disk: bool) -> tuple[float, float]:
+def measure_pace(run: Run) -> tuple[float, float]:
     """Run an attempt of some saves to its end: seconds that it takes, and those of its last save."""
-    run = Run(folder, on_disk)
     try:
         run.start(last=SAVES * SAVE_EVERY)
         run.finish()
@@ -270,10 +271,12 @@ def kill_once(run: Run, number: int, moments: random.Random, moment_s: float, sa
     return run.kill(victims)
 
 
-def kill_again_and_again(folder: Path, kills: int, seed: int, on_disk: bool) -> dict[str, int]:
+def kill_again_and_again(
+    folder: Path, kills: int, seed: int, on_disk: bool, train: Callable[..., None] = train
+) -> dict[str, int]:
     moments = random.Random(seed)
-    moment_s, save_s = measure_pace(folder / "pace", on_disk)
-    broken, unbroken = Run(folder / "broken", on_disk), Run(folder / "unbroken", on_disk)
+    pace, broken, unbroken = (Run(folder / name, on_disk, train) for name in ("pace", "broken", "unbroken"))
+    moment_s, save_s = measure_pace(pace)
     statistics = {"kills": kills, "while saving": 0, "partial directories": 0, "left on disk": 0}
     try:
         for number in range(kills):
@@ -289,6 +292,7 @@ def kill_again_and_again(folder: Path, kills: int, seed: int, on_disk: bool) -> 
         broken.close()
         unbroken.close()
     starts = [int(line.split()[1]) for line in broken.notes(0) if line.startswith("start")]
+    statistics["refused"] = sum(line.startswith("refused") for line in broken.notes(0))
     statistics |= {"resumed": sum(step > 0 for step in starts), "from scratch": sum(step == 0 for step in starts)}
     curves = [[losses(run.notes(rank)) for rank in range(RANKS)] for run in (broken, unbroken)]
     statistics["steps"] = last

@@ -49,7 +49,8 @@ def _serve(rank: int, world: int, rendezvous: str, pipe: Connection, timeout_s: 
     dist.destroy_process_group()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of the loopback that nobody listens at."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -75,7 +76,7 @@ class Ranks:
         # The fork server has compiled once (support/preloaded.py), so that a rank starts in a fraction of a second.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.support.preloaded"])
-        rendezvous = f"tcp://127.0.0.1:{_free_port()}"
+        rendezvous = f"tcp://127.0.0.1:{free_port()}"
         self.pipes: list[Connection] = []
         self.processes: list[Any] = []
         for rank in range(self.world):

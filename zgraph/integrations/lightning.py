@@ -11,17 +11,24 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Generator, Mapping
-from typing import Any, cast
+from datetime import timedelta
+from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 
 from zgraph.integrations.lightning_checkpoints import CheckpointsOfShards
-from zgraph.integrations.parts import called_parts, cast_inputs_of_parts
+from zgraph.integrations.lightning_modules import (
+    called_parts,
+    cast_inputs_of_parts,
+    refuse_averaging,
+    refuse_compiled,
+    refuse_other_options,
+)
 from zgraph.integrations.sharding import Sharding, agreeing, step_on_shards_if_possible
+from zgraph.optimizers.loss_scale import set_loss_scale
 from zgraph.sharding.no_sync import no_sync
 from zgraph.sharding.scope import state_of
 from zgraph.sharding.unit import gathering
@@ -35,13 +42,14 @@ class ZgraphStrategy(Sharding, CheckpointsOfShards):
     manual optimization `training_step` does not, since it has backwards inside: read such parameters in `forward` then,
     or by `full_tensor()`. With a `param_dtype`, inputs of the children are cast, but not the batch.
 
-    A checkpoint is a file like DDP's, which runs without sharding load, too. A model stays as it was sharded first,
-    also under another strategy.
+    A checkpoint is a file like DDP's, which runs without sharding load, too. A model stays as it was sharded and
+    compiled first, also under another strategy.
 
     Args:
         options, compile: as for `Sharding`; the children are compiled one by one, in place.
         save_distributed_checkpoint: whether a checkpoint is a folder instead, in which each rank writes its shards, and
             which includes random generators and error feedback.
+        process_group_backend, timeout: as for ModelParallelStrategy.
         shard: arguments of `zgraph.shard`, without the module.
 
     Raises:
@@ -54,10 +62,17 @@ class ZgraphStrategy(Sharding, CheckpointsOfShards):
         options: Mapping[str, Any] | None = None,
         compile: bool = True,
         save_distributed_checkpoint: bool = False,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = timedelta(minutes=30),
         **shard: Any,
     ) -> None:
         Sharding.__init__(self, options=options, compile=compile, **shard)
-        CheckpointsOfShards.__init__(self, saves_folders=save_distributed_checkpoint)
+        CheckpointsOfShards.__init__(
+            self,
+            saves_folders=save_distributed_checkpoint,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
 
     def setup_environment(self) -> None:
         # lightning 2.6: "auto" would be the number of machines.
@@ -68,7 +83,8 @@ class ZgraphStrategy(Sharding, CheckpointsOfShards):
         """As ModelParallelStrategy's, but the model is sharded here, so that it needs no `configure_model`.
 
         Raises:
-            ValueError: the model cannot be sharded, an optimizer has state already, or a callback averages weights.
+            ValueError: the model cannot be sharded, or was sharded with other options; an optimizer has state already;
+                or a callback averages weights.
         """
         module = self.module
         refuse_averaging(trainer)
@@ -86,11 +102,13 @@ class ZgraphStrategy(Sharding, CheckpointsOfShards):
                 if not is_compiled_wrapper(part) and not is_compiled_in_place(part):
                     self.compile_in_place(part)
         else:
+            refuse_other_options(module, self.shard_options)
             step_on_shards_if_possible(self.optimizers)
         self.barrier()
         plugin = self.precision_plugin
         if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
             plugin.scaler = agreeing(plugin.scaler, plugin.device)
+            set_loss_scale(module, plugin.scaler)
         self.setup_precision_plugin()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -120,26 +138,6 @@ class ZgraphStrategy(Sharding, CheckpointsOfShards):
         """`zgraph.no_sync` of the LightningModule."""
         with no_sync(self.module):
             yield
-
-
-def refuse_averaging(trainer: pl.Trainer) -> None:
-    """Raise ValueError if a callback copies the weights before they are sharded, and averages the copies."""
-    for callback in cast("list[Any]", getattr(trainer, "callbacks", [])):
-        if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
-            raise ValueError(
-                f"zgraph: {type(callback).__name__} copies the weights before they are sharded, and cannot average "
-                "them; make a torch.optim.swa_utils.AveragedModel(pl_module) in on_fit_start, and call its "
-                "update_parameters(pl_module) in on_train_batch_end."
-            )
-
-
-def refuse_compiled(module: pl.LightningModule) -> None:
-    """Raise ValueError if `module.compile()` was called; Lightning itself refuses what `torch.compile` returns."""
-    if is_compiled_in_place(module):
-        raise ValueError(
-            f"zgraph: {type(module).__name__}.compile() was called, but the strategy compiles the children; leave the "
-            "call out, and write ZgraphStrategy(options={...}) for options of the backend."
-        )
 
 
 StrategyRegistry.register("zgraph", ZgraphStrategy, description="Sharded and compiled by zgraph", override=True)

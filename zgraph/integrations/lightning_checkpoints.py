@@ -2,51 +2,60 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from zgraph.checkpoint import SafePlanner, SafeReader, runtime_state
 from zgraph.checkpoint.error_feedback import facts_of
 from zgraph.errors import CheckpointError, ZgraphWarning
+from zgraph.integrations.lightning_collectives import CheckedCollectives
 from zgraph.integrations.sharding import unwrapped
 from zgraph.integrations.whole_optimizers import load_whole_state_dict, whole_state_dict
 from zgraph.sharding.state_dict import full_state_dict
 
 RUNTIME = "zgraph"  # folder inside of Lightning's, for random generators and error feedback
+SAVED = "Trainer.save_checkpoint"  # barrier that ends each save (lightning 2.6)
 COMPLETE = ".metadata"  # torch.distributed.checkpoint writes it last
 
 
-class CheckpointsOfShards(ModelParallelStrategy):
+class CheckpointsOfShards(CheckedCollectives):
     """Lightning's strategy for DTensors, with one plain file as its checkpoint, or with a folder that is whole.
 
     Args:
         saves_folders: whether a checkpoint is a folder, in which each rank writes its shards, and which also has random
             generators and error feedback. False: a file that runs without sharding load and save, too.
+        options: as for ModelParallelStrategy.
+
+    Attributes:
+        while_saving: returns a context manager that is entered when a save begins, and left when all ranks have saved.
     """
 
-    def __init__(self, *, saves_folders: bool) -> None:
-        super().__init__(tensor_parallel_size=1, save_distributed_checkpoint=saves_folders)
+    def __init__(self, *, saves_folders: bool, **options: Any) -> None:
+        super().__init__(tensor_parallel_size=1, save_distributed_checkpoint=saves_folders, **options)
         self.saves_folders = saves_folders
-
-    @property
-    def module(self) -> pl.LightningModule:
-        assert self.lightning_module is not None
-        return self.lightning_module
+        self.while_saving: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
+        self._saving = contextlib.ExitStack()
 
     @property
     def lightning_restore_optimizer(self) -> bool:
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        self._saving.enter_context(self.while_saving())  # a save begins here
         return super().lightning_module_state_dict() if self.saves_folders else full_state_dict(self.module)
+
+    def barrier(self, name: str | None = None) -> None:
+        super().barrier(name)
+        if name == SAVED:
+            self._saving.close()
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         if self.saves_folders:

@@ -10,27 +10,24 @@ Everything else in the script stays as it is. A process that torchrun has not st
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from typing import Any
 
 import accelerate
 import torch
-import torch.distributed as dist
 from accelerate.logging import get_logger
 from accelerate.utils import DynamoBackend
 from torch import Tensor, nn, optim
 
 from zgraph.checkpoint import save_checkpoint
+from zgraph.integrations.refusals import refuse_launch, refuse_other_ways, refuse_unshardable, warn_of_bf16
 from zgraph.integrations.sharding import Sharding, checkpoints_in, is_sharded, load_complete, plain, unwrapped
 from zgraph.optimizers.gradients import clip_grad_norm_
 from zgraph.sharding.no_sync import no_sync
 from zgraph.sharding.state_dict import full_state_dict
+from zgraph.torch_compat.dynamo import is_compiled_in_place
 
 LOGGER = get_logger(__name__)
-OTHER_WAYS = (  # arguments of Accelerator by which something else would shard or wrap the model
-    *("fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin", "torch_tp_plugin"),
-    "parallelism_config",
-)
 
 
 class ZgraphPlugin(Sharding):
@@ -52,7 +49,8 @@ class Accelerator(accelerate.Accelerator):
         zgraph_plugin: how to shard and compile; None: by the defaults of `zgraph.shard`.
 
     Raises:
-        ValueError: an argument, or `accelerate config`, asks for another way to shard or compile.
+        ValueError: an argument, or `accelerate config`, asks for another way to shard or compile, or Accelerate does
+            not see the other ranks.
     """
 
     def __init__(self, *args: Any, zgraph_plugin: ZgraphPlugin | None = None, **kwargs: Any) -> None:
@@ -64,23 +62,14 @@ class Accelerator(accelerate.Accelerator):
                 f"zgraph: Accelerator would compile with {compiler}, but zgraph compiles the model itself; leave "
                 "dynamo_backend and torch_compile out, or write ZgraphPlugin(options={...})."
             )
-        if self.distributed_type not in ("NO", "MULTI_GPU", "MULTI_CPU", "MULTI_XPU"):
-            raise ValueError(
-                f"zgraph: Accelerator is configured for {self.distributed_type}; choose multi-GPU or multi-CPU in "
-                "`accelerate config`."
-            )
-        if self.distributed_type == "NO" and dist.is_initialized() and dist.get_world_size() > 1:
-            raise ValueError(
-                f"zgraph: Accelerator found one process, but the process group has {dist.get_world_size()}, which "
-                "would train apart; start the script by torchrun or `accelerate launch`."
-            )
+        refuse_launch(self.distributed_type)
         self.zgraph_plugin = zgraph_plugin or ZgraphPlugin()
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """As Accelerate's, but every model is sharded, and the optimizers among the arguments step its shards.
 
         Raises:
-            ValueError: a model cannot be sharded, or an optimizer has state already.
+            ValueError: a model cannot be sharded, is compiled already, or an optimizer has state already.
         """
         optimizers = [unwrapped(one) for one in args if isinstance(one, optim.Optimizer)]
         for model in args:
@@ -89,11 +78,8 @@ class Accelerator(accelerate.Accelerator):
         return super().prepare(*args, device_placement=device_placement)
 
     def _shard(self, model: nn.Module, optimizers: list[optim.Optimizer]) -> None:
-        if getattr(model, "hf_device_map", None) or getattr(model, "is_quantized", False):
-            raise ValueError(
-                f"zgraph: {type(model).__name__} is quantized or was loaded with device_map, and cannot be sharded; "
-                "load it without quantization_config and device_map."
-            )
+        refuse_unshardable(model)
+        warn_of_bf16(model)
         defaults: dict[str, Any] = {}
         if self.mixed_precision == "bf16":
             defaults["param_dtype"] = torch.bfloat16
@@ -104,11 +90,12 @@ class Accelerator(accelerate.Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        if not is_sharded(model) or getattr(model, "_is_accelerate_prepared", False):
+        if not is_sharded(model):
             return super().prepare_model(model, device_placement, evaluation_mode)
         # In evaluation mode it adds autocast, and no DistributedDataParallel.
         model = super().prepare_model(model, device_placement=False, evaluation_mode=True)
-        self.zgraph_plugin.compile_in_place(model)
+        if not is_compiled_in_place(model):
+            self.zgraph_plugin.compile_in_place(model)
         return model
 
     @contextlib.contextmanager
@@ -159,10 +146,3 @@ class Accelerator(accelerate.Accelerator):
             yield prepared
         finally:
             self._models, self._optimizers = prepared
-
-
-def refuse_other_ways(kwargs: Mapping[str, Any]) -> None:
-    """Raise ValueError if arguments of an Accelerator ask for another way to shard."""
-    for name in OTHER_WAYS:
-        if kwargs.get(name) is not None:
-            raise ValueError(f"zgraph: Accelerator({name}=...) would shard the model in another way; leave it out.")

@@ -18,7 +18,8 @@ from torch import nn
 from transformers import Trainer
 
 from zgraph.checkpoint import latest_checkpoint, save_checkpoint
-from zgraph.integrations.accelerate import Accelerator, ZgraphPlugin, refuse_other_ways
+from zgraph.integrations.accelerate import Accelerator, ZgraphPlugin
+from zgraph.integrations.refusals import refuse_other_ways
 from zgraph.integrations.sharding import is_sharded, load_complete, unwrapped
 from zgraph.sharding.state_dict import full_state_dict
 

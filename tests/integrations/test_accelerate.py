@@ -20,6 +20,7 @@ from tests.support.budget import long
 from tests.support.front_ends import forget, furthest, launched, loss_of, tied, tokens
 from tests.support.ranks import Ranks, worlds
 from zgraph.integrations.accelerate import Accelerator, ZgraphPlugin
+from zgraph.torch_compat.dynamo import is_compiled_in_place
 
 EPOCHS, BATCH, ACCUMULATED, CLIP = 2, 4, 2, 0.1
 FX = {"lowering": "fx"}
@@ -250,6 +251,19 @@ def test_weights_of_bf16_are_warned_of_once(ranks: Ranks) -> None:
         assert len(texts) == 1
         assert re.search(r"\d trainable parameters of Tied, such as gain, are bf16.*dtype=torch.float32", texts[0])
         assert dtypes == {torch.bfloat16}
+
+
+def compiled_after_an_evaluation() -> bool:
+    with launched():
+        accelerator, model = made(), tied()
+        accelerator.prepare_model(model, evaluation_mode=True)  # as the Trainer's evaluate
+        assert not is_compiled_in_place(model)
+        accelerator.prepare(model, adamw(model))
+        return is_compiled_in_place(model)
+
+
+def test_a_model_evaluated_before_is_compiled(ranks: Ranks) -> None:
+    assert ranks.run(compiled_after_an_evaluation) == [True, True]
 
 
 def evaluated() -> list[int]:

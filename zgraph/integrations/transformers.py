@@ -32,6 +32,13 @@ REFUSED = (  # arguments of the Trainer, and what to write
     ("torch_compile", "zgraph compiles the model itself; leave it out"),
 )
 
+TOGGLING = (
+    "DPOTrainer",
+    "GRPOTrainer",
+    "KTOTrainer",
+    "RLOOTrainer",
+)  # trl 1.16: turn checkpointing off and on in steps
+
 
 def sharded(cls: type[T], **plugin: Any) -> type[T]:
     """Return a subclass of a trainer that shards and compiles its model with zgraph.
@@ -73,6 +80,12 @@ class _Sharded:
             raise ValueError(
                 f"zgraph: TrainingArguments(optim={optimizer!r}): optimizers of 8 bits do not step sharded parameters; "
                 'write optim="adamw_torch".'
+            )
+        toggling = [base.__name__ for base in type(self).__mro__ if base.__name__ in TOGGLING]
+        if toggling and self.zgraph_plugin.compile and self.args.gradient_checkpointing:
+            raise ValueError(
+                f"zgraph: {toggling[-1]} turns activation checkpointing off and on in each step, after which all would "
+                "be compiled again; write gradient_checkpointing=False in its arguments, or compile=False in sharded."
             )
         refuse_other_ways(found)
         self._accelerator_args = found

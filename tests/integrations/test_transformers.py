@@ -14,11 +14,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import EarlyStoppingCallback, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers.distributed.fsdp import is_fsdp_managed_module
 
 import zgraph
 from tests.support.budget import long
 from tests.support.front_ends import furthest, launched
 from tests.support.ranks import Ranks, worlds
+from zgraph.integrations.sharding import mark_for_transformers
 from zgraph.integrations.transformers import sharded
 from zgraph.passes import LoCo, presets
 
@@ -143,8 +145,7 @@ def session(folder: str, plugin: dict[str, Any] | None, prompts: tuple[int, ...]
         for length in prompts:
             x = torch.arange(length)[None]
             limits: dict[str, Any] = {"max_new_tokens": 2 * length, "pad_token_id": 0, "eos_token_id": VOCABULARY}
-            synced = dist.is_initialized()  # ranks go on until all have ended
-            made = model.generate(x, attention_mask=torch.ones_like(x), do_sample=False, synced_gpus=synced, **limits)
+            made = model.generate(x, attention_mask=torch.ones_like(x), do_sample=False, **limits)
             texts += made.tolist()  # pyright: ignore[reportAttributeAccessIssue]
         return logs, texts
 
@@ -295,7 +296,11 @@ def test_other_ways_are_refused(ranks: Ranks, name: str, tmp_path: Path) -> None
     ranks.run(refusal, name, str(tmp_path))
 
 
-def test_private_methods_of_the_trainer_are_there() -> None:
+def test_private_names_of_transformers_are_there() -> None:
+    model = llama()
+    assert not is_fsdp_managed_module(model)
+    mark_for_transformers(model)
+    assert is_fsdp_managed_module(model)
     for name in ("_build_accelerator_args", "_save", "_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler"):
         assert callable(getattr(Trainer, name))
 

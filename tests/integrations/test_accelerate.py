@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from tests.support.budget import long
 from tests.support.front_ends import forget, furthest, launched, loss_of, tied, tokens
 from tests.support.ranks import Ranks, worlds
 from zgraph.integrations.accelerate import Accelerator, ZgraphPlugin
+from zgraph.torch_compat.dynamo import is_compiled_in_place
 
 EPOCHS, BATCH, ACCUMULATED, CLIP = 2, 4, 2, 0.1
 FX = {"lowering": "fx"}
@@ -238,6 +241,44 @@ def test_bf16_is_close_and_keeps_weights_in_fp32(ranks: Ranks, plugin: Any) -> N
     assert dtypes == {torch.float32}
 
 
+def trained_in_bf16() -> tuple[list[str], set[torch.dtype]]:
+    """Warnings for a trainable model of bf16 and for a frozen one, and dtypes of weights and optimizer state."""
+    with launched(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        accelerator = made(compile=False)
+        model, frozen = tied().bfloat16(), tied().bfloat16().requires_grad_(False)
+        optimizer = adamw(model)
+        model, _, optimizer = accelerator.prepare(model, frozen, optimizer)
+        x, y = tokens(4).tensors
+        accelerator.backward(loss_of(model(x), y))
+        optimizer.step()
+        state = [entries["exp_avg"] for entries in optimizer.state.values()]
+        return (
+            [str(one.message) for one in caught if one.category is zgraph.ZgraphWarning],
+            {tensor.dtype for tensor in (*model.parameters(), *state)},
+        )
+
+
+def test_weights_of_bf16_are_warned_of_once(ranks: Ranks) -> None:
+    for texts, dtypes in ranks.run(trained_in_bf16):
+        assert len(texts) == 1
+        assert re.search(r"\d trainable parameters of Tied, such as gain, are bf16.*dtype=torch.float32", texts[0])
+        assert dtypes == {torch.bfloat16}
+
+
+def compiled_after_an_evaluation() -> bool:
+    with launched():
+        accelerator, model = made(), tied()
+        accelerator.prepare_model(model, evaluation_mode=True)  # as the Trainer's evaluate
+        assert not is_compiled_in_place(model)
+        accelerator.prepare(model, adamw(model))
+        return is_compiled_in_place(model)
+
+
+def test_a_model_evaluated_before_is_compiled(ranks: Ranks) -> None:
+    assert ranks.run(compiled_after_an_evaluation) == [True, True]
+
+
 def evaluated() -> list[int]:
     """Predictions for 13 rows on two ranks; the last batch is padded, and cut afterwards."""
     with launched():
@@ -271,6 +312,12 @@ def mapped() -> None:
     made().prepare(model)
 
 
+def compiled() -> None:
+    model = tied()
+    model.compile(backend="eager")
+    made().prepare(model)
+
+
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "compiled": (
         lambda: Accelerator(cpu=True, dynamo_backend="inductor"),
@@ -282,6 +329,10 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "optimizer with state": (with_state, "AdamW has state for .* already, .*; shard the model, or prepare it, before"),
     "device_map": (mapped, "Tied is quantized or was loaded with device_map, .*; load it without"),
+    "compiled in place": (
+        compiled,
+        "Tied is compiled already, but zgraph compiles the model itself; leave compile out",
+    ),
     "unknown option": (lambda: ZgraphPlugin(stage=3), "ZgraphPlugin: zgraph.shard has no argument stage"),
     "trigger": (
         lambda: Accelerator.trigger_sync_in_backward(tied()),

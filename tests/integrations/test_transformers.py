@@ -12,12 +12,15 @@ import torch.distributed as dist
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import EarlyStoppingCallback, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers.distributed.fsdp import is_fsdp_managed_module
 
 import zgraph
 from tests.support.budget import long
 from tests.support.front_ends import CONTEXT, VOCABULARY, furthest, launched, llama
 from tests.support.ranks import Ranks, worlds
+from zgraph.integrations.sharding import mark_for_transformers
 from zgraph.integrations.transformers import sharded
 from zgraph.passes import LoCo, presets
 
@@ -25,13 +28,28 @@ STEPS = 4
 FX = {"lowering": "fx"}
 
 
-def texts(rows: int, seed: int) -> list[dict[str, Tensor]]:
+def texts(rows: int, seed: int, shortest: int = CONTEXT) -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randint(0, VOCABULARY, (rows, CONTEXT), generator=generator)
-    return [{"input_ids": row, "labels": row} for row in drawn]
+    lengths = torch.randint(shortest, CONTEXT + 1, (rows,), generator=generator).tolist()
+    cut = [row[:length] for row, length in zip(drawn, lengths, strict=True)]
+    return [{"input_ids": row, "attention_mask": torch.ones_like(row), "labels": row} for row in cut]
 
 
-def trainer(folder: str | Path, plugin: dict[str, Any] | None, model: Any = None, **arguments: Any) -> Trainer:
+def padded(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """A batch as long as its longest row, so that ranks see different lengths."""
+    fill = {"input_ids": 0, "attention_mask": 0, "labels": -100}
+    return {key: pad_sequence([row[key] for row in rows], True, value) for key, value in fill.items()}
+
+
+def trainer(
+    folder: str | Path,
+    plugin: dict[str, Any] | None,
+    model: Any = None,
+    optimizers: Any = (None, None),
+    shortest: int = CONTEXT,
+    **arguments: Any,
+) -> Trainer:
     """A Trainer whose global batch is of 8 rows in two micro-batches; without plugin, the Trainer itself."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     options: dict[str, Any] = {
@@ -40,10 +58,13 @@ def trainer(folder: str | Path, plugin: dict[str, Any] | None, model: Any = None
         **{"use_cpu": True, "report_to": [], "disable_tqdm": True, **arguments},
     }
     batch = 4 // world
-    args = TrainingArguments(str(folder), per_device_train_batch_size=batch, per_device_eval_batch_size=2, **options)
+    args = TrainingArguments(
+        str(folder), per_device_train_batch_size=batch, per_device_eval_batch_size=batch, **options
+    )
     cls = Trainer if plugin is None else sharded(Trainer, **{"options": FX, **plugin})
-    callbacks = [EarlyStoppingCallback(5)] if "metric_for_best_model" in options else []
-    return cls(model or llama(), args, train_dataset=texts(32, 1), eval_dataset=texts(12, 2), callbacks=callbacks)
+    callbacks = [EarlyStoppingCallback(1)] if "metric_for_best_model" in options else []
+    data = {"train_dataset": texts(32, 1, shortest), "eval_dataset": texts(12, 2, shortest), "data_collator": padded}
+    return cls(model or llama(), args, callbacks=callbacks, optimizers=optimizers, **data)
 
 
 def logged(found: Trainer) -> list[float]:
@@ -52,17 +73,21 @@ def logged(found: Trainer) -> list[float]:
     return [entry[key] for entry in found.state.log_history for key in keys if key in entry]
 
 
+BEST = {  # which is the first: texts are random, so that learning them makes others less likely
+    **{"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": False},
+    **{"eval_steps": 1, "save_steps": 1},
+}
 Case = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]  # plugin, arguments, config
 CASES: dict[str, Case] = {
     "stage 0": ({"zero_stage": 0}, {}, {}),
     "stage 2, smoothed labels": ({"zero_stage": 2}, {"label_smoothing_factor": 0.1}, {}),
-    "stage 3, tied": ({"zero_stage": 3}, {}, {"tie_word_embeddings": True}),
-    "stage 1, eager, checkpointed": ({"zero_stage": 1, "compile": False}, {"gradient_checkpointing": True}, {}),
-    "stage 3, best model": (
-        {"zero_stage": 3, "compile": False},
-        {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"},
-        {},
+    "stage 3, tied, padded": (
+        {"zero_stage": 3},
+        {"max_steps": 8, "eval_steps": 8, "shortest": 3},
+        {"tie_word_embeddings": True, "num_hidden_layers": 1},
     ),
+    "stage 1, eager, checkpointed": ({"zero_stage": 1, "compile": False}, {"gradient_checkpointing": True}, {}),
+    "stage 3, best model": ({"zero_stage": 3, "compile": False}, BEST, {}),
 }
 
 
@@ -85,10 +110,70 @@ def test_logs_weights_and_predictions_equal_one_process(ranks: Ranks, name: str,
     for found, predicted in ranks.run(run, str(tmp_path / "sharded"), name, CASES[name][0]):
         assert found == pytest.approx(expected, abs=1e-5)
         assert predicted == shape
+    if name == "stage 3, best model":
+        assert len(expected) < 3 * STEPS  # stopped early
     assert furthest(weights(tmp_path / "sharded/final"), weights(tmp_path / "plain/final")) < 1e-3
     x = torch.arange(CONTEXT)[None]
     outputs = [LlamaForCausalLM.from_pretrained(tmp_path / one / "final")(x).logits for one in ("plain", "sharded")]
     torch.testing.assert_close(*outputs, rtol=0, atol=1e-4)
+
+
+Session = tuple[list[float], list[list[int]]]
+
+
+def session(folder: str, plugin: dict[str, Any] | None, prompts: tuple[int, ...]) -> Session:
+    """Logs of an evaluation, of two calls of `train` with one's own optimizer, and texts; weights in several files."""
+    with launched():
+        model = llama()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        found = trainer(folder, plugin, model, (optimizer, schedule), save_strategy="no")
+        logs = [found.evaluate()["eval_loss"]]
+        for _ in range(2):
+            found.train()
+            logs += [*logged(found), found.evaluate()["eval_loss"]]
+        options = {"max_shard_size": "5KB", "is_main_process": found.args.should_save}
+        model.save_pretrained(f"{folder}/several", state_dict=found.accelerator.get_state_dict(model), **options)
+        texts: list[list[int]] = []
+        for length in prompts:
+            x = torch.arange(length)[None]
+            limits: dict[str, Any] = {"max_new_tokens": 2 * length, "pad_token_id": 0, "eos_token_id": VOCABULARY}
+            made = model.generate(x, attention_mask=torch.ones_like(x), do_sample=False, **limits)
+            texts += made.tolist()  # pyright: ignore[reportAttributeAccessIssue]
+        return logs, texts
+
+
+def session_of_rank(folder: str) -> Session:
+    return session(folder, {"zero_stage": 3, "compile": False}, (2 + dist.get_rank(),))
+
+
+def test_trained_twice_with_ones_own_optimizer_and_asked_for_texts(ranks: Ranks, tmp_path: Path) -> None:
+    """Ranks generate texts of different lengths."""
+    expected, texts = session(str(tmp_path / "plain"), None, (2, 3))
+    found = ranks.run(session_of_rank, str(tmp_path / "sharded"))
+    for logs, _ in found:
+        assert logs == pytest.approx(expected, abs=1e-5)
+    assert [text for _, texts in found for text in texts] == texts
+    files = [tmp_path / one / "several" for one in ("sharded", "plain")]
+    assert len(list(files[0].glob("*.safetensors"))) > 1
+    states = [LlamaForCausalLM.from_pretrained(one).state_dict() for one in files]
+    assert furthest(*states) < 1e-3
+
+
+def noisy(folder: str, plugin: dict[str, Any] | None) -> list[float]:
+    with launched():
+        found = trainer(folder, plugin, neftune_noise_alpha=5.0)
+        found.train()
+        return logged(found)
+
+
+@pytest.mark.parametrize("compile", [False, *long(True)])
+def test_noise_of_embeddings_is_that_of_ddp(ranks: Ranks, compile: bool, tmp_path: Path) -> None:
+    """Each rank draws its own noise, so that one process cannot be compared."""
+    expected = ranks.run(noisy, str(tmp_path / "ddp"), None)
+    found = ranks.run(noisy, str(tmp_path / "sharded"), {"compile": compile})
+    assert found[0] == pytest.approx(expected[0], abs=1e-5)
+    assert furthest(*(weights(tmp_path / one / "checkpoint-4") for one in ("sharded", "ddp"))) < 1e-3
 
 
 # --- resume -----------------------------------------------------------------------------------------------------------
@@ -162,8 +247,9 @@ def adapted(folder: str, plugin: dict[str, Any] | None) -> list[float]:
     with launched():
         torch.manual_seed(0)
         model: Any = get_peft_model(llama(), LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
-        found = trainer(folder, plugin, model)
+        found = trainer(folder, plugin, model, **{**BEST, "greater_is_better": True})
         found.train()
+        found.save_model(f"{folder}/best")
         return logged(found)
 
 
@@ -171,9 +257,14 @@ def test_adapters_alone_step_and_are_saved(ranks: Ranks, tmp_path: Path) -> None
     expected = adapted(str(tmp_path / "plain"), None)
     for found in ranks.run(adapted, str(tmp_path / "sharded"), {"zero_stage": 3}):
         assert found == pytest.approx(expected, abs=1e-5)
-    files = [load_file(tmp_path / one / "checkpoint-4/adapter_model.safetensors") for one in ("sharded", "plain")]
-    assert furthest(*files) < 1e-3
-    PeftModel.from_pretrained(llama(), str(tmp_path / "sharded/checkpoint-4"))
+    for folder in ("checkpoint-2", "best"):
+        files = [load_file(tmp_path / one / folder / "adapter_model.safetensors") for one in ("sharded", "plain")]
+        assert furthest(*files) < 1e-3
+    best = load_file(tmp_path / "sharded/checkpoint-1/adapter_model.safetensors")
+    assert furthest(load_file(tmp_path / "sharded/best/adapter_model.safetensors"), best) == 0
+    x = torch.arange(CONTEXT)[None]
+    outputs = [PeftModel.from_pretrained(llama(), tmp_path / one / "best")(x).logits for one in ("sharded", "plain")]
+    torch.testing.assert_close(*outputs, rtol=0, atol=1e-4)
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -198,7 +289,11 @@ def test_other_ways_are_refused(ranks: Ranks, name: str, tmp_path: Path) -> None
     ranks.run(refusal, name, str(tmp_path))
 
 
-def test_private_methods_of_the_trainer_are_there() -> None:
+def test_private_names_of_transformers_are_there() -> None:
+    model = llama()
+    assert not is_fsdp_managed_module(model)
+    mark_for_transformers(model)
+    assert is_fsdp_managed_module(model)
     names = ("_build_accelerator_args", "_save", "_save_rng_state")
     for name in (*names, "_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler"):
         assert callable(getattr(Trainer, name))

@@ -10,17 +10,22 @@ Everything else in the script stays as it is. A process that torchrun has not st
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from accelerate.data_loader import BatchSamplerShard
 from accelerate.logging import get_logger
 from accelerate.utils import DynamoBackend
 from torch import Tensor, nn, optim
 
 from zgraph.integrations.accelerate_checkpoints import CheckpointsOfShards
+from zgraph.integrations.refusals import (
+    refuse_launch,
+    refuse_other_ways,
+    refuse_uneven,
+    refuse_unshardable,
+    warn_of_bf16,
+)
 from zgraph.integrations.sharding import Sharding, agreeing, is_sharded, plain, unwrapped
 from zgraph.optimizers.gradients import clip_grad_norm_
 from zgraph.optimizers.loss_scale import set_loss_scale
@@ -28,10 +33,6 @@ from zgraph.sharding.no_sync import no_sync
 from zgraph.torch_compat.dynamo import is_compiled_in_place
 
 LOGGER = get_logger(__name__)
-OTHER_WAYS = (  # arguments of Accelerator by which something else would shard or wrap the model
-    *("fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin", "torch_tp_plugin"),
-    "parallelism_config",
-)
 
 
 class ZgraphPlugin(Sharding):
@@ -53,7 +54,8 @@ class Accelerator(CheckpointsOfShards):
         zgraph_plugin: how to shard and compile; None: by the defaults of `zgraph.shard`.
 
     Raises:
-        ValueError: an argument, or `accelerate config`, asks for another way to shard or compile.
+        ValueError: an argument, or `accelerate config`, asks for another way to shard or compile, or Accelerate does
+            not see the other ranks.
     """
 
     def __init__(self, *args: Any, zgraph_plugin: ZgraphPlugin | None = None, **kwargs: Any) -> None:
@@ -65,23 +67,14 @@ class Accelerator(CheckpointsOfShards):
                 f"zgraph: Accelerator would compile with {compiler}, but zgraph compiles the model itself; leave "
                 "dynamo_backend and torch_compile out, or write ZgraphPlugin(options={...})."
             )
-        if self.distributed_type not in ("NO", "MULTI_GPU", "MULTI_CPU", "MULTI_XPU"):
-            raise ValueError(
-                f"zgraph: Accelerator is configured for {self.distributed_type}; choose multi-GPU or multi-CPU in "
-                "`accelerate config`."
-            )
-        if self.distributed_type == "NO" and dist.is_initialized() and dist.get_world_size() > 1:
-            raise ValueError(
-                f"zgraph: Accelerator found one process, but the process group has {dist.get_world_size()}, which "
-                "would train apart; start the script by torchrun or `accelerate launch`."
-            )
+        refuse_launch(self.distributed_type)
         self.zgraph_plugin = zgraph_plugin or ZgraphPlugin()
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """As Accelerate's, but every model is sharded, and the optimizers among the arguments step its shards.
 
         Raises:
-            ValueError: a model cannot be sharded, or an optimizer has state already.
+            ValueError: a model cannot be sharded, is compiled already, or an optimizer has state already.
         """
         optimizers = [unwrapped(one) for one in args if isinstance(one, optim.Optimizer)]
         for model in args:
@@ -90,11 +83,8 @@ class Accelerator(CheckpointsOfShards):
         return super().prepare(*args, device_placement=device_placement)
 
     def _shard(self, model: nn.Module, optimizers: list[optim.Optimizer]) -> None:
-        if getattr(model, "hf_device_map", None) or getattr(model, "is_quantized", False):
-            raise ValueError(
-                f"zgraph: {type(model).__name__} is quantized or was loaded with device_map, and cannot be sharded; "
-                "load it without quantization_config and device_map."
-            )
+        refuse_unshardable(model)
+        warn_of_bf16(model)
         defaults: dict[str, Any] = {}
         if self.mixed_precision == "bf16":
             defaults["param_dtype"] = torch.bfloat16
@@ -124,15 +114,7 @@ class Accelerator(CheckpointsOfShards):
             ValueError: `even_batches=False` would give some ranks a batch less.
         """
         prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
-        shares = getattr(prepared, "batch_sampler", None)
-        if isinstance(shares, BatchSamplerShard) and not (shares.even_batches or shares.drop_last):
-            uneven = shares.split_batches or shares.total_length % shares.num_processes
-            if uneven:
-                raise ValueError(
-                    "zgraph: even_batches=False gives ranks different numbers of batches, but all ranks must call a "
-                    "sharded model alike; leave even_batches out (gather_for_metrics drops the rows that were "
-                    "repeated), or write DataLoader(drop_last=True)."
-                )
+        refuse_uneven(prepared)
         return prepared
 
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Any:
@@ -158,10 +140,3 @@ class Accelerator(CheckpointsOfShards):
         self.unscale_gradients()
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         return plain(clip_grad_norm_(given, max_norm, norm_type))
-
-
-def refuse_other_ways(kwargs: Mapping[str, Any]) -> None:
-    """Raise ValueError if arguments of an Accelerator ask for another way to shard."""
-    for name in OTHER_WAYS:
-        if kwargs.get(name) is not None:
-            raise ValueError(f"zgraph: Accelerator({name}=...) would shard the model in another way; leave it out.")

@@ -22,6 +22,8 @@ from zgraph.optimizers.local_step import ELEMENT_WISE, step_on_shards
 from zgraph.sharding.scope import state_of
 from zgraph.sharding.shard import shard
 
+MARK = "_is_fsdp_managed_module"
+
 
 class Sharding:
     """Options of a front end's adapter: how it shards and compiles the models that it is given.
@@ -57,6 +59,7 @@ class Sharding:
         """
         optimizers = list(optimizers)
         shard_with_optimizers(model, optimizers, **{**defaults, **self.shard_options})
+        mark_for_transformers(model)
         step_on_shards_if_possible(optimizers)
 
     def compile_in_place(self, model: nn.Module) -> None:
@@ -68,6 +71,15 @@ class Sharding:
 def is_sharded(model: nn.Module) -> bool:
     """Return whether `zgraph.shard` has sharded the model or a part of it."""
     return any(state_of(part) is not None for part in model.modules())
+
+
+def mark_for_transformers(model: nn.Module) -> None:
+    """Let transformers run forwards on all ranks until the last has ended, in `generate` and where it drops layers.
+
+    transformers 5.23 does so for modules with an attribute that it sets for its own FSDP.
+    """
+    for part in model.modules():
+        setattr(part, MARK, True)
 
 
 def step_on_shards_if_possible(optimizers: Iterable[optim.Optimizer]) -> None:

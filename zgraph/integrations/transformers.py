@@ -20,7 +20,8 @@ from transformers import Trainer
 
 from zgraph.checkpoint import latest_checkpoint, save_checkpoint
 from zgraph.errors import CheckpointError
-from zgraph.integrations.accelerate import Accelerator, ZgraphPlugin, refuse_other_ways
+from zgraph.integrations.accelerate import Accelerator, ZgraphPlugin
+from zgraph.integrations.refusals import refuse_arguments, refuse_other_ways
 from zgraph.integrations.sharding import discard, is_sharded, load_complete, unwrapped
 from zgraph.integrations.trainer_metrics import Measured
 from zgraph.sharding.state_dict import full_state_dict
@@ -28,11 +29,6 @@ from zgraph.sharding.state_dict import full_state_dict
 T = TypeVar("T", bound=Trainer)
 FOLDER = "zgraph"  # of zgraph's checkpoint inside checkpoint-N
 SCHEDULER = "scheduler.pt"  # as the Trainer calls it
-REFUSED = (  # arguments of the Trainer, and what to write
-    ("save_on_each_node", "every rank writes its part to one folder; leave it out"),
-    ("auto_find_batch_size", "a second try would need the model as it was before it was sharded; set the batch size"),
-    ("torch_compile", "zgraph compiles the model itself; leave it out"),
-)
 
 
 def sharded(cls: type[T], *, metrics: bool = False, **plugin: Any) -> type[T]:
@@ -70,15 +66,7 @@ class _Sharded:
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         found: dict[str, Any] = self._trainer()._build_accelerator_args(**kwargs)
-        for name, why in REFUSED:
-            if getattr(self.args, name):
-                raise ValueError(f"zgraph: TrainingArguments({name}=True): {why}.")
-        optimizer = str(getattr(self.args.optim, "value", self.args.optim))
-        if "8bit" in optimizer:
-            raise ValueError(
-                f"zgraph: TrainingArguments(optim={optimizer!r}): optimizers of 8 bits do not step sharded parameters; "
-                'write optim="adamw_torch".'
-            )
+        refuse_arguments(type(self), self.args, is_compiled=self.zgraph_plugin.compile)
         refuse_other_ways(found)
         self._accelerator_args = found
         return found

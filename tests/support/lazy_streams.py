@@ -1,4 +1,7 @@
-"""Streams of a GPU that is not there, which copy as late as they may, and notice memory that was freed too early."""
+"""Streams of a GPU that is not there, which copy as late as they may.
+
+They notice memory that was freed too early, and memory that was read before anything was copied there.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,8 @@ from zgraph.tiers.stream_lanes import StreamLanes
 from zgraph.tiers.thread_lanes import ThreadLanes
 from zgraph.torch_compat.operators import written_tensors
 
+_NOBODY_KNOWS = 255  # in each byte; in every floating dtype a NaN, but neither torch.nan nor the one of 0 / 0
+
 
 @dataclass(frozen=True)
 class _Late:
@@ -36,11 +41,14 @@ class _Late:
     @classmethod
     def of(cls, target: Tensor, source: Tensor) -> _Late:
         # Until it has arrived nobody knows what is there.
-        target.fill_(torch.nan if target.is_floating_point() else 111)
+        forget(target)
         return cls(_remembered(source), _remembered(target))
 
-    def read(self) -> Callable[[], None] | None:
-        """Copy from the source; returns what puts it into the target, None if one of the two was gone."""
+    def read(self) -> tuple[Tensor, Callable[[], None]] | None:
+        """Copy from the source; returns the values and a function that puts them into the target.
+
+        None if one of the two tensors was gone.
+        """
         source, target = _found(*self.source), _found(*self.target)
         if source is None or target is None:
             return None
@@ -51,7 +59,29 @@ class _Late:
             if target is not None:
                 target.copy_(values)
 
-        return land
+        return values, land
+
+
+def forget(tensor: Tensor) -> None:
+    """Fill memory in such a way that `is_forgotten` tells it from all values that a program computes."""
+    if tensor.dtype == torch.bool:
+        tensor.fill_(True)
+    elif tensor.numel():
+        _bytes_of(tensor).fill_(_NOBODY_KNOWS)
+
+
+def is_forgotten(values: Tensor) -> bool:
+    """Return whether these values are what `forget` has left; bytes are taken for those of floats.
+
+    False for other integers and bools, which may be -1 and True.
+    """
+    if not values.numel() or not (values.is_floating_point() or values.dtype == torch.uint8):
+        return False
+    return bool((_bytes_of(values) == _NOBODY_KNOWS).all())
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.detach().unsqueeze(-1).view(torch.uint8)
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,11 +90,13 @@ class _Landing:
 
     Attributes:
         storage: reference to what is copied to.
+        address: where that is in memory, which another storage may share.
         land: puts the values there.
         number: place among the copies of its stream.
     """
 
     storage: Any
+    address: int
     land: Callable[[], None]
     number: int
 
@@ -72,6 +104,12 @@ class _Landing:
 def _remembered(tensor: Tensor) -> tuple[Any, Any, torch.dtype]:
     layout = tensor.storage_offset(), tensor.shape, tensor.stride()
     return weakref.ref(tensor.untyped_storage()), layout, tensor.dtype
+
+
+def _address_of(reference: Any) -> int:
+    """Return the address of a storage; 0 if it is gone."""
+    storage = reference()
+    return 0 if storage is None else storage.data_ptr()
 
 
 def _found(reference: Any, layout: Any, dtype: torch.dtype) -> Tensor | None:
@@ -117,17 +155,23 @@ class LazyStream:
     def run(self, until: int) -> None:
         with self.cuda.lock:
             while self.done < until:
-                copy = self.due.pop(0)
+                # Counted at once: a finalizer may run copies in between.
+                copy, number = self.due.pop(0), self.done
+                self.done += 1
                 if not self.to_host:
-                    self.cuda.land(of=copy.source[0])
-                land = copy.read()
-                if land is None:
-                    self.cuda.freed.append(self.done)
-                elif self.to_host:
-                    self.cuda.landing.append(_Landing(copy.target[0], land, self.done))
+                    self.cuda.land(of=_address_of(copy.source[0]))
+                found = copy.read()
+                if found is None:
+                    self.cuda.freed.append(number)
+                    continue
+                values, land = found
+                if is_forgotten(values):
+                    self.cuda.unwritten.append(number)
+                if self.to_host:
+                    target = copy.target[0]
+                    self.cuda.landing.append(_Landing(target, _address_of(target), land, number))
                 else:
                     land()
-                self.done += 1
 
 
 class LazyEvent:
@@ -184,12 +228,14 @@ class LazyCuda:
         compute: what the program runs on.
         lanes: the streams that were made.
         freed: numbers of copies of which a tensor was gone when they ran.
+        unwritten: numbers of copies that read memory before anything was copied there.
         landing: copies to the host that it does not see yet.
         host_waits: how often the host has waited for a stream.
     """
 
     lanes: list[LazyStream] = field(default_factory=list[LazyStream])
     freed: list[int] = field(default_factory=list[int])
+    unwritten: list[int] = field(default_factory=list[int])
     landing: list[_Landing] = field(default_factory=list[_Landing])
     host_waits: int = 0
 
@@ -201,11 +247,11 @@ class LazyCuda:
         self.lanes.append(LazyStream(self, to_host=not self.lanes))
         return self.lanes[-1]
 
-    def land(self, only: _Landing | None = None, *, of: Any = None) -> None:
-        """Let the host see what has been copied there: all, one copy, or those into a storage."""
+    def land(self, only: _Landing | None = None, *, of: int | None = None) -> None:
+        """Let the host see what has been copied there: all, one copy, or those into the storage at an address."""
         with self.lock:
             for one in [*self.landing]:
-                if (only is None or one is only) and (of is None or one.storage() is of()):
+                if (only is None or one is only) and (of is None or one.address == of):
                     one.land()
                     self.landing.remove(one)
 
@@ -261,7 +307,7 @@ class LazyLanes(StreamLanes):
         written = [one for one in found if not any(one.untyped_storage() is storage for storage in landing)]
         before = [tensor.clone() for tensor in written]
         for tensor in written:
-            tensor.fill_(torch.nan)
+            forget(tensor)
 
         def late(*args: Any, **kwargs: Any) -> None:
             for tensor, value in zip(written, before, strict=True):
@@ -290,6 +336,6 @@ def late_gpu() -> Generator[LazyLanes]:
         mock.patch.object(stream_states, "computes_elsewhere", lambda order, ctx: True),
     ):
         yield lanes
-    assert lanes.lazy.freed == []
+    assert lanes.lazy.freed == [] and lanes.lazy.unwritten == []
     assert [lane.due for lane in lanes.lazy.lanes] == [[], []]
     assert lanes.late.due == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,6 +42,8 @@ class SharedFiles:
         with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
             flat = torch.from_file(file.name, shared=True, size=like.numel(), dtype=like.dtype)
         self.begins.add(flat.data_ptr())
+        # Memory of another kind can get the address.
+        weakref.finalize(flat.untyped_storage(), self.begins.discard, flat.data_ptr()).atexit = False
         return flat.view(like.shape)
 
     def start_in(self, kept: Tensor, lanes: Any) -> Copied:

@@ -271,6 +271,26 @@ def test_copies_in_a_thread_leave_no_mode_behind() -> None:
     assert is_in_torch_dispatch_mode() == before
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
+def test_late_streams_see_memory_that_is_read_before_its_copy(dtype: torch.dtype) -> None:
+    """The stand-in itself: without that, all that a test would see is a NaN, some steps later."""
+    lanes = LazyLanes()
+    kept = lanes.pinned_like(torch.ones(2, 3, dtype=dtype).t())
+    early = lanes.store(torch.ones(3, 2, dtype=dtype), kept)
+    lanes.reload(kept).wait()
+    assert lanes.lazy.unwritten == [0]
+    early.wait()
+    assert torch.equal(lanes.reload(kept).wait(), torch.ones(3, 2, dtype=dtype)) and lanes.lazy.unwritten == [0]
+
+
+def test_copies_on_the_host_are_found_by_their_memory() -> None:
+    """The stand-in itself: not by an object of Python, of which one memory may have several."""
+    lanes = LazyLanes()
+    kept = lanes.offload(torch.ones(3)).wait()
+    same = torch.from_dlpack(kept)
+    assert torch.equal(lanes.reload(same).wait(), torch.ones(3))
+
+
 def test_late_streams_see_memory_that_is_freed_early() -> None:
     """The stand-in itself."""
     lanes = LazyLanes()

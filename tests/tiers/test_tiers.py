@@ -211,6 +211,42 @@ def test_stores_that_return_no_copy_are_refused(kind: type[SharedFiles], message
             lanes.reload(lanes.spill(torch.ones(3, 2), "shared memory").wait()).wait()
 
 
+class Forgetful(SharedFiles):
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return False
+
+
+class Claiming(SharedFiles):
+    """Never forgets an address, and all memory has one that it knows."""
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("lanes", [ThreadLanes(), LazyLanes()], ids=["CPU", "GPU"])
+def test_stores_that_take_memory_for_another_are_refused(lanes: Any) -> None:
+    """A reload would read the host's memory on the lanes of another tier, before the offload has ended."""
+    store, other = Forgetful(), Claiming()  # which lanes do not keep alive
+    lanes.stores.by_key["shared memory"] = store
+    with pytest.raises(zgraph.ZgraphError, match=r"Forgetful\.holds\(\) returned False for new state, which its empty"):
+        lanes.spill(torch.ones(3), "shared memory")
+    lanes.stores.by_key["claims all"] = other
+    with pytest.raises(zgraph.ZgraphError, match=r"Claiming\.holds\(\) returned True for new memory of an activation"):
+        lanes.offload(torch.ones(3))
+    del store, other
+    lanes.offload(torch.ones(3)).wait()
+
+
+def test_shared_memory_forgets_tensors_that_have_died() -> None:
+    store = SharedFiles()
+    kept = store.empty(torch.ones(9), "weight")
+    view = kept[1:]
+    del kept
+    assert store.holds(view)
+    del view
+    assert not store.begins
+
+
 @dataclass(frozen=True, kw_only=True)
 class OpensNothing(SharedMemory):
     def open(self, lanes: Any, rank: int) -> Any:

@@ -11,6 +11,7 @@ from torch import Tensor
 from zgraph.errors import ZgraphError
 from zgraph.tiers.disk.folder import DiskFolder
 from zgraph.tiers.tier import HOST, Copy, Store, Tier
+from zgraph.torch_compat.fake_values import is_fake
 
 _METHODS = ("holds", "empty", "start_in", "start_out", "finish")  # of a `Store`
 
@@ -30,6 +31,35 @@ class Stores:
     def of(self, tensor: Tensor) -> Store | None:
         """Return the store that holds a tensor; None for a tensor in host memory."""
         return next((store for store in [*self.by_key.values()] if store.holds(tensor)), None)
+
+    def checked(self, new: Tensor, name: str, owner: Store | None = None) -> Tensor:
+        """Return new memory after asking every store whether it holds this memory.
+
+        Args:
+            new: tensor in memory that has just been allocated.
+            name: name of the tensor, for error messages.
+            owner: store that allocated the memory; None for the host.
+
+        Raises:
+            ZgraphError: a user's store holds memory that it did not allocate, or does not hold memory that it did.
+        """
+        if not new.numel() or is_fake(new):
+            return new
+        for store in [*self.by_key.values()]:
+            if store.holds(new) == (store is owner):
+                continue
+            kind = type(store).__name__
+            if store is owner:
+                raise ZgraphError(
+                    f"zgraph.Tier: {kind}.holds() returned False for {name}, which its empty() has returned; return "
+                    "True as long as the tensor lives."
+                )
+            raise ZgraphError(
+                f"zgraph.Tier: {kind}.holds() returned True for new memory of {name}, which its empty() has not "
+                "returned. When a tensor dies, forget its address, which other memory can get: "
+                "weakref.finalize(tensor.untyped_storage(), addresses.discard, address)."
+            )
+        return new
 
     def open(self, tier: Tier, lanes: Any, rank: int) -> Store:
         """Return the store of a tier on this rank, opened on first use; models with equal tiers share it.

@@ -131,7 +131,7 @@ class StreamLanes:
         self._staging = WeakKeyDictionary[DiskFolder, tuple[Staging, Staging]]()
 
     def offload(self, tensor: Tensor) -> Copy:
-        return self.to_host(tensor.detach(), self.pinned_like(tensor))
+        return self.to_host(tensor.detach(), self.stores.checked(self.pinned_like(tensor), "an activation"))
 
     def store(self, source: Tensor, kept: Tensor) -> Copy:
         return copied_out(self.stores.of(kept) or self.host, source.detach(), kept, self)
@@ -164,7 +164,8 @@ class StreamLanes:
         if is_fake(tensor):
             return OnPaper(tensor.new_empty(tensor.shape, device="cpu"))
         store = self.stores.by_key[key]
-        return copied_out(store, tensor.detach(), allocated(store, tensor, "new state"), self)
+        kept = self.stores.checked(allocated(store, tensor, "new state"), "new state", store)
+        return copied_out(store, tensor.detach(), kept, self)
 
     def update(self, operator: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Future[Any]:
         if any(isinstance(one, Tensor) and is_fake(one) for one in tree_flatten((args, kwargs))[0]):

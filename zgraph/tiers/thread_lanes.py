@@ -62,7 +62,7 @@ class ThreadLanes:
         self.updates, self.out, self.back = thread("update"), thread("offload"), thread("reload")
 
     def offload(self, tensor: Tensor) -> Copy:
-        return self.to_host(tensor.detach(), self.pool.empty_like(tensor))
+        return self.to_host(tensor.detach(), self.stores.checked(self.pool.empty_like(tensor), "an activation"))
 
     def reload(self, kept: Tensor) -> Copy:
         return copied_in(self.stores.of(kept) or self.host, kept, self)
@@ -72,7 +72,8 @@ class ThreadLanes:
 
     def spill(self, tensor: Tensor, key: str) -> Copy:
         store, tensor = self.stores.by_key[key], tensor.detach().contiguous()
-        return copied_out(store, tensor, allocated(store, tensor, "new state"), self)
+        kept = self.stores.checked(allocated(store, tensor, "new state"), "new state", store)
+        return copied_out(store, tensor, kept, self)
 
     def from_host(self, kept: Tensor) -> Copy:
         return self._start(self.back, kept, torch.empty_like(kept))

@@ -35,7 +35,10 @@ class Store(Protocol):
     """Memory of a tier on this rank. Copies in one direction end in the order in which they were started."""
 
     def holds(self, tensor: Tensor) -> bool:
-        """Return whether a CPU tensor is in this memory. Called for every input of every step, so it must be fast."""
+        """Return whether a CPU tensor is in this memory. Called for every input of every step, so it must be fast.
+
+        A store that looks addresses up must forget a tensor's address when the tensor dies: other memory can get it.
+        """
         ...
 
     def empty(self, like: Tensor, name: str) -> Tensor:

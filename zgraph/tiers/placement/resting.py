@@ -196,12 +196,12 @@ class Resting:
             moved = torch.empty_like(local, device="cpu", memory_format=torch.contiguous_format)
             self.traced[fake_storage_key(moved)] = tier, moved
         else:
-            store = self.stores[tier]
-            moved = allocated(store, local, name)
+            store, lanes = self.stores[tier], lanes_of(self.device)
+            moved = lanes.stores.checked(allocated(store, local, name), name, None if tier == HOST else store)
             if tier == HOST:
                 moved.copy_(local)
             else:
-                copied_out(store, local.cpu().contiguous(), moved, lanes_of(self.device)).wait()
+                copied_out(store, local.cpu().contiguous(), moved, lanes).wait()
         return cast(Any, dtensor_like(moved, tensor) if isinstance(tensor, DTensor) else moved)
 
 

@@ -6,9 +6,11 @@ import inspect
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn, optim
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -21,8 +23,6 @@ from zgraph.optimizers.gradients import GradScaler
 from zgraph.optimizers.local_step import ELEMENT_WISE, step_on_shards
 from zgraph.sharding.scope import state_of
 from zgraph.sharding.shard import shard
-
-MARK = "_is_fsdp_managed_module"
 
 
 class Sharding:
@@ -59,7 +59,7 @@ class Sharding:
         """
         optimizers = list(optimizers)
         shard_with_optimizers(model, optimizers, **{**defaults, **self.shard_options})
-        mark_for_transformers(model)
+        let_ranks_generate_together(model)
         step_on_shards_if_possible(optimizers)
 
     def compile_in_place(self, model: nn.Module) -> None:
@@ -73,13 +73,21 @@ def is_sharded(model: nn.Module) -> bool:
     return any(state_of(part) is not None for part in model.modules())
 
 
-def mark_for_transformers(model: nn.Module) -> None:
-    """Let transformers run forwards on all ranks until the last has ended, in `generate` and where it drops layers.
+def let_ranks_generate_together(model: nn.Module) -> None:
+    """Let `generate` of transformers run on all ranks until the last has ended, as it does under its own FSDP.
 
-    transformers 5.23 does so for modules with an attribute that it sets for its own FSDP.
+    Ranks that generate different numbers of tokens would call the sharded model differently often.
     """
     for part in model.modules():
-        setattr(part, MARK, True)
+        method = getattr(type(part), "generate", None)
+        if callable(method) and "synced_gpus" in inspect.signature(method).parameters:
+            vars(part)["generate"] = MethodType(generate, part)
+
+
+def generate(self: Any, *args: Any, synced_gpus: bool | None = None, **kwargs: Any) -> Any:
+    """Replaces a model's own method, whose `synced_gpus` it turns on unless it is given (transformers 5.23)."""
+    together = dist.is_initialized() and dist.get_world_size() > 1
+    return type(self).generate(self, *args, synced_gpus=together if synced_gpus is None else synced_gpus, **kwargs)
 
 
 def step_on_shards_if_possible(optimizers: Iterable[optim.Optimizer]) -> None:

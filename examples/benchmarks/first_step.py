@@ -1,4 +1,4 @@
-"""Seconds from `zgraph.shard` to the end of the first step, beside plain torch.compile on as many processes.
+"""Seconds from `zgraph.shard` to the end of the first step, compared with plain torch.compile on as many processes.
 
     python examples/benchmarks/first_step.py --json FILE        # five minutes with fx, longer with Inductor
 

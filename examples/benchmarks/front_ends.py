@@ -13,6 +13,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from functools import partial
+from importlib.metadata import version
 from typing import Any
 
 import accelerate
@@ -149,7 +150,7 @@ def by_accelerate(library: str, lowering: str, model: nn.Module, rows: Rows, bat
 
 
 def by_trainer(library: str, lowering: str, model: nn.Module, rows: Rows, batch: int) -> Clock:
-    compiler = {} if library == "zgraph" else {"torch_compile_backend": torch_backend(lowering)}
+    compiler: dict[str, Any] = {} if library == "zgraph" else {"torch_compile_backend": torch_backend(lowering)}
     cls = sharded(transformers.Trainer, options={"lowering": lowering}) if library == "zgraph" else transformers.Trainer
     with tempfile.TemporaryDirectory() as folder:
         args = transformers.TrainingArguments(
@@ -204,7 +205,7 @@ def torch_backend(lowering: str) -> str:
 def measure(rank: int, plan: dict[str, Any]) -> dict[str, Any]:
     """Milliseconds of each step, on the slower rank; the first is the one from sharding on."""
     world = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
-    os.environ |= {**world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # of a group that exists: nobody asks
+    os.environ |= {**world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # unused: the group exists
     os.environ |= {"GROUP_RANK": "0", "NODE_RANK": "0", "TORCHELASTIC_RUN_ID": "benchmark"}
     warnings.filterwarnings("ignore", module="lightning")
     config = ModelConfig(**plan["model"])
@@ -219,7 +220,7 @@ def main() -> None:
     model = {"width": args.width, "layers": args.layers}
     found: dict[str, Any] = {"lowering": args.lowering, "model": model, **about(), "rows": {}}
     found["versions"] |= {one.__name__: one.__version__ for one in (accelerate, transformers)} | {
-        "lightning": pl.__version__
+        "lightning": version("lightning")
     }
     ways = [(library, loop) for library in LIBRARIES for loop in LOOPS]
     for number in range(args.rounds):

@@ -165,7 +165,7 @@ def calls_of(setting: Setting) -> list[str]:
 
 
 RECORDED = Setting(Lines, adamw_fused, steps=STEPS)
-ONCE = ["check", *WARM_UP, *RECORD, *REPLAY * (STEPS - 2 - WARM_UP_CALLS)]
+ONCE = ["check", *WARM_UP, *RECORD, *REPLAY * (STEPS - 1 - WARM_UP_CALLS)]
 
 
 @worlds(2)
@@ -183,14 +183,15 @@ ONCE = ["check", *WARM_UP, *RECORD, *REPLAY * (STEPS - 2 - WARM_UP_CALLS)]
     ],
 )
 def test_a_step_is_recorded_once_and_replayed(ranks: Ranks, setting: Setting) -> None:
+    makes_state = setting.make is sgd  # in a first step that is not recorded
     for calls in ranks.run(calls_of, setting):
-        assert calls == ONCE
+        assert calls == ONCE[: len(ONCE) - makes_state]
 
 
 @worlds(2)
 @pytest.mark.parametrize("script", [Rated, Loaded])
 def test_a_step_is_recorded_again_when_numbers_or_addresses_change(ranks: Ranks, script: type[Script]) -> None:
-    replayed = Lines.changed_after - 1 - WARM_UP_CALLS
+    replayed = Lines.changed_after - WARM_UP_CALLS
     again = STEPS - Lines.changed_after - 1
     for calls in ranks.run(calls_of, replace(RECORDED, script=script)):
         assert calls == ["check", *WARM_UP, *RECORD, *REPLAY * replayed, *WARM_UP[:again]]
@@ -200,7 +201,7 @@ def test_a_step_is_recorded_again_when_numbers_or_addresses_change(ranks: Ranks,
 def test_each_kind_of_call_has_a_recording(ranks: Ranks) -> None:
     for calls in ranks.run(calls_of, replace(RECORDED, script=Shaped, steps=2 * STEPS)):
         assert calls.count("check") == calls.count("record") == 2
-        assert calls.count("replay") == 2 * STEPS - 1 - 2 * WARM_UP_CALLS
+        assert calls.count("replay") == 2 * (STEPS - WARM_UP_CALLS)
 
 
 class Falling(Lines):

@@ -27,6 +27,7 @@ CALLS: dict[str, Callable[[Tensor], Call]] = {
     "wait": lambda x: (wait_op(), (x,), {}),
     "several outputs": lambda x: (aten.split.Tensor, (x, 2, 1), {}),
     "another device": lambda x: (aten.to.dtype_layout, (x,), {"device": torch.device("meta")}),
+    "itself": lambda x: (aten.lift_fresh.default, (x,), {}),
     "arithmetic": lambda x: (aten.mul.Tensor, (x, 2.0), {}),
 }
 

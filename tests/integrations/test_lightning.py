@@ -15,6 +15,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.support.budget import long
 from tests.support.compressing import feedback_of
 from tests.support.lightning_runs import (
     EPOCHS,
@@ -57,11 +58,13 @@ class Regression(pl.LightningModule):
         return self.optimizer
 
 
-def train(stage: int | None, manual: bool) -> tuple[list[float], dict[str, float], dict[str, Tensor], Any]:
+def train(
+    stage: int | None, manual: bool, lowering: str = "fx"
+) -> tuple[list[float], dict[str, float], dict[str, Tensor], Any]:
     """Train and evaluate; by DDP if there is no stage."""
     with torchrun_variables():
         net = seeded(Net, manual=manual)
-        found = fitted("ddp" if stage is None else strategy(zero_stage=stage), net)
+        found = fitted("ddp" if stage is None else strategy(zero_stage=stage, lowering=lowering), net)
         values = logged(found)
         found.test(net, batches(), verbose=False)
         return net.losses, values | logged(found), whole(net), found.predict(net, batches())
@@ -75,8 +78,16 @@ def by_ddp(pool: RanksPool) -> dict[bool, Any]:
 @pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_run_is_that_of_ddp(ranks: Ranks, by_ddp: dict[bool, Any], stage: int, manual: bool) -> None:
-    results = ranks.run(train, stage, manual)
-    for (losses, values, parameters, predicted), expected in zip(results, by_ddp[manual], strict=True):
+    check_run(ranks.run(train, stage, manual), by_ddp[manual], manual)
+
+
+@pytest.mark.parametrize("lowering", long("inductor"))
+def test_a_run_by_inductor_is_that_of_ddp(ranks: Ranks, by_ddp: dict[bool, Any], lowering: str) -> None:
+    check_run(ranks.run(train, 3, False, lowering), by_ddp[False], manual=False)
+
+
+def check_run(results: list[Any], by_ddp: list[Any], manual: bool) -> None:
+    for (losses, values, parameters, predicted), expected in zip(results, by_ddp, strict=True):
         assert losses == pytest.approx(expected[0], abs=1e-5)
         assert values == pytest.approx(expected[1], abs=1e-5)
         torch.testing.assert_close(parameters, expected[2], rtol=1e-3, atol=1e-5)

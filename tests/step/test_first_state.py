@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -51,6 +52,31 @@ class BeginsTwice(Averaging):
         super().update(parameter, state)
 
 
+class Counts(Averaging):
+    """Its second step adds a number to its state, and later ones move half as far."""
+
+    def update(self, parameter: Tensor, state: dict[str, Any]) -> None:
+        rate = 0.05 if "half" in state else 0.1
+        if not state:
+            state["mean"] = torch.zeros_like(parameter)
+        elif "half" not in state:
+            state["half"] = 1
+        state["mean"].mul_(0.9).add_(parameter.grad)
+        parameter.sub_(rate * state["mean"])
+
+
+class AddsLater(Averaging):
+    """Adds an entry to its state after two steps, and then moves twice."""
+
+    def update(self, parameter: Tensor, state: dict[str, Any]) -> None:
+        if not state:
+            state["mean"] = torch.zeros_like(parameter)
+        if self.param_groups[0]["lr"] < 0.1 and "late" not in state:
+            state["late"] = torch.zeros_like(parameter)
+            parameter.sub_(0.1 * parameter.grad)
+        super().update(parameter, state)
+
+
 class FailsLater(OnlyMakesState):
     """No step can be captured on its state."""
 
@@ -70,6 +96,7 @@ MAKERS: dict[str, tuple[Callable[[Any], optim.Optimizer], int]] = {  # and how m
     "momentum of SGD": (partial(optim.SGD, lr=0.1, momentum=0.9), 2),
     "only makes state": (OnlyMakesState, 2),
     "moves twice": (BeginsTwice, 2),
+    "counts": (Counts, 3),
 }
 
 
@@ -108,6 +135,57 @@ def compared(name: str) -> int:
     return len(step._variants)
 
 
+def adding() -> None:
+    """State that is there stays, while an entry is added to it."""
+    models = [net(), net()]
+    ours, theirs = (AddsLater(model.parameters()) for model in models)
+    step = zgraph.training_step(models[0], ours, options={"lowering": "fx"})(lines(models[0], ours))
+    plain = lines(models[1], theirs)
+    for number in range(4):
+        x = torch.randn(2, 4, generator=torch.Generator().manual_seed(2 * number + dist.get_rank()))
+        assert torch.equal(step(x), plain(x))
+        if number == 1:
+            for optimizer in (ours, theirs):
+                optimizer.param_groups[0]["lr"] = 0.05
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(whole(one), whole(other))
+        assert ours.state[one].keys() == {"mean", "late"}
+
+
+def test_state_that_is_there_stays(ranks: Ranks) -> None:
+    ranks.run(adding)
+
+
+def rewound() -> None:
+    """The optimizer goes back to before its first step, whose graph there is; then an argument changes."""
+    models = [net(), net()]
+    ours, theirs = (optim.Adam(model.parameters(), lr=0.1) for model in models)
+
+    def scaled(model: nn.Module, optimizer: optim.Optimizer) -> Callable[[Tensor, float], Tensor]:
+        def step(x: Tensor, scale: float) -> Tensor:
+            loss = model(x).square().mean() * scale
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return step
+
+    before = [copy.deepcopy(optimizer.state_dict()) for optimizer in (ours, theirs)]
+    step = zgraph.training_step(models[0], ours, options={"lowering": "fx"})(scaled(models[0], ours))
+    plain = scaled(models[1], theirs)
+    for number, scale in enumerate((1.0, 1.0, 1000.0, 1000.0)):
+        if number == 1:
+            for optimizer, state in zip((ours, theirs), before, strict=True):
+                optimizer.load_state_dict(state)
+        x = torch.randn(2, 4, generator=torch.Generator().manual_seed(2 * number + dist.get_rank()))
+        assert torch.equal(step(x, scale), plain(x, scale))
+
+
+def test_a_capture_serves_only_its_own_call(ranks: Ranks) -> None:
+    ranks.run(rewound)
+
+
 def all_compared() -> dict[str, int]:
     return {name: compared(name) for name in MAKERS}
 
@@ -117,8 +195,8 @@ def test_steps_are_those_of_the_plain_loop(ranks: Ranks) -> None:
         assert found == {name: graphs for name, (_, graphs) in MAKERS.items()}
 
 
-def whole(tensor: Any) -> Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+def whole(value: Any) -> Tensor:
+    return value.full_tensor() if hasattr(value, "full_tensor") else torch.as_tensor(value)
 
 
 def failing() -> None:

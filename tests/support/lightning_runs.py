@@ -107,9 +107,9 @@ def torchrun_variables() -> Iterator[None]:
             del os.environ[name]
 
 
-def strategy(loco: bool = False, **options: Any) -> ZgraphStrategy:
+def strategy(loco: bool = False, lowering: str = "fx", **options: Any) -> ZgraphStrategy:
     passes = {"passes": compressing_passes(LoCo(group=32))} if loco else {}
-    return ZgraphStrategy(options={"lowering": "fx", **passes}, **options)
+    return ZgraphStrategy(options={"lowering": lowering, **passes}, **options)
 
 
 def trainer(by: Any, **options: Any) -> pl.Trainer:

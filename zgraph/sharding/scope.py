@@ -331,6 +331,7 @@ class ModuleState:
         input_dtype: dtype to which the module's floating-point inputs are cast; only roots with a param_dtype have
             one, unless their parts are cast instead.
         module: module that has this state; a copied module's state has the copy here.
+        signature: how the parameters are read, as text on which Dynamo guards.
     """
 
     scope: Scope
@@ -340,11 +341,20 @@ class ModuleState:
     unsharded: dict[str, Tensor] | None = None
     reduces_all_params: bool = False
     input_dtype: torch.dtype | None = None
+    signature: str = ""
+
+    def add(self, param: ShardedParam) -> None:
+        """Let the module gather a parameter when its forward starts."""
+        self.params += (param,)
+        self.signature += f"{PlainRead.of(param)} {param.is_plain_in(self.module)}\n"
 
     @constant_in_graphs
     @no_frames_inside
-    def plain_reads(self) -> tuple[PlainRead, ...] | None:
+    def plain_reads(self, signature: str) -> tuple[PlainRead, ...] | None:
         """Check the parameters, and return how to read each; None if one is read by other modules, too, or in steps.
+
+        Args:
+            signature: the attribute, on which Dynamo then guards: modules of a class may be sharded in different ways.
 
         Raises:
             ZgraphError: as for `ShardedParam.check`.

@@ -313,7 +313,7 @@ def _assign_to_unit(
         while unit and _is_tensor_parallel(root.get_submodule(unit)) and "forward" in root.get_submodule(unit).__dict__:
             unit = unit.rpartition(".")[0]
     owner = _state(root.get_submodule(unit))
-    owner.params += (param,)
+    owner.add(param)
     for _, part, attribute in entry.sites:
         _state(part).by_attribute[attribute] = param
     return param

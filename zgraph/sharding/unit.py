@@ -178,7 +178,7 @@ def _run_unit(forward: Callable[..., Any], module: nn.Module, args: tuple[Any, .
     try:
         if state.input_dtype is not None:
             args, kwargs = _cast_inputs(args, kwargs, state.input_dtype)
-        plain = state.plain_reads() if state.params and body == "" else None
+        plain = state.plain_reads(state.signature) if state.params and body == "" else None
         if plain is None:
             unsharded = _gather_unit(state, before, reads)
         else:

@@ -195,7 +195,6 @@ class TrainingStep(Generic[P, R]):
         self._known: Current | None = None
         self._begun = 0
         self._states: list[Any] = []
-        self._ready: _Ready | None = None
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         return cast(Any, self)._call(args, kwargs)
@@ -218,8 +217,11 @@ class TrainingStep(Generic[P, R]):
         tell(found, lifted, self.function, call)
         return result
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], lowering: str) -> Any:
-        """Run one call of the step as a graph; capture and compile the graph if no earlier one is valid."""
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], lowering: str, ready: _Ready | None = None) -> Any:
+        """Run one call of the step as a graph; capture and compile the graph if no earlier one is valid.
+
+        `ready` is this call as `_make_state` has captured it already.
+        """
         current = self._current()
         lifted = current.lifted
         leaves, tree = tree_flatten((list(args), kwargs))
@@ -248,10 +250,11 @@ class TrainingStep(Generic[P, R]):
         )
         variant = next((one for one in known if one.holds(conditions, options, tensors)), None)
         if variant is None:
-            ready = self._capture(lifted, outside, args, kwargs, lowering)
+            ready = ready or self._capture(lifted, outside, args, kwargs, lowering)
             if ready.captured.effects.makes_state:
-                if self._make_state(ready, lifted, outside, args, kwargs, lowering):
-                    return self._run(args, kwargs, lowering)  # on the state that there is now
+                later = self._make_state(ready, lifted, outside, args, kwargs, lowering)
+                if later is not None:
+                    return self._run(args, kwargs, lowering, later)  # on the state that there is now
                 if lowering == "inductor":  # the step that makes state runs only once: Inductor would not pay off
                     lowering = "fx"
                     ready = self._capture(lifted, outside, args, kwargs, lowering)
@@ -311,10 +314,6 @@ class TrainingStep(Generic[P, R]):
     def _capture(
         self, lifted: Lifted, outside: Outside, args: tuple[Any, ...], kwargs: dict[str, Any], lowering: str
     ) -> _Ready:
-        """Capture the step for a lowering, unless `_make_state` has done it."""
-        ready, self._ready = self._ready, None
-        if ready is not None:
-            return ready
         values = PythonValues([self.function, *parameter_hooks.functions(lifted.held)], [self._model])
         take = partial(capture, self.function, lifted, args, kwargs, outside, values=values)
         return _Ready(take(decompose=lowering == "inductor"), values)
@@ -327,24 +326,25 @@ class TrainingStep(Generic[P, R]):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         lowering: str,
-    ) -> bool:
-        """Make the state that the first step would make, and capture the step with it.
+    ) -> _Ready | None:
+        """Make the state that the first step would make, and return the step captured with it.
 
-        Returns False, with the state as it was, if the first step does more than make its state.
+        None, with the state as it was, if the first step does more than make its state.
         """
         made = first_state(first.captured, lifted)
         if made is None:
-            return False
-        remove = put_first_state(made, lifted)
+            return None
+        remove, later = put_first_state(made, lifted), None
         try:
-            self._ready = self._capture(lifted, outside, args, kwargs, lowering)
+            found = self._capture(lifted, outside, args, kwargs, lowering)
+            if runs_alike(first.captured, made, found.captured, lifted):
+                later = found
         except Exception:  # as the plain loop's, it is the second step's error, which makes it again
-            remove()
-            return False
-        if not runs_alike(first.captured, made, self._ready.captured, lifted):
-            remove()
-            self._ready = None
-        return self._ready is not None
+            return None
+        finally:
+            if later is None:
+                remove()
+        return later
 
     def _compile(
         self,

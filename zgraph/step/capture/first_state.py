@@ -20,7 +20,7 @@ from zgraph.analysis.liveness import placements
 from zgraph.graph import meta, nodes
 from zgraph.step.capture.capture import Captured
 from zgraph.step.capture.lifted import Lifted
-from zgraph.step.capture.outputs import Left, NewState, SkipFlag, values_of
+from zgraph.step.capture.outputs import Left, NewState, Output, SkipFlag, values_of
 
 aten = torch.ops.aten
 # Operators whose result is one number everywhere, and that number; None: the argument at index 1.
@@ -78,7 +78,7 @@ def _constant(gm: fx.GraphModule, node: fx.Node) -> Tensor | None:
     if node.op != "call_function":
         return None
     target: Any = node.target
-    if target is aten.lift_fresh_copy.default:
+    if target is aten.lift_fresh_copy.default:  # torch.tensor(0.0), as Adam makes its step
         source = node.all_input_nodes[0]
         return getattr(gm, str(source.target)).clone() if source.op == "get_attr" else None
     if target not in FILLS:
@@ -101,8 +101,10 @@ def put_first_state(made: Sequence[FirstState], lifted: Lifted) -> Callable[[], 
 
     def remove() -> None:
         for one in made:
-            state = lifted.optimizers[one.output.number].optimizer.state
-            state.pop(left.parameter(one.output.position), None)
+            state, parameter = lifted.optimizers[one.output.number].optimizer.state, left.parameter(one.output.position)
+            del state[parameter][one.output.key]
+            if not state[parameter]:
+                del state[parameter]
 
     return remove
 
@@ -112,12 +114,15 @@ def runs_alike(first: Captured, made: Sequence[FirstState], later: Captured, lif
 
     Both graphs have the same operators in the same order; inputs of `later` take the places of the nodes in `made`.
     """
-    if later.effects.makes_state or first.effects.steps != later.effects.steps:
+    one, two = first.effects, later.effects
+    if two.makes_state or two.constants:
         return False
-    begins = {one.node for one in made}
+    if (one.steps, one.cleared, one.tree, dict(one.leaves)) != (two.steps, two.cleared, two.tree, dict(two.leaves)):
+        return False
+    begins = {new.node for new in made}
     inputs = dict(_state_inputs(later, lifted))
-    places = [inputs.get((one.output.number, one.output.position, one.output.key)) for one in made]
-    same = dict(zip((one.node for one in made), places, strict=True))
+    places = [inputs.get((new.output.number, new.output.position, new.output.key)) for new in made]
+    same = dict(zip((new.node for new in made), places, strict=True))
     if None in same.values():
         return False
     given = set(same.values())
@@ -131,13 +136,15 @@ def runs_alike(first: Captured, made: Sequence[FirstState], later: Captured, lif
         if node.op != other.op or not _same_call(first.gm, node, later.gm, other, same):
             return False
         same[node] = other
-    kept = [
-        (type(output), same.get(node))
-        for output, node in zip(first.effects.outputs, nodes.returned_by(first.gm.graph), strict=True)
-        if not isinstance(output, NewState)
-    ]
-    found = zip(later.effects.outputs, nodes.returned_by(later.gm.graph), strict=True)
-    return kept == [(type(output), node) for output, node in found]
+    left = zip(one.outputs, nodes.returned_by(first.gm.graph), strict=True)
+    kept = [(_place(output), same.get(node)) for output, node in left if not isinstance(output, NewState)]
+    found = zip(two.outputs, nodes.returned_by(later.gm.graph), strict=True)
+    return kept == [(_place(output), node) for output, node in found]
+
+
+def _place(output: Output) -> tuple[Any, ...]:
+    """Return where an output belongs, without the tensors of its capture."""
+    return (type(output), *(getattr(output, name, None) for name in ("place", "position", "number", "scaler")))
 
 
 def _state_inputs(captured: Captured, lifted: Lifted) -> Iterator[tuple[tuple[int, int, str], fx.Node]]:

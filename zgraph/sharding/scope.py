@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -294,28 +294,16 @@ class ShardedParam:
             )
 
 
-class PlainRead(NamedTuple):
-    """Constants of the marker that reads a parameter: the module's attribute, and arguments of `zgraph::unshard`.
+# Constants of the marker that reads a parameter: the module's attribute, then arguments of `zgraph::unshard`: from the
+# shape to the mean's dtype; the stage; the reduction; and the groups, which follow the window. Of built-in types, as
+# torch 2.11's Dynamo does not unpack a constant NamedTuple.
+PlainRead = tuple[str, tuple[Any, ...], int, str, tuple[str, str]]
 
-    Attributes:
-        head: from the shape to the mean's dtype.
-        stage, reduction: what follows; then comes the window.
-        tail: the groups.
-    """
 
-    attribute: str
-    head: tuple[Any, ...]
-    stage: int
-    reduction: str
-    tail: tuple[str, str]
-
-    @classmethod
-    def of(cls, param: ShardedParam) -> PlainRead:
-        spec, layout = param.spec, param.spec.layout
-        head = (list(layout.shape), spec.gather_dtype, spec.wire_dtype, spec.mean_dtype)
-        return cls(
-            param.sites[0][1], head, layout.zero_stage, spec.reduction, (layout.replica_group, layout.gather_group)
-        )
+def _plain_read(param: ShardedParam) -> PlainRead:
+    spec, layout = param.spec, param.spec.layout
+    head = (list(layout.shape), spec.gather_dtype, spec.wire_dtype, spec.mean_dtype)
+    return param.sites[0][1], head, layout.zero_stage, spec.reduction, (layout.replica_group, layout.gather_group)
 
 
 @dataclass(eq=False, slots=True)  # see Scope.__slots__
@@ -346,7 +334,7 @@ class ModuleState:
     def add(self, param: ShardedParam) -> None:
         """Let the module gather a parameter when its forward starts."""
         self.params += (param,)
-        self.signature += f"{PlainRead.of(param)} {param.is_plain_in(self.module)}\n"
+        self.signature += f"{_plain_read(param)} {param.is_plain_in(self.module)}\n"
 
     @constant_in_graphs
     @no_frames_inside
@@ -363,7 +351,7 @@ class ModuleState:
             param.check()
         if self.scope.handle_of is not None or not all(param.is_plain_in(self.module) for param in self.params):
             return None
-        return tuple(PlainRead.of(param) for param in self.params)
+        return tuple(_plain_read(param) for param in self.params)
 
     @constant_in_graphs
     @no_frames_inside

@@ -234,7 +234,7 @@ def _gather_plain(module: nn.Module, state: ModuleState, reads: tuple[PlainRead,
         shard, handle = shards[attribute].to_local(), param.handle
         tensors[attribute] = _UNSHARD(shard, handle, *head, stage, reduction, position, *tail)
     state.unsharded = tensors
-    return [tensors[read.attribute] for read in reads]
+    return [tensors[attribute] for attribute, *_ in reads]
 
 
 @never_a_frame

@@ -71,11 +71,11 @@ METHODS = (
     ("methods-10gbit",),
 )
 # What the columns of a table of gpu.py are called, and the figures that they show.
+STEP = {"in turns ms": "in turns ms", "isolated step ms": "alone ms", "GPU busy ms": "busy ms", "kernels": "kernels"}
+STEP |= {"peak above what is held, MiB": "rise MiB"}
 GPU = {
-    "step-gpt": {
-        **{"isolated step ms": "alone ms", "GPU busy ms": "busy ms", "kernels": "kernels"},
-        **{"peak above what is held, MiB": "rise MiB"},
-    },
+    "step-gpt": STEP,
+    "step-llama": STEP,
     "peaks": {
         "predicted MiB": "predicted MiB",
         "measured MiB": "rise MiB",
@@ -270,12 +270,10 @@ def capacity(result: dict[str, Any]) -> str:
 
 def gpu(result: dict[str, Any], part: str) -> str:
     """The rows of one part of gpu.py."""
-    rows = [
-        (row["what"], *(_figure(row["figures"].get(key)) for key in GPU[part].values()))
-        for row in result["rows"]
-        if row["part"] == part
-    ]
-    return markdown(("", *GPU[part]), rows) + provenance([result])
+    rows = [row for row in result["rows"] if row["part"] == part]
+    cells = [(row["what"], *(_figure(row["figures"].get(key)) for key in GPU[part].values())) for row in rows]
+    commits = "`, `".join(dict.fromkeys(row["commit"] for row in rows))  # in later runs parts were measured again
+    return markdown(("", *GPU[part]), cells) + provenance([result | {"commit": commits}])
 
 
 def _figure(value: float | None) -> str:

@@ -74,10 +74,10 @@ PARTS: dict[str, Part] = {
     "ceilings": Part(ALONE, 20, 40, "gpu_ceilings:ceilings", "what the machine can do at most; calibrate()"),
     "kernels": Part(ALONE, 50, 90, "gpu_kernels:times", "compression kernels, compared with a copy of as many bytes"),
     "step-gpt": Part(ALONE, 200, 240, "gpu_step:gpt_steps", "GPT-2 small beside torch.compile and FSDP2"),
-    "step-llama": Part(ALONE, 100, 150, "gpu_step:llama_steps", "a layer of Llama 3 8B beside them"),
+    "step-llama": Part(ALONE, 60, 120, "gpu_step:llama_steps", "a layer of Llama 3 8B beside them"),
     "peaks": Part(ALONE, 110, 150, "gpu_peaks:peaks", "predicted and measured peaks"),
     "offload": Part(ALONE, 250, 340, "gpu_offload:offload", "state on the host, hidden or not, beside FSDP2"),
-    "overlap": Part(ALONE, 120, 220, "gpu_loopback:overlap", "8 ranks and an emulated link: exposed time"),
+    "overlap": Part(ALONE, 180, 240, "gpu_loopback:overlap", "8 ranks and an emulated link: exposed time"),
     "large-bucket": Part(ON_REQUEST, 15, 60, "gpu_kernels:large_bucket", "one bucket above 2^31 elements"),
     "sanitizer": Part(ON_REQUEST, 240, 420, "gpu_kernels:sanitizer", "the kernels under compute-sanitizer"),
 }

@@ -121,7 +121,8 @@ def test_a_step_with_an_inf_is_skipped_in_the_graph(
 ) -> None:
     started = script is not FromTheStart
     for reasons in ranks.run(compare, Setting(script, make, stage=stage, close=close, steps=7, started=started)):
-        assert kinds(reasons) == ([""] if started else ["", "state"])
+        # A fused update skips by itself, so its state can be made before the first step.
+        assert kinds(reasons) == ([""] if started or make is adamw_fused else ["", "state"])
 
 
 @worlds(2)

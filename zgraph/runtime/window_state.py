@@ -138,6 +138,7 @@ class ParameterState:
         backward: number of the last backward pass counted in `writes`.
         tensors: further tensors of this rank by name, saved in checkpoints.
         feedbacks: error feedback of the parameter's compressed reductions.
+        is_optional: whether its gradients always wait, see `zgraph.sharding.model.optional_parameters`.
         defer: callback that receives the part of a compiled backward that computes weight gradients; None: this part
             runs with the rest.
     """
@@ -157,6 +158,7 @@ class ParameterState:
     backward: int = -1
     tensors: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     feedbacks: Feedbacks = field(default_factory=Feedbacks)
+    is_optional: bool = False
     defer: Defer | None = None
 
     def keep(self, unsharded: Tensor) -> None:
@@ -266,9 +268,14 @@ class ParameterState:
         """Return whether the caller of the running backward has not requested the parameter's gradient.
 
         Raises:
-            ZgraphError: `torch.autograd.grad` requests the gradient under `no_sync`, where it is not reduced.
+            ZgraphError: `torch.autograd.grad` requests a gradient that is not reduced, under `no_sync` for example.
         """
         use = self.accumulation.use_of(self.parameter)
+        if use == "returned" and self.is_optional:
+            raise ZgraphError(
+                f"zgraph.shard: torch.autograd.grad was asked for the gradient of {self.name}, which is optional: it is "
+                "reduced at the end of backward(). Call backward(), and read .grad."
+            )
         if use == "returned":
             raise ZgraphError(
                 f"zgraph.no_sync: torch.autograd.grad was asked for the gradient of {self.name} in a forward under "
@@ -395,6 +402,11 @@ def attach_state(handle: Tensor, owner: nn.Module, attribute: str, accumulation:
     """Attach a new `ParameterState` for the parameter `owner.attribute` to the parameter's handle."""
     state = ParameterState(owner, attribute, name_of(handle), accumulation or Accumulation())
     setattr(handle, _STATE, state)
+
+
+def attach_state_of(handle: Tensor, other: Tensor) -> None:
+    """Attach the state of the handle `other` to `handle`, a second handle of the same parameter."""
+    setattr(handle, _STATE, state_behind(other))
 
 
 def state_behind(handle: Tensor) -> ParameterState:

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zgraph.errors import ZgraphError
 from zgraph.runtime.shared_rng import SharedRng, random_state, set_random_state
 from zgraph.sharding.paged_parameters import WITH_NAN, PagedParameter, ParameterPager, find_pages, mesh_of
+from zgraph.torch_compat.autograd import share_hooks
 from zgraph.torch_compat.dynamo import is_compiled_wrapper, without_compile
 from zgraph.torch_compat.memory import DispatchMode
 from zgraph.torch_compat.modules import reset_method, tree_flatten
@@ -85,6 +86,8 @@ def materialize(
             set_random_state(mesh.device_type, before)
             raise
         pager.settle()
+    for page in pages:
+        share_hooks(page.sharded, page.sharded)  # a tensor that moves to another device keeps its hooks, but runs none
     rng.settle()
     return module
 

@@ -26,6 +26,7 @@ from zgraph.runtime.window_state import (
 from zgraph.sharding.meshes.same_batch import SameBatch
 from zgraph.sharding.meshes.same_gradients import SameGradients
 from zgraph.sharding.model.dry_run_load import COMPILED
+from zgraph.sharding.model.optional_parameters import OptionalParameters
 from zgraph.sharding.model.param_spec import ParamSpec
 from zgraph.sharding.model.replaced_parameters import ReplacedParameters
 from zgraph.sharding.model.uncompiled import Uncompiled
@@ -65,6 +66,7 @@ class Scope:
         same_gradients: for each tensor-parallel part, a check that its unsplit parameters have equal gradients.
         uncompiled: modules that gather outside of graphs although the model is compiled.
         clocks: clocks of each `zgraph.Metrics` that watches these modules, only stored here.
+        optional: for each call of `zgraph.shard` with optional parameters, their reduction.
         replaced: parameters that sharding has replaced; emptied once a forward finds that no optimizer holds one.
         handle_of: while a whole step is traced, function that returns the traced tensor of a parameter's handle; else
             None.
@@ -91,6 +93,7 @@ class Scope:
         self.resting: Resting | None = None
         self.same_batch: SameBatch | None = None
         self.same_gradients: list[SameGradients] = []
+        self.optional: list[OptionalParameters] = []
         self.uncompiled = Uncompiled()
         self.clocks: list[Any] = []
         self.handle_of: Callable[[ShardedParam], Tensor] | None = None
@@ -213,6 +216,9 @@ class Scope:
             copied.has_windows = self.has_windows
             copied.accumulation = copy.deepcopy(self.accumulation, memo)
             copied.models = copy.deepcopy(self.models, memo)
+            copied.optional = copy.deepcopy(self.optional, memo)
+            for one in copied.optional:
+                one.join(copied)
         return memo[id(self)]
 
 
@@ -242,8 +248,8 @@ class ShardedParam:
     def is_plain_in(self, module: nn.Module) -> bool:
         """Return whether only this module reads the parameter, by a single marker on a shard that is on the device."""
         spec = self.spec
-        steps = spec.ignored or spec.codes is not None or spec.split is not None or spec.rests_on != spec.device_type
-        return not steps and len(self.sites) == 1 and self.sites[0][0] is module
+        steps = spec.ignored or spec.is_optional or spec.codes is not None or spec.split is not None
+        return not steps and spec.rests_on == spec.device_type and len(self.sites) == 1 and self.sites[0][0] is module
 
     @property
     def sharded(self) -> DTensor:
@@ -358,6 +364,8 @@ class ModuleState:
     def check_call(self) -> None:
         """Refuse a call of the model inside torch.func, or after trainable parameters were added to it.
 
+        Also watches parameters that have been replaced, by `materialize` or `copy.deepcopy` for example.
+
         Raises:
             ZgraphError: the call is not supported; the message names new parameters and says what to do.
         """
@@ -377,6 +385,8 @@ class ModuleState:
                 "these to the optimizer.",
                 ZgraphError,
             )
+        for one in self.scope.optional:
+            one.watch(self.module.parameters())
 
 
 def _added_to(part: nn.Module) -> list[str]:

@@ -26,6 +26,7 @@ from zgraph.sharding.meshes.tensor_split import TensorSplit, mesh_at_rest, place
 from zgraph.sharding.model.buffers import broadcast_buffers
 from zgraph.sharding.model.check_model import check_model
 from zgraph.sharding.model.codes import Codes
+from zgraph.sharding.model.optional_parameters import OptionalParameters, check_optional
 from zgraph.sharding.model.param_spec import ParamSpec
 from zgraph.sharding.scope import STATE, ModuleState, Scope, ShardedParam, state_of
 from zgraph.sharding.state_dict import follow_compiled_modules, follow_state_dicts
@@ -56,6 +57,7 @@ def shard(
     mean_dtype: torch.dtype | None = None,
     reduction: Literal["mean", "sum"] | int = "mean",
     units: Iterable[Unit] | None = None,
+    optional: Iterable[nn.Module] = (),
     ignored: Iterable[Ignored] = (),
     offload: Offload | None = None,
     check_batch: bool = True,
@@ -99,6 +101,10 @@ def shard(
         units: modules, or classes of modules, that gather all their parameters when their forward starts. Name a
             module whose reads depend on the data, such as a mixture-of-experts block: all its parameters then receive
             a gradient (zeros where no rank read them). None: each module gathers what it owns.
+        optional: modules that a rank may skip in a forward, such as a vision tower that only ranks with images run. Their
+            parameters are kept whole on every rank, as at stage 0. At the end of a backward, their gradients are
+            averaged over all ranks, as if ranks that skipped a module had added zeros. Where all ranks skipped it,
+            `.grad` stays None, and nothing is sent.
         ignored: parameters, or modules with all their parameters, that are neither sharded nor synchronised: every rank
             keeps its own values, and their gradients are not reduced.
         offload: where shards and optimizer state are stored between uses, see `zgraph.Offload`; the same for all parts
@@ -120,11 +126,18 @@ def shard(
             f'zgraph.shard: offload={offload!r} is not a zgraph.Offload; write offload=zgraph.Offload(params="host", '
             'optimizer="host"), or one of the two.'
         )
-    ignored_ids = ids_of(ignored)
+    ignored_ids, optional = ids_of(ignored), tuple(optional)
     axis = tensor_axis(on_other_axes(module, mesh), mesh)
     at_rest = mesh_at_rest(mesh, axis)
     found = find_parameters(module, at_rest)
     unit_names = outermost_units(module, units)
+    optional_ids = ids_of(optional)
+    check_optional(module, optional, {id(entry.parameter) for entry in found} - {*ignored_ids}, unit_names)
+    if optional and (axis is not None or (offload is not None and offload.params)):
+        raise ValueError(
+            "zgraph.shard: optional modules of a tensor-parallel model, or with parameters offloaded, are not supported; "
+            "leave optional out and run the modules on all ranks, or leave out parallelize_module or Offload(params=...)."
+        )
 
     check_model(module, {entry.name: entry.parameter for entry in found}, ignored_ids)
 
@@ -148,6 +161,7 @@ def shard(
                 scope.replaced.take_over(known.scope.replaced)
                 scope.same_gradients += known.scope.same_gradients
                 scope.models += known.scope.models
+                scope.optional += [one.join(scope) or one for one in known.scope.optional]
                 known.scope.models = []
             scope.has_windows = scope.has_windows or known.scope.has_windows
             known.scope = scope  # parts sharded before now share the root's scope
@@ -167,7 +181,8 @@ def shard(
     replicated: list[tuple[str, nn.Module, str]] = []
     for entry in found:
         is_ignored = id(entry.parameter) in ignored_ids
-        stage = 0 if is_ignored or entry.parameter.ndim == 0 else zero_stage
+        is_optional = id(entry.parameter) in optional_ids
+        stage = 0 if is_ignored or is_optional or entry.parameter.ndim == 0 else zero_stage
         split = None if axis is None else TensorSplit.of(entry.name, entry.parameter, axis)
         shape = tuple(entry.parameter.shape) if split is None else split.part_shape
         layout = ShardLayout(shape, stage, replica_group, gather_group)
@@ -183,10 +198,12 @@ def shard(
                 param_dtype if param_dtype and entry.parameter.is_floating_point() else entry.parameter.dtype
             ),
             wire_dtype=reduce_dtype,
-            mean_dtype=mean_dtype,
+            # At stages 1 to 3 a sharded parameter's mean is not gathered, so it is not rounded.
+            mean_dtype=entry.parameter.dtype if is_optional and zero_stage and not replica_group else mean_dtype,
             reduction=str(reduction),
             ignored=is_ignored,
             codes=codes,
+            is_optional=is_optional,
         )
         scope.has_windows = scope.has_windows or (stage < 3 and not is_ignored)
         _place(entry, spec, mesh, at_rest, scope.resting)
@@ -201,6 +218,12 @@ def shard(
         scope.models.append(model)
         for param in params:
             put_in_model(cast(Sharded, param.sharded), model, param.name)
+    skippable = [param for param in params if param.spec.is_optional]
+    if skippable:
+        names = [group.group_name for group in mesh.get_all_groups()]
+        scope.optional.append(OptionalParameters(scope, skippable, names, exchanges))
+    for reduction_of in scope.optional:
+        reduction_of.watch(part for part in module.parameters())
     if axis is not None:
         scope.same_gradients.append(SameGradients.watching(axis, replicated))
     for name, part in module.named_modules():
@@ -303,7 +326,8 @@ def _assign_to_unit(
     sites = tuple((part, attribute) for _, part, attribute in entry.sites)
     handle = make_handle(entry.name)
     attach_state(handle, *sites[0], _state(root).scope.accumulation)
-    identify(handle, exchanges)
+    if not spec.is_optional:
+        identify(handle, exchanges)
     param = ShardedParam(entry.name, spec, handle, sites)
     prefixes = [prefix for prefix, _, _ in entry.sites]
     unit = next((name for name in unit_names if all(lies_inside(prefix, name) for prefix in prefixes)), None)

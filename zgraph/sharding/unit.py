@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from zgraph.dialect.markers import unshard
 from zgraph.errors import ZgraphError
-from zgraph.runtime.window_state import ALONE
+from zgraph.runtime.window_state import ALONE, OPEN
 from zgraph.sharding.local_shards import local_shards
 from zgraph.sharding.model.dry_run_load import load_all_or_nothing
 from zgraph.sharding.model.param_spec import ParamSpec
@@ -63,7 +63,8 @@ def gather(param: ShardedParam, scope: Scope) -> Tensor:
     if spec.ignored:
         return _on_device(parameter, spec)
     stage = param.lifetime_stage
-    window = scope.position if stage < 3 else ALONE
+    # An optional parameter's gradient always waits: `OptionalParameters` reduces it.
+    window = OPEN if spec.is_optional else scope.position if stage < 3 else ALONE
     handle = param.handle if scope.handle_of is None else scope.handle_of(param)
     if spec.codes is not None:
         return spec.codes.decode(_unshard(parameter, handle, spec, stage, window), spec.compute_dtype)

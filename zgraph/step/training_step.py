@@ -231,6 +231,12 @@ class TrainingStep(Generic[P, R]):
                     "zgraph.training_step: the step begins while a window of zgraph.no_sync is open; close the window "
                     "with a forward and backward outside no_sync first."
                 )
+            if scope.optional:
+                raise ZgraphError(
+                    "zgraph.training_step: the model has modules that ranks may skip (zgraph.shard(optional=...)), whose "
+                    "gradients are reduced only after a backward of its own; compile the model instead: "
+                    'torch.compile(model, backend="zgraph").'
+                )
             scope.check_batch(leaves)
         parameters = lifted.held
         has_gradient = tuple(map(is_not, gradients_of(parameters), repeat(None)))

@@ -141,11 +141,24 @@ def _sharded(like: DTensor, whole: Tensor) -> DTensor:
     return made
 
 
+class Checked(Protocol):
+    """Further parameters whose gradients may wait."""
+
+    def check_step(self, stepping: Mapping[int, Tensor]) -> None:
+        """Check, on all ranks alike, that no gradient of the stepped parameters waits."""
+        ...
+
+
 class Guarded(Protocol):
     """A set of parameters, such as one sharded model, whose optimizer steps are checked."""
 
     accumulation: Accumulation
     models: list[Model]
+
+    @property
+    def optional(self) -> Sequence[Checked]:
+        """The parameters that ranks may skip, of which each rank knows only its own gradients."""
+        ...
 
 
 def guard_steps(scope: Guarded) -> None:
@@ -158,6 +171,8 @@ def guard_steps(scope: Guarded) -> None:
             return None
         stepping = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
         closure = _closure_of(args, kwargs)
+        for one in alive.optional:
+            one.check_step(stepping)
         models = [one for one in alive.models if any(state.is_among(stepping) for state in one.states)]
         if not models or not callable(closure):  # a closure may run the last backward of a window
             alive.accumulation.check_step(stepping)

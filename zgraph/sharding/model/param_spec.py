@@ -28,6 +28,7 @@ class ParamSpec:
         ignored: whether the parameter is neither sharded nor synchronised: each rank keeps its own values, and the
             gradient is not reduced.
         codes: encoding of the weight as low-bit codes (`layout` and `dtype` are then the codes'); None: not encoded.
+        is_optional: whether a rank may skip the parameter in a step, see `OptionalParameters`.
     """
 
     layout: ShardLayout
@@ -41,6 +42,7 @@ class ParamSpec:
     split: TensorSplit | None = None
     ignored: bool = False
     codes: Codes | None = None
+    is_optional: bool = False
 
     @property
     def gather_dtype(self) -> torch.dtype:

@@ -82,6 +82,12 @@ class PipelineStage(NoMessageToItself, TorchStage):
         states = (state_of(part) for part in module.modules())
         self._scopes: list[Scope] = list(dict.fromkeys(state.scope for state in states if state is not None))
         self._params = list(sharded_parameters(module).values())
+        skippable = next((param.name for param in self._params if param.spec.is_optional), None)
+        if skippable is not None:
+            raise ValueError(
+                f"zgraph.PipelineStage: {skippable} is optional, and the stages of a pipeline run the same micro-batches; "
+                "leave optional out of zgraph.shard, and run the module on all ranks."
+            )
         _check_keep_bytes(self._params, keep_bytes)
         keep_gathered(self._params, keep_bytes)
         self._windows = [scope for scope in self._scopes if scope.has_windows]

@@ -71,8 +71,10 @@ METHODS = (
     ("methods-10gbit",),
 )
 # What the columns of a table of gpu.py are called, and the figures that they show.
-STEP = {"in turns ms": "in turns ms", "isolated step ms": "alone ms", "GPU busy ms": "busy ms", "kernels": "kernels"}
-STEP |= {"peak above what is held, MiB": "rise MiB"}
+STEP = {
+    **{"in turns ms": "in turns ms", "isolated step ms": "alone ms", "GPU busy ms": "busy ms", "kernels": "kernels"},
+    **{"peak above what is held, MiB": "rise MiB"},
+}
 GPU = {
     "step-gpt": STEP,
     "step-llama": STEP,

@@ -73,7 +73,7 @@ PARTS: dict[str, Part] = {
     "nccl-two": Part(TOGETHER, 60, 110, "gpu_ranks:nccl_two", "two NCCL ranks on one GPU: the bits of gloo"),
     "ceilings": Part(ALONE, 20, 40, "gpu_ceilings:ceilings", "what the machine can do at most; calibrate()"),
     "kernels": Part(ALONE, 50, 90, "gpu_kernels:times", "compression kernels, compared with a copy of as many bytes"),
-    "step-gpt": Part(ALONE, 200, 240, "gpu_step:gpt_steps", "GPT-2 small beside torch.compile and FSDP2"),
+    "step-gpt": Part(ALONE, 180, 240, "gpu_step:gpt_steps", "GPT-2 small beside torch.compile and FSDP2"),
     "step-llama": Part(ALONE, 60, 120, "gpu_step:llama_steps", "a layer of Llama 3 8B beside them"),
     "peaks": Part(ALONE, 110, 150, "gpu_peaks:peaks", "predicted and measured peaks"),
     "offload": Part(ALONE, 250, 340, "gpu_offload:offload", "state on the host, hidden or not, beside FSDP2"),

@@ -7,9 +7,9 @@ from typing import Any
 
 from transformers import Trainer
 
-from tests.integrations.test_transformers import trainer
 from tests.support.front_ends import launched
 from tests.support.ranks import Ranks
+from tests.support.trainers import trainer
 
 
 def logs(folder: str) -> list[dict[str, Any]]:

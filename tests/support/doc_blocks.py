@@ -178,6 +178,17 @@ def _reduced(names: dict[str, Any]) -> None:
     assert all(int(state["step"]) == 1 for state in states)
 
 
+def _with_unequal_loaders() -> dict[str, Any]:
+    model = zgraph.shard(nn.Linear(8, 4))
+    loader = [torch.randn(4, 8) for _ in range(2 + dist.get_rank())]
+    return {"model": model, "opt": torch.optim.AdamW(model.parameters()), "loader": loader, "dist": dist}
+
+
+def _stepped_on_all(names: dict[str, Any]) -> None:
+    (step,) = {int(state["step"]) for state in names["opt"].state.values()}
+    assert step == RANKS + 1
+
+
 def _planned(names: dict[str, Any]) -> None:
     with fake_mode():
         model, inputs = call(names["step"])
@@ -465,6 +476,13 @@ SETTINGS = [
     Setting('with torch.device("meta"):', lambda: {"Net": models.Attending, "mesh": _mesh()}, _materialized),
     Setting("scaler = zgraph.GradScaler", _with_a_batch, _reduced),
     Setting('replicas = zgraph.Replicas(mesh["pp"]', _a_pipeline, _equal_replicas),
+    # ranks-that-differ.md
+    Setting(
+        "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.embed, self.vision",
+        lambda: {"dist": dist, "nn": nn, "mesh": _mesh()},
+        _reduced,
+    ),
+    Setting("spare, batches = ", _with_unequal_loaders, _stepped_on_all),
     # several-dimensions.md
     Setting('mesh = init_device_mesh("cpu", (dp, tp)', _an_mlp, _mlp_trained),
     Setting('mesh = init_device_mesh("cpu", (dp, ep)', _a_mixture, _mixture_trained),

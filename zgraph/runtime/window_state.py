@@ -251,6 +251,17 @@ class ParameterState:
         self.forget()
         return total
 
+    def follow_edits(self) -> None:
+        """At stage 0, forget the waiting gradients, and the earlier one, that the user has cleared.
+
+        Raises:
+            ZgraphError: the user has changed `.grad` in another way.
+        """
+        if self._is_cleared():
+            self.forget()
+        if self.waiting:
+            self._follow_clearing()
+
     def _check_hooks(self) -> None:
         """Refuse gradient hooks at stage 0, because they would run a second time on gradients summed in `.grad`.
 
@@ -273,7 +284,7 @@ class ParameterState:
         use = self.accumulation.use_of(self.parameter)
         if use == "returned" and self.is_optional:
             raise ZgraphError(
-                f"zgraph.shard: torch.autograd.grad was asked for the gradient of {self.name}, which is optional: it is "
+                f"zgraph.shard: torch.autograd.grad was asked for the gradient of {self.name}, which is optional and "
                 "reduced at the end of backward(). Call backward(), and read .grad."
             )
         if use == "returned":

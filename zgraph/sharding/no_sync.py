@@ -72,7 +72,8 @@ def _check_one_stage(module: nn.Module) -> None:
         state = state_of(part)
         for param in state.by_attribute.values() if state is not None else ():
             layout = param.spec.layout
-            if layout.shape and not (param.spec.ignored or param.spec.is_optional):  # 0-d parameters are replicated at every stage
+            # Parameters that are 0-d or optional are replicated at every stage.
+            if layout.shape and not (param.spec.ignored or param.spec.is_optional):
                 stages.setdefault(layout.zero_stage, param.name)
     if len(stages) > 1:
         found = ", ".join(f"{name} at stage {stage}" for stage, name in sorted(stages.items()))

@@ -67,6 +67,7 @@ class Scope:
         uncompiled: modules that gather outside of graphs although the model is compiled.
         clocks: clocks of each `zgraph.Metrics` that watches these modules, only stored here.
         optional: for each call of `zgraph.shard` with optional parameters, their reduction.
+        is_watched: whether parameters have the hooks that `optional` needs; False in a copy until its first forward.
         replaced: parameters that sharding has replaced; emptied once a forward finds that no optimizer holds one.
         handle_of: while a whole step is traced, function that returns the traced tensor of a parameter's handle; else
             None.
@@ -94,6 +95,7 @@ class Scope:
         self.same_batch: SameBatch | None = None
         self.same_gradients: list[SameGradients] = []
         self.optional: list[OptionalParameters] = []
+        self.is_watched = True
         self.uncompiled = Uncompiled()
         self.clocks: list[Any] = []
         self.handle_of: Callable[[ShardedParam], Tensor] | None = None
@@ -219,6 +221,7 @@ class Scope:
             copied.optional = copy.deepcopy(self.optional, memo)
             for one in copied.optional:
                 one.join(copied)
+            copied.is_watched = not copied.optional
         return memo[id(self)]
 
 
@@ -364,8 +367,6 @@ class ModuleState:
     def check_call(self) -> None:
         """Refuse a call of the model inside torch.func, or after trainable parameters were added to it.
 
-        Also watches parameters that have been replaced, by `materialize` or `copy.deepcopy` for example.
-
         Raises:
             ZgraphError: the call is not supported; the message names new parameters and says what to do.
         """
@@ -385,8 +386,16 @@ class ModuleState:
                 "these to the optimizer.",
                 ZgraphError,
             )
+        if self.scope.optional:
+            self.watch()  # loading with assign=True replaces parameters
+
+    @constant_in_graphs
+    @no_frames_inside
+    def watch(self) -> None:
+        """Set the hooks that reduce optional parameters."""
         for one in self.scope.optional:
             one.watch(self.module.parameters())
+        self.scope.is_watched = True
 
 
 def _added_to(part: nn.Module) -> list[str]:

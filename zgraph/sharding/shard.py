@@ -101,10 +101,9 @@ def shard(
         units: modules, or classes of modules, that gather all their parameters when their forward starts. Name a
             module whose reads depend on the data, such as a mixture-of-experts block: all its parameters then receive
             a gradient (zeros where no rank read them). None: each module gathers what it owns.
-        optional: modules that a rank may skip in a forward, such as a vision tower that only ranks with images run. Their
-            parameters are kept whole on every rank, as at stage 0. At the end of a backward, their gradients are
-            averaged over all ranks, as if ranks that skipped a module had added zeros. Where all ranks skipped it,
-            `.grad` stays None, and nothing is sent.
+        optional: modules that a rank may skip in a forward, such as a vision tower that only ranks with images run.
+            Their parameters are kept whole on every rank, as at stage 0. At the end of a backward, their gradients are
+            averaged over all ranks; ranks that skipped a module add zeros. If all ranks skipped it, `.grad` stays None.
         ignored: parameters, or modules with all their parameters, that are neither sharded nor synchronised: every rank
             keeps its own values, and their gradients are not reduced.
         offload: where shards and optimizer state are stored between uses, see `zgraph.Offload`; the same for all parts
@@ -135,8 +134,9 @@ def shard(
     check_optional(module, optional, {id(entry.parameter) for entry in found} - {*ignored_ids}, unit_names)
     if optional and (axis is not None or (offload is not None and offload.params)):
         raise ValueError(
-            "zgraph.shard: optional modules of a tensor-parallel model, or with parameters offloaded, are not supported; "
-            "leave optional out and run the modules on all ranks, or leave out parallelize_module or Offload(params=...)."
+            "zgraph.shard: optional modules of a tensor-parallel model, or with offloaded parameters, are not "
+            "supported; leave optional out and run the modules on all ranks, or leave out parallelize_module or "
+            "Offload(params=...)."
         )
 
     check_model(module, {entry.name: entry.parameter for entry in found}, ignored_ids)

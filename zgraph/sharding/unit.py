@@ -63,8 +63,7 @@ def gather(param: ShardedParam, scope: Scope) -> Tensor:
     if spec.ignored:
         return _on_device(parameter, spec)
     stage = param.lifetime_stage
-    # An optional parameter's gradient always waits: `OptionalParameters` reduces it.
-    window = OPEN if spec.is_optional else scope.position if stage < 3 else ALONE
+    window = _window_of(spec, scope, stage)
     handle = param.handle if scope.handle_of is None else scope.handle_of(param)
     if spec.codes is not None:
         return spec.codes.decode(_unshard(parameter, handle, spec, stage, window), spec.compute_dtype)
@@ -87,7 +86,14 @@ def gather_as_stored(param: ShardedParam, scope: Scope) -> Tensor:
     handle = param.handle if scope.handle_of is None else scope.handle_of(param)
     stage = param.lifetime_stage
     spec = replace(param.spec, compute_dtype=param.spec.dtype)
-    return _unshard(param.sharded, handle, spec, stage, scope.position if stage < 3 else ALONE)
+    return _unshard(param.sharded, handle, spec, stage, _window_of(spec, scope, stage))
+
+
+@no_frames_inside
+def _window_of(spec: ParamSpec, scope: Scope, stage: int) -> str:
+    if spec.is_optional:
+        return OPEN  # the gradient always waits: `OptionalParameters` reduces it
+    return scope.position if stage < 3 else ALONE
 
 
 @constant_in_graphs
@@ -170,6 +176,8 @@ def _run_unit(forward: Callable[..., Any], module: nn.Module, args: tuple[Any, .
             scope.uncompiled.begin(is_compiled=compiles_frames())
         scope.check_optimizers()
         state.check_call()
+        if not scope.is_watched:  # a copy of a compiled model, which this guard traces again
+            state.watch()
         scope.check_batch((args, kwargs))
         scope.begin()
     before: Before = []

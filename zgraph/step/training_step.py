@@ -233,8 +233,8 @@ class TrainingStep(Generic[P, R]):
                 )
             if scope.optional:
                 raise ZgraphError(
-                    "zgraph.training_step: the model has modules that ranks may skip (zgraph.shard(optional=...)), whose "
-                    "gradients are reduced only after a backward of its own; compile the model instead: "
+                    "zgraph.training_step: the model has modules that ranks may skip (zgraph.shard(optional=...)), "
+                    "which is not supported in a whole step; compile the model instead: "
                     'torch.compile(model, backend="zgraph").'
                 )
             scope.check_batch(leaves)

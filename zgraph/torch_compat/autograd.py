@@ -101,6 +101,15 @@ def current_node() -> torch.autograd.graph.Node:
     return torch._C._current_autograd_node()  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def is_nested() -> bool:
+    """Return whether a backward has been run by a node of another one, such as a region of a reentrant checkpoint.
+
+    torch 2.11 - 2.15: `_current_autograd_node`, at the end of a backward the node around it.
+    """
+    node: Any = torch._C._current_autograd_node()  # pyright: ignore[reportAttributeAccessIssue]
+    return node is not None
+
+
 def drop_graph(value: Tensor) -> None:
     """Detach a tensor in place, unless it is a view, which torch cannot detach in place.
 

@@ -171,8 +171,9 @@ def guard_steps(scope: Guarded) -> None:
             return None
         stepping = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
         closure = _closure_of(args, kwargs)
-        for one in alive.optional:
-            one.check_step(stepping)
+        if not callable(closure):
+            for one in alive.optional:
+                one.check_step(stepping)
         models = [one for one in alive.models if any(state.is_among(stepping) for state in one.states)]
         if not models or not callable(closure):  # a closure may run the last backward of a window
             alive.accumulation.check_step(stepping)
@@ -187,7 +188,7 @@ def guard_steps(scope: Guarded) -> None:
             return None
         reads = isinstance(optimizer, torch.optim.LBFGS) or not type(optimizer).__module__.startswith("torch.optim")
         reads = reads and not isinstance(closure, _Closure)  # wrapped already, by an outer optimizer
-        called = _Closure(closure, reads, models, stepping, alive.accumulation)
+        called = _Closure(closure, reads, models, stepping, alive.accumulation, tuple(alive.optional))
         return (args, {**kwargs, "closure": called}) if len(args) < 2 else ((args[0], called, *args[2:]), kwargs)
 
     def begin_anew(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -196,7 +197,7 @@ def guard_steps(scope: Guarded) -> None:
             model.changes.are_noted = True
         closure = _closure_of(args, kwargs)
         if isinstance(closure, _Closure) and not closure.has_run:
-            closure.accumulation.check_step(closure.stepping)
+            closure.check()
 
     hook_steps(scope, before=check, after=begin_anew)
 
@@ -214,6 +215,7 @@ class _Closure:
         models: models of the optimizer's parameters.
         stepping: the optimizer's parameters by id.
         accumulation: window that must be closed when the closure has run.
+        optional: parameters whose gradients must be reduced when the closure has run.
         has_run: whether the optimizer has called it.
     """
 
@@ -222,6 +224,7 @@ class _Closure:
     models: Sequence[Model]
     stepping: Mapping[int, Tensor]
     accumulation: Accumulation
+    optional: Sequence[Checked] = ()
     has_run: bool = False
 
     def __call__(self) -> object:
@@ -233,12 +236,18 @@ class _Closure:
         finally:
             for model in self.models:
                 model.changes.are_noted = False
-        self.accumulation.check_step(self.stepping)
+        self.check()
         for model in self.models:
             model.end_step(stepping=self.stepping, detail=", after its closure")
         if self.reads and isinstance(loss, Tensor) and loss.numel() == 1 and not isinstance(loss, DTensor):
             return self.models[0].reduced(loss)
         return loss
+
+    def check(self) -> None:
+        """Check that all gradients are reduced."""
+        for one in self.optional:
+            one.check_step(self.stepping)
+        self.accumulation.check_step(self.stepping)
 
 
 def _closure_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -42,8 +42,8 @@ _LOOK_S = 0.25
 _REMEMBERED = 4096  # most recently started exchanges; far more than are ever under way
 ADVICE = (
     "All ranks must call the same parts of the model in the same order, and make the same calls outside of it: take "
-    "them out of `if rank == 0:`. Name modules that only some ranks run: zgraph.shard(model, optional=[...]), which keeps "
-    "them whole everywhere; or draw the layers that run alike on all ranks; or name the module around them: "
+    "them out of `if rank == 0:`. Name modules that only some ranks run: zgraph.shard(model, optional=[...]), which "
+    "keeps them whole everywhere; or draw the layers that run alike on all ranks; or name the module around them: "
     "zgraph.shard(model, units=[...]), which gathers and reduces all of it everywhere. "
     f"{ADVICE_ON_CHANGES}"
 )

@@ -1,18 +1,19 @@
 """Parameters that a rank may skip in a step, such as a vision tower of which only ranks with images run the forward.
 
 Such a parameter is kept whole on every rank, so forward needs no collective that a skipping rank would miss. Its marker
-is at stage 0 with an open window: a backward leaves this rank's gradient in `.grad`, in compiled graphs, too. At the end
-of the backward, ranks exchange which parameters have got a gradient anywhere, and reduce these, to which a rank that
-skipped one adds zeros. A parameter that all ranks skipped has no gradient, and costs one byte.
+is at stage 0 with an open window: a backward leaves this rank's gradient in `.grad`, also from a compiled graph. At the
+end of the backward, ranks exchange which parameters have a gradient on any rank, and reduce these; a rank that skipped
+one adds zeros. A parameter that all ranks skipped keeps its `.grad`, such as None, and costs one byte.
 
-The end of a backward is seen by hooks on all parameters of the model, so a rank takes part if its backward reaches any.
+Hooks on all parameters of the model see the backward, so a rank takes part if its backward reaches any of them.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Container, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, cast
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,12 +25,34 @@ from zgraph.runtime.exchanges.collectives import all_gather
 from zgraph.runtime.exchanges.identity import Exchanges, identify
 from zgraph.runtime.groups import group_size
 from zgraph.runtime.handle import make_handle
-from zgraph.runtime.window_state import ALONE, OPEN, attach_state_of
-from zgraph.torch_compat.autograd import at_end_of_backward, hooks_of, is_in_backward, running_backward
+from zgraph.runtime.window_state import ALONE, OPEN, Accumulation, ParameterState, attach_state_of
+from zgraph.sharding.model.param_spec import ParamSpec
+from zgraph.torch_compat.autograd import at_end_of_backward, hooks_of, is_nested, running_backward
 from zgraph.torch_compat.dtensor import dtensor_like, gradients_of, local_of
 
-if TYPE_CHECKING:
-    from zgraph.sharding.scope import Scope, ShardedParam
+_BUCKET_BYTES = 2**25  # of one reduction
+_EDITED = 2  # instead of 0 or 1, where a rank has a gradient or none
+
+
+class Windows(Protocol):
+    """The position of the last forward in its window, and the gradients that wait: a `Scope`."""
+
+    last: str
+    accumulation: Accumulation
+
+
+class Param(Protocol):
+    """A `ShardedParam`."""
+
+    name: str
+    spec: ParamSpec
+    handle: Tensor
+
+    @property
+    def state(self) -> ParameterState: ...
+
+    @property
+    def sharded(self) -> DTensor: ...
 
 
 class OptionalParameters:
@@ -44,8 +67,8 @@ class OptionalParameters:
 
     def __init__(
         self,
-        scope: Scope,
-        params: Sequence[ShardedParam],
+        scope: Windows,
+        params: Sequence[Param],
         group_names: Sequence[str],
         exchanges: Exchanges | None,
     ) -> None:
@@ -53,8 +76,9 @@ class OptionalParameters:
         self._params = tuple(params)
         self._group_names = tuple(group_names)
         self._exchanges = exchanges
-        self._backward = -1
-        self._waits = True  # gradients may wait, as no backward since the last step has reduced them; on all ranks alike
+        self._reached_in: set[int] = set()  # numbers of running backwards that reach a parameter of the model
+        # Gradients may wait: no backward since the last step has reduced them. Equal on all ranks.
+        self._waits = True
         # The parameters' own handles have no identity: graphs that only some ranks call must not count as exchanges.
         self._handles = [make_handle(param.name) for param in params]
         for param, handle in zip(params, self._handles, strict=True):
@@ -62,7 +86,7 @@ class OptionalParameters:
             param.state.is_optional = True
             identify(handle, exchanges)
 
-    def join(self, scope: Scope) -> None:
+    def join(self, scope: Windows) -> None:
         """Follow the windows of a scope: that of the model around, if `zgraph.shard` is called on it later."""
         self._scope = weakref.ref(scope)
 
@@ -74,23 +98,30 @@ class OptionalParameters:
                 parameter.register_post_accumulate_grad_hook(self._reached)
 
     def _reached(self, parameter: Tensor) -> None:
-        if is_in_backward() and self._backward != running_backward():
-            self._backward = running_backward()
-            at_end_of_backward(self._backward_ends)
+        number = running_backward()
+        if number not in self._reached_in:
+            self._reached_in.add(number)
+            at_end_of_backward(functools.partial(self._backward_ends, number))
 
-    def _backward_ends(self) -> None:
-        self._backward = -1
+    def _backward_ends(self, number: int) -> None:
+        self._reached_in.discard(number)
         scope = self._scope()
-        if scope is None:
-            return
+        if scope is None or is_nested():
+            return  # of a region that checkpoints with use_reentrant=True: the backward around it goes on
+        self._reached_in.clear()  # a backward that failed did not end
         self._waits = scope.last == OPEN  # until the backward that closes the window
         if self._waits:
             return
         self._check_hooks()
-        every = self._ran_anywhere("the end of a backward, with optional parameters")
-        for param, handle, ran in zip(self._params, self._handles, every, strict=True):
-            if ran:
-                self._reduce(param, handle, is_window=scope.last != ALONE)
+        every, is_window = self._agreed("the end of a backward", is_window=scope.last != ALONE)
+        taken = [
+            _Taken.of(param, handle, is_window=is_window)
+            for param, handle, waits in zip(self._params, self._handles, every, strict=True)
+            if waits
+        ]
+        scope.accumulation.settle()  # on ranks without a gradient, too, or their next forward would be another one
+        for bucket in _buckets(taken):
+            _reduce(bucket)
 
     def check_step(self, stepping: Mapping[int, Tensor]) -> None:
         """Check that no gradient of the parameters that an optimizer steps waits on any rank.
@@ -104,13 +135,13 @@ class OptionalParameters:
         if not any(param.state.is_among(stepping) for param in self._params):
             return
         waited, self._waits = self._waits, True
-        every = self._ran_anywhere("optimizer.step() without a backward that reduces") if waited else ()
+        every = self._agreed("optimizer.step() without a backward that reduces")[0] if waited else ()
         name = next((param.name for param, waits in zip(self._params, every, strict=False) if waits), None)
         if name is not None:
             raise ZgraphError(
-                f"zgraph.no_sync: optimizer.step() on {name}, which is optional, and whose gradients from forwards under "
-                "no_sync are not reduced. Run the last micro-batch outside of no_sync; or clear the gradients by "
-                "zero_grad()."
+                f"zgraph.no_sync: optimizer.step() on {name}, which is optional, and whose gradients from forwards "
+                "under no_sync are not reduced. Run the last micro-batch outside of no_sync; or clear the gradients "
+                "by zero_grad()."
             )
 
     def _check_hooks(self) -> None:
@@ -127,41 +158,109 @@ class OptionalParameters:
                     "is reduced, and only on ranks that computed one; change .grad after backward instead."
                 )
 
-    def _ran_anywhere(self, call: str) -> list[bool]:
-        """Return, for each parameter, whether any rank has a gradient that is not reduced yet.
+    def _agreed(self, call: str, *, is_window: bool = False) -> tuple[list[bool], bool]:
+        """Exchange which gradients wait to be reduced.
 
         Args:
             call: description of the caller, the same on all ranks.
+            is_window: whether this rank closes an accumulation window.
+
+        Returns:
+            Whether any rank has a waiting gradient of each parameter, and whether any rank closes a window.
 
         Raises:
             AgreementError: a rank has made another call.
+            ZgraphError: a rank has changed a waiting gradient in place; raised on all ranks.
         """
-        device = self._params[0].spec.device_type
-        ran = torch.tensor([param.state.has_waiting_gradients for param in self._params], dtype=torch.uint8).to(device)
-        about = None if self._exchanges is None else self._exchanges.meeting(call)
+        flags, refusal = [int(is_window)], None
+        for param in self._params:
+            try:
+                param.state.follow_edits()
+                flags.append(int(param.state.has_waiting_gradients))
+            except ZgraphError as error:
+                flags.append(_EDITED)
+                refusal = error
+        found = torch.tensor(flags, dtype=torch.uint8, device=self._params[0].spec.device_type)
+        advice = ", which each rank needs, and which must reach a trained parameter of the model"
+        about = None if self._exchanges is None else self._exchanges.meeting(call, detail=advice)
         for place, name in enumerate(self._group_names):
             if (world := group_size(name)) > 1:
                 here = None if about is None else about._replace(key=hash((about.key, place)))
-                ran = all_gather(ran, world, name, about=here).view(world, -1).amax(0)
-        return [bool(one) for one in ran.tolist()]
+                found = all_gather(found, world, name, about=here).view(world, -1).amax(0)
+        closes, *every = found.tolist()
+        if refusal is not None:
+            raise refusal
+        if _EDITED in every:
+            name = self._params[every.index(_EDITED)].name
+            raise ZgraphError(
+                f"zgraph.no_sync: another rank has changed the .grad of {name} in place between the forwards of a "
+                "window. Change it after the backward of a forward outside of no_sync, when it has been reduced."
+            )
+        return [bool(one) for one in every], bool(closes)
 
-    def _reduce(self, param: ShardedParam, handle: Tensor, *, is_window: bool) -> None:
+
+class _Taken(NamedTuple):
+    """This rank's gradient of a parameter, which no longer waits in `.grad`.
+
+    Attributes:
+        param: the parameter.
+        handle: handle with the parameter's identity.
+        grad: [*shape], zeros if this rank has skipped the parameter.
+        earlier: `.grad` from before the window, reduced; None if there was none.
+        policy: arguments of the reduction; parameters with equal policies are reduced together.
+    """
+
+    param: Param
+    handle: Tensor
+    grad: Tensor
+    earlier: DTensor | None
+    policy: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, param: Param, handle: Tensor, *, is_window: bool) -> _Taken:
         spec, layout = param.spec, param.spec.layout
         parameter, state = param.sharded, param.state
-        (grad,) = gradients_of([parameter])
+        (found,) = gradients_of([parameter])
         if state.has_waiting_gradients:
-            own, earlier = local_of(cast(DTensor, grad)), cast("DTensor | None", state.earlier)
+            own, earlier = local_of(cast(DTensor, found)), state.earlier
         else:
-            own, earlier = torch.zeros_like(local_of(parameter)), cast("DTensor | None", grad)
+            own, earlier = torch.zeros_like(local_of(parameter)), found
         state.forget()
         if not is_window:
-            own = own.to(spec.compute_dtype)  # as autograd computed it: no rounding
+            own = own.to(spec.compute_dtype)  # the dtype in which autograd computed it, so nothing is rounded
         policy = (spec.dtype, spec.wire_dtype, spec.mean_dtype, 0, spec.reduction, ALONE)
-        with torch.no_grad():
-            mean = reduce_grad(own, handle, *policy, layout.replica_group, layout.gather_group)
-            if earlier is not None:
-                local_of(earlier).add_(mean)
-        parameter.grad = dtensor_like(mean, parameter) if earlier is None else earlier
+        return cls(
+            param, handle, own, cast("DTensor | None", earlier), (*policy, layout.replica_group, layout.gather_group)
+        )
+
+
+def _buckets(taken: Iterable[_Taken]) -> Iterator[list[_Taken]]:
+    """Group gradients that one collective can reduce, in an order that is the same on all ranks."""
+    groups: dict[object, list[_Taken]] = {}
+    for one in taken:
+        groups.setdefault((one.grad.dtype, one.policy), []).append(one)
+    for members in groups.values():
+        bucket: list[_Taken] = []
+        for one in members:
+            if bucket and sum(each.grad.nbytes for each in bucket) + one.grad.nbytes > _BUCKET_BYTES:
+                yield bucket
+                bucket = []
+            bucket.append(one)
+        yield bucket
+
+
+@torch.no_grad()
+def _reduce(bucket: Sequence[_Taken]) -> None:
+    """Reduce gradients in one collective, which changes no bit: sums are by element. Put the means into `.grad`."""
+    flat = torch.cat([one.grad.reshape(-1) for one in bucket])
+    means = reduce_grad(flat, bucket[0].handle, *bucket[0].policy).split([one.grad.numel() for one in bucket])
+    for one, mean in zip(bucket, means, strict=True):
+        parameter = one.param.sharded
+        if one.earlier is None:
+            parameter.grad = dtensor_like(mean.view(one.grad.shape), parameter)
+        else:
+            local_of(one.earlier).add_(mean.view(one.grad.shape))
+            parameter.grad = one.earlier
 
 
 def check_optional(
@@ -181,13 +280,13 @@ def check_optional(
         kind = type(part).__name__
         if part is module or part not in names:
             raise ValueError(
-                f"zgraph.shard: optional names {'the model itself' if part is module else kind}, and all ranks call the "
-                "model; name modules inside of it that a rank may skip."
+                f"zgraph.shard: optional names {'the model itself' if part is module else kind}; name modules inside "
+                "of the model that a rank may skip."
             )
         if any(id(parameter) not in trained for parameter in part.parameters()):
             raise ValueError(
-                f"zgraph.shard: optional names {names[part]} ({kind}), of which parameters are ignored, or were sharded "
-                "by an earlier call; leave them out of ignored, or name the module in that call."
+                f"zgraph.shard: optional names {names[part]} ({kind}), of which parameters are ignored, or were "
+                "sharded by an earlier call; leave them out of ignored, or name the module in that call."
             )
         unit = next((one for one in unit_names if f"{names[part]}.".startswith(f"{one}." if one else "")), None)
         if unit is not None:

@@ -85,8 +85,8 @@ class PipelineStage(NoMessageToItself, TorchStage):
         skippable = next((param.name for param in self._params if param.spec.is_optional), None)
         if skippable is not None:
             raise ValueError(
-                f"zgraph.PipelineStage: {skippable} is optional, and the stages of a pipeline run the same micro-batches; "
-                "leave optional out of zgraph.shard, and run the module on all ranks."
+                f"zgraph.PipelineStage: {skippable} is optional, which is not supported in pipelines; leave optional "
+                "out of zgraph.shard, and run the module on all ranks."
             )
         _check_keep_bytes(self._params, keep_bytes)
         keep_gathered(self._params, keep_bytes)

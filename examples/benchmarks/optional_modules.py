@@ -16,7 +16,7 @@ from builders import shard_fully
 from ranks import as_rank, on_all_ranks, run_ranks, slowest_ms
 from record import about, parser_of, quartiles, save, table
 from torch import Tensor, nn
-from workload import SEED, LanguageModel, ModelConfig, make_batch
+from workload import SEED, Block, LanguageModel, ModelConfig, make_batch
 
 import zgraph
 
@@ -38,12 +38,14 @@ class Tower(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.enter = nn.Linear(PATCH, config.width)
-        layer = nn.TransformerEncoderLayer(config.width, config.heads, 4 * config.width, 0.0, batch_first=True)
-        self.layers = nn.TransformerEncoder(layer, config.layers, enable_nested_tensor=False)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
 
     def forward(self, image: Tensor) -> Tensor:
         """[batch, patches, patch] -> the summary of each image, [batch, 1, width]."""
-        return self.layers(self.enter(image)).mean(1, keepdim=True)
+        hidden = self.enter(image)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden.mean(1, keepdim=True)
 
 
 class Seeing(nn.Module):
@@ -69,7 +71,7 @@ def steps_of(way: str, rank: int, config: ModelConfig, lowering: str) -> Callabl
     if way == FSDP2:
         backend = "aot_eager" if lowering == "fx" else "inductor"
         assert model.tower is not None
-        shard_fully(model, [*model.text.blocks, *model.tower.layers.layers], backend)
+        shard_fully(model, [*model.text.blocks, *model.tower.blocks], backend)
         run: Any = model
     else:
         optional = [model.tower] if way in (NOBODY, SKIPPED) and model.tower is not None else []

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import os
 import random
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -350,7 +349,7 @@ def train_compiled_copies() -> None:
 
 
 def train_reentrant_regions() -> None:
-    """Each of which runs a backward of its own."""
+    """The region of a reentrant checkpoint runs a backward within the backward."""
     model: Any = Net()
     zgraph.shard(model, optional=[model.tower])
     image = torch.randn(2, 6, requires_grad=True)
@@ -364,6 +363,7 @@ def train_part_by_part() -> None:
     model: Any = Net()
     zgraph.shard(model.tower, optional=[model.tower.enter])
     zgraph.shard(model)
+    assert len(state_of(model).scope.optional) == 1  # pyright: ignore[reportOptionalMemberAccess]
     model(*batch(True)).backward()
     reduced(model)
 
@@ -518,12 +518,11 @@ def test_refusals_name_the_line_to_write(ranks: Ranks) -> None:
 
 
 def train_until_one_dies(steps: int, dies_at: int) -> str:
-    """Random masks, until a rank is gone; the error of the others, and whether it came at once."""
+    """Random masks until a rank is gone; the step in which the others get an error."""
     model, rank, draw = sharded(), dist.get_rank(), random.Random(3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for step in range(steps):
         runs = [draw.random() < 0.3 for _ in range(dist.get_world_size())][rank]
-        begun = time.monotonic()
         try:
             loss = model(*batch(runs))
             if rank == 1 and step == dies_at:
@@ -531,7 +530,7 @@ def train_until_one_dies(steps: int, dies_at: int) -> str:
             loss.backward()
             optimizer.step()
         except CollectiveError:
-            return f"at once at {step}" if time.monotonic() - begun < 20 else "late"
+            return f"an error in step {step}"
         optimizer.zero_grad()
     return "ended"
 
@@ -540,4 +539,4 @@ def test_a_thousand_masks_and_a_rank_that_dies() -> None:
     with fresh_ranks(3) as ranks:
         first, died, last = ranks.outcomes(train_until_one_dies, 1000, 700)
         assert died == (False, "died")
-        assert first == last == (True, "at once at 700"), (first, last)
+        assert first == last == (True, "an error in step 700"), (first, last)

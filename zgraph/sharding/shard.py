@@ -132,7 +132,9 @@ def shard(
     unit_names = outermost_units(module, units)
     optional_ids = ids_of(optional)
     check_optional(module, optional, {id(entry.parameter) for entry in found} - {*ignored_ids}, unit_names)
-    if optional and (axis is not None or (offload is not None and offload.params)):
+    resting = _resting(module, mesh, offload) if offload is None else None  # of parts that were sharded before
+    at_rest_on = offload or (resting.options if resting is not None else None)
+    if optional and (axis is not None or (at_rest_on is not None and at_rest_on.params)):
         raise ValueError(
             "zgraph.shard: optional modules of a tensor-parallel model, or with offloaded parameters, are not "
             "supported; leave optional out and run the modules on all ranks, or leave out parallelize_module or "
@@ -161,8 +163,10 @@ def shard(
                 scope.replaced.take_over(known.scope.replaced)
                 scope.same_gradients += known.scope.same_gradients
                 scope.models += known.scope.models
-                scope.optional += [one.join(scope) or one for one in known.scope.optional]
-                known.scope.models = []
+                for reduction_of in known.scope.optional:
+                    reduction_of.join(scope)
+                scope.optional += known.scope.optional
+                known.scope.models, known.scope.optional = [], []
             scope.has_windows = scope.has_windows or known.scope.has_windows
             known.scope = scope  # parts sharded before now share the root's scope
             for param in known.by_attribute.values():
@@ -223,7 +227,7 @@ def shard(
         names = [group.group_name for group in mesh.get_all_groups()]
         scope.optional.append(OptionalParameters(scope, skippable, names, exchanges))
     for reduction_of in scope.optional:
-        reduction_of.watch(part for part in module.parameters())
+        reduction_of.watch(module.parameters())
     if axis is not None:
         scope.same_gradients.append(SameGradients.watching(axis, replicated))
     for name, part in module.named_modules():

@@ -241,10 +241,12 @@ def _buckets(taken: Iterable[_Taken]) -> Iterator[list[_Taken]]:
         groups.setdefault((one.grad.dtype, one.policy), []).append(one)
     for members in groups.values():
         bucket: list[_Taken] = []
+        size = 0
         for one in members:
-            if bucket and sum(each.grad.nbytes for each in bucket) + one.grad.nbytes > _BUCKET_BYTES:
+            size += one.grad.nbytes
+            if bucket and size > _BUCKET_BYTES:
                 yield bucket
-                bucket = []
+                bucket, size = [], one.grad.nbytes
             bucket.append(one)
         yield bucket
 

@@ -18,6 +18,7 @@ from zgraph.compiler.graph_pass import Direction, PassContext
 from zgraph.compiler.inputs_at_rest import take_to_device
 from zgraph.compiler.partition import JointSplit
 from zgraph.compiler.pass_list import PassList
+from zgraph.driver.late_markers import LateMarkers
 from zgraph.driver.lower import Decided, Lowering, Program
 from zgraph.driver.observe import Observation
 from zgraph.driver.options import CompileOptions
@@ -73,12 +74,18 @@ class FrameCompiler:
             partition=self.plan_joint,
             decompose=self.ctx.decomposed,
         )
+
+        def compile_without_markers(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+            self.late_markers = LateMarkers(gm, example_inputs, self.spaces)
+            return backend(gm, self.late_markers.inputs)
+
         with self.observation.report.phase("tracing"):
-            return compile_on_local_shards(gm, example_inputs, backend)
+            return compile_on_local_shards(gm, example_inputs, compile_without_markers)
 
     def plan_joint(self, joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Run all passes on a joint graph, and split it; return the final forward and backward graphs."""
         outputs: int = kwargs["num_fwd_outputs"]
+        self.late_markers.insert(joint.graph, outputs)
         late = weight_gradients(joint.graph, outputs) if self.is_staged else None
         split = JointSplit(inputs, kwargs, partial(self.observation.report.phase, "tracing"))
         graphs = self._decide(joint, replace(self.ctx, user_outputs=outputs, split=split), late=late).graphs
@@ -86,6 +93,7 @@ class FrameCompiler:
 
     def compile_inference(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Program:
         """Return the forward of a frame without gradients as a callable."""
+        self.late_markers.insert(gm.graph)
         return self.lower("inference", self._decide(gm, self.ctx).graphs["inference"], inputs)
 
     def compile_step(self, gm: fx.GraphModule, recorded: RecordedSteps | None = None) -> Program:

@@ -181,6 +181,11 @@ def set_origin(node: fx.Node, module: str, file: str, line: int, function: str) 
     node.meta["stack_trace"] = f'File "{file}", line {line}, in {function}'
 
 
+def copy_origin(node: fx.Node, source: fx.Node) -> None:
+    """Give a node the module and the line of code that `source` comes from."""
+    node.meta |= {key: source.meta[key] for key in ("nn_module_stack", "stack_trace") if key in source.meta}
+
+
 _FRAME = re.compile(r'File "([^"]*)", line (\d+), in (\S+)')
 _LIBRARIES = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parent.parent}/")
 

@@ -121,6 +121,11 @@ def is_tangent(node: fx.Node) -> bool:
     return node.op == "placeholder" and "tangents" in str(node.target)
 
 
+def belongs_to_backward(node: fx.Node) -> None:
+    """Mark a new node of a joint graph as part of backward (torch 2.11 - 2.15: `meta["partitioner_tag"]`)."""
+    node.meta["partitioner_tag"] = "is_backward"
+
+
 def mutated_inputs(graph: fx.Graph) -> list[fx.Node]:
     """Return the placeholders of a joint graph whose inputs are modified by the call (torch 2.11 - 2.15).
 

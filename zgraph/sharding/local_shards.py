@@ -2,6 +2,8 @@
 
 Dynamo's graph reads a parameter as `parameter.to_local()`. If the graph's inputs are DTensors, AOTAutograd unwraps each
 input before every forward, and wraps its gradient in a new DTensor after every backward.
+
+While Dynamo traces, `read_whole` stands for `unshard(parameter.to_local(), ...)`, which takes it four times as long.
 """
 
 from __future__ import annotations
@@ -13,10 +15,54 @@ import torch
 from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 
+from zgraph.dialect.markers import unshard
+from zgraph.graph import nodes
 from zgraph.sharding.tensors.sharded_tensor import as_sharded, sharded_like
+from zgraph.torch_compat.aot import is_tracing
+from zgraph.torch_compat.dtensor import local_of
 from zgraph.torch_compat.dynamo import checkpoint_operator, dynamo_fake, is_to_local
+from zgraph.torch_compat.fake_values import is_fake
 
 Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+
+
+def read_whole(parameter: DTensor, handle: Tensor, shape: Sequence[int], *arguments: Any) -> Tensor:
+    """Return the unsharded parameter; a call in a graph of Dynamo's, see `markers_for_reads`.
+
+    Args:
+        parameter: the sharded parameter.
+        handle, shape, arguments: as for `zgraph.dialect.markers.unshard`.
+    """
+    if is_fake(local_of(parameter)) and not is_tracing():
+        return _Whole.apply(parameter, shape, arguments[0])
+    return unshard(parameter.to_local(), handle, shape, *arguments)  # in a graph that another backend runs
+
+
+class _Whole(torch.autograd.Function):
+    """Autograd function whose output has the metadata of the unsharded parameter, without values."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return local_of(parameter).new_empty(shape, dtype=dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        raise NotImplementedError
+
+
+def markers_for_reads(gm: fx.GraphModule) -> None:
+    """Replace each `read_whole` in a graph of Dynamo's by `to_local` and `unshard`."""
+    found = list(nodes.call_functions(gm.graph, lambda node: node.target is read_whole))
+    for node in found:
+        parameter, *arguments = node.args
+        with gm.graph.inserting_before(node):
+            shard = gm.graph.call_method("to_local", (parameter,))
+            marker = gm.graph.call_function(torch.ops.zgraph.unshard.default, (shard, *arguments))
+        marker.meta = node.meta
+        node.replace_all_uses_with(marker)
+        gm.graph.erase_node(node)
+    if found:
+        gm.recompile()
 
 
 def compile_on_local_shards(gm: fx.GraphModule, inputs: Sequence[Any], compile: Compile) -> Callable[..., Any]:

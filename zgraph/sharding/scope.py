@@ -23,6 +23,7 @@ from zgraph.runtime.window_state import (
     ParameterState,
     state_behind,
 )
+from zgraph.sharding.local_shards import read_whole
 from zgraph.sharding.meshes.same_batch import SameBatch
 from zgraph.sharding.meshes.same_gradients import SameGradients
 from zgraph.sharding.model.dry_run_load import COMPILED
@@ -33,7 +34,13 @@ from zgraph.sharding.model.uncompiled import Uncompiled
 from zgraph.sharding.model.written_weights import Gathered
 from zgraph.tiers.placement.resting import Resting
 from zgraph.torch_compat.autograd import at_end_of_backward, inside_functional_transform, is_in_backward
-from zgraph.torch_compat.dynamo import constant_in_graphs, never_a_frame, no_frames_inside, raise_through_dynamo
+from zgraph.torch_compat.dynamo import (
+    constant_in_graphs,
+    let_into_graphs,
+    never_a_frame,
+    no_frames_inside,
+    raise_through_dynamo,
+)
 from zgraph.torch_compat.modules import local_parameters, tree_flatten
 
 STATE = "_zgraph"  # the only attribute that zgraph adds to a module
@@ -360,6 +367,7 @@ class ModuleState:
             param.check()
         if self.scope.handle_of is not None or not all(param.is_plain_in(self.module) for param in self.params):
             return None
+        let_into_graphs(read_whole)
         return tuple(_plain_read(param) for param in self.params)
 
     @constant_in_graphs

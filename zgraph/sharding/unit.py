@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from zgraph.dialect.markers import unshard
 from zgraph.errors import ZgraphError
 from zgraph.runtime.window_state import ALONE, OPEN
-from zgraph.sharding.local_shards import local_shards
+from zgraph.sharding.local_shards import local_shards, read_whole
 from zgraph.sharding.model.dry_run_load import load_all_or_nothing
 from zgraph.sharding.model.param_spec import ParamSpec
 from zgraph.sharding.model.written_weights import Gathered, as_gathered
@@ -44,7 +44,6 @@ from zgraph.torch_compat.dynamo import (
 from zgraph.torch_compat.modules import apply_keeping, local_parameters, tree_flatten, tree_unflatten
 
 Before = list[tuple[ModuleState, dict[str, Tensor] | None]]
-_UNSHARD = torch.ops.zgraph.unshard.default
 
 
 @no_frames_inside
@@ -240,8 +239,7 @@ def _gather_plain(module: nn.Module, state: ModuleState, reads: tuple[PlainRead,
     for param, (attribute, head, stage, reduction, tail) in zip(state.params, reads, strict=True):
         stage = 2 if param.stays_gathered else stage
         position = window if stage < 3 else ALONE
-        shard, handle = shards[attribute].to_local(), param.handle
-        tensors[attribute] = _UNSHARD(shard, handle, *head, stage, reduction, position, *tail)
+        tensors[attribute] = read_whole(shards[attribute], param.handle, *head, stage, reduction, position, *tail)
     state.unsharded = tensors
     return [tensors[attribute] for attribute, *_ in reads]
 

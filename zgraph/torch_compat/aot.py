@@ -190,6 +190,11 @@ def _graph() -> fx.Graph | None:
     return None if mode is None else mode.tracer.graph
 
 
+def is_tracing() -> bool:
+    """Return whether `make_fx` is tracing, as AOTAutograd does, too (torch 2.11 - 2.15: `get_proxy_mode`)."""
+    return _graph() is not None
+
+
 def without_graph() -> AbstractContextManager[Any]:
     """Keep the operations of a `with` block out of the traced graph.
 

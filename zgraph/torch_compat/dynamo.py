@@ -59,6 +59,14 @@ def constant_in_graphs(function: Callable[P, R]) -> Callable[P, R]:
     return function
 
 
+def let_into_graphs(function: Callable[..., Any]) -> None:
+    """Let Dynamo put calls of a function into its graphs instead of tracing the function.
+
+    As `torch.compiler.allow_in_graph`, which imports Dynamo: to be called when it is imported anyway.
+    """
+    torch.compiler.allow_in_graph(function)
+
+
 def never_compiled(function: Callable[P, R]) -> Callable[P, R]:
     """Keep Dynamo from tracing a function and all functions that it calls; a graph that calls it breaks.
 

@@ -39,6 +39,8 @@ class FrameCompiler:
         on_plan: called with the plan, and the positions of the weight gradients among the outputs of its backward.
     """
 
+    markers: LateMarkers  # of a frame of Dynamo's
+
     def __init__(
         self,
         frame: Frame,
@@ -75,17 +77,17 @@ class FrameCompiler:
             decompose=self.ctx.decomposed,
         )
 
-        def compile_without_markers(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-            self.late_markers = LateMarkers(gm, example_inputs, self.spaces)
-            return backend(gm, self.late_markers.inputs)
+        def compile_unmarked(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            self.markers = LateMarkers(gm, inputs, self.spaces)
+            return backend(gm, self.markers.inputs)
 
         with self.observation.report.phase("tracing"):
-            return compile_on_local_shards(gm, example_inputs, compile_without_markers)
+            return compile_on_local_shards(gm, example_inputs, compile_unmarked)
 
     def plan_joint(self, joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Run all passes on a joint graph, and split it; return the final forward and backward graphs."""
         outputs: int = kwargs["num_fwd_outputs"]
-        self.late_markers.insert(joint.graph, outputs)
+        self.markers.insert(joint.graph)
         late = weight_gradients(joint.graph, outputs) if self.is_staged else None
         split = JointSplit(inputs, kwargs, partial(self.observation.report.phase, "tracing"))
         graphs = self._decide(joint, replace(self.ctx, user_outputs=outputs, split=split), late=late).graphs
@@ -93,7 +95,7 @@ class FrameCompiler:
 
     def compile_inference(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Program:
         """Return the forward of a frame without gradients as a callable."""
-        self.late_markers.insert(gm.graph)
+        self.markers.insert(gm.graph)
         return self.lower("inference", self._decide(gm, self.ctx).graphs["inference"], inputs)
 
     def compile_step(self, gm: fx.GraphModule, recorded: RecordedSteps | None = None) -> Program:

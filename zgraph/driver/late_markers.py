@@ -1,17 +1,17 @@
 """Lets AOTAutograd trace a frame as if its inputs were unsharded parameters, and inserts the markers afterwards.
 
-Tracing a marker takes as long as ten operators of torch: both are custom operators with an autograd function in Python.
-In the graph that AOTAutograd receives, the input `shard` therefore stands for `unshard(shard, handle, ...)`:
+A marker takes as long to trace as ten operators of torch, because it is a custom operator with an autograd function in
+Python. So in the graph that AOTAutograd traces, the input `shard` stands for `unshard(shard, handle, ...)`:
 
-    unshard(shard) -> mm -> ...  =>  shard -> mm -> ...  =traced=>  the same, and mm_1, the gradient of the input
+    unshard(shard) -> mm -> ...    becomes    shard -> mm -> ...
 
 The traced graph then gets `unshard` before the first reader of the input, and `reduce_grad` after its gradient.
-AOTAutograd passes on whatever tensors it is called with, and these are the shards.
+AOTAutograd does not look at its inputs at run time, so these can be the shards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,19 +19,30 @@ import torch
 from torch import Tensor, fx
 
 from zgraph.graph import meta, nodes
-from zgraph.torch_compat.aot import aot_input_index, belongs_to_backward
+from zgraph.torch_compat.aot import aot_input_index, belongs_to_backward, gradient_indices
 from zgraph.torch_compat.dynamo import dynamo_fake
 from zgraph.torch_compat.fake_values import fake_storage_key
 
 
 @dataclass(frozen=True)
-class _Late:
-    """A marker that was removed: its arguments except for shard and handle, and its origin."""
+class _Marker:
+    """A marker that was removed.
+
+    Attributes:
+        shard: fake shard, in the fake mode of Dynamo's graph.
+        handle: index of the handle among the frame's inputs.
+        arguments: arguments after shard and handle.
+        origin: the removed node.
+    """
 
     shard: Tensor
-    handle: int  # index among the frame's inputs
+    handle: int
     arguments: tuple[Any, ...]
     origin: fx.Node
+
+    def like_shard(self, known: Tensor) -> Tensor:
+        """Return a fake shard in the fake mode of `known`."""
+        return known.new_empty(self.shard.shape, dtype=self.shard.dtype)
 
 
 class LateMarkers:
@@ -40,58 +51,60 @@ class LateMarkers:
     Args:
         gm: Dynamo's graph, on local shards; changed in place.
         inputs: example inputs of the graph.
-        skipped: indices of inputs whose markers remain.
+        kept: indices of inputs whose markers remain.
+
+    Attributes:
+        inputs: example inputs of the changed graph.
     """
 
-    def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], skipped: Mapping[int, object]) -> None:
+    def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], kept: Container[int]) -> None:
         self.inputs = list(inputs)
-        self._late: dict[int, _Late] = {}
-        places = {node: place for place, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
+        self._markers: dict[int, _Marker] = {}  # by index of the shard
+        places: dict[Any, int] = {node: place for place, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
         returned = _storages(nodes.returned_by(gm.graph))
         for node in nodes.call_functions(gm.graph, nodes.is_unshard):
             shard, handle, *arguments = node.args
             value = dynamo_fake(node)
-            if shard not in places or handle not in places or len(shard.users) > 1 or places[shard] in skipped:
+            if not isinstance(shard, fx.Node) or shard not in places or handle not in places:
                 continue
-            # A returned parameter would be returned as it is passed in.
-            if not isinstance(value, Tensor) or fake_storage_key(value) in returned:
+            # Of several gathers, backward adds the gradients before it reduces them.
+            if places[shard] in kept or len(shard.users) > 1 or not isinstance(value, Tensor):
+                continue
+            if fake_storage_key(value) in returned:  # AOTAutograd would return the shard itself, or a view of it
                 continue
             place = places[shard]
-            self._late[place] = _Late(self.inputs[place], places[handle], tuple(arguments), node)
+            self._markers[place] = _Marker(self.inputs[place], places[handle], tuple(arguments), node)
             with torch.no_grad():
                 self.inputs[place] = value.new_empty(value.shape).requires_grad_(value.requires_grad)
             node.replace_all_uses_with(shard)
             gm.graph.erase_node(node)
-        if self._late:
+        if self._markers:
             gm.recompile()
 
-    def insert(self, graph: fx.Graph, outputs: int | None = None) -> None:
-        """Insert the markers into the traced graph.
-
-        Args:
-            graph: joint graph, or graph of an inference.
-            outputs: number of outputs of a joint graph that are not gradients; None: the graph has no gradients.
-        """
-        if not self._late:
-            return
-        inputs = {aot_input_index(node): node for node in graph.find_nodes(op="placeholder")}
-        given = [node for node in graph.find_nodes(op="placeholder") if aot_input_index(node) is not None]
-        if outputs is not None:
-            returned = nodes.returned_by(graph)
-            for number, node in enumerate(given, outputs):
-                late = self._late.get(aot_input_index(node))
-                grad = returned[number]
-                if late is not None and isinstance(grad, fx.Node):
-                    returned[number] = _reduced(grad, inputs[late.handle], late)
-            nodes.output_of(graph).args = (tuple(returned),)
-        order, last = nodes.order_of(graph), next(reversed(graph.find_nodes(op="placeholder")))
+    def insert(self, graph: fx.Graph) -> None:
+        """Insert the markers into the traced graph, a joint graph or that of an inference."""
+        given = {aot_input_index(node): node for node in graph.find_nodes(op="placeholder")}
+        order = nodes.order_of(graph)
+        self._reduce(graph, given, order)
+        places: list[tuple[int, fx.Node]] = []
         before = nodes.output_of(graph)
-        # In the order of forward, however parameters of a module are read.
-        for place, late in reversed(self._late.items()):
-            node = inputs[place]
-            if node.users:
-                before = min(before, *node.users, key=order.__getitem__)
-                _gather(node, inputs[late.handle], late, before)
+        # Gathers keep the order of forward, whichever parameter of a module is read first.
+        for place in reversed(self._markers):
+            if given[place].users:
+                before = min(before, *given[place].users, key=order.__getitem__)
+                places.append((place, before))
+        for place, before in reversed(places):
+            marker = self._markers[place]
+            _gather(given[place], given[marker.handle], marker, before)
+
+    def _reduce(self, graph: fx.Graph, given: dict[int | None, fx.Node], order: dict[fx.Node, int]) -> None:
+        """Insert `reduce_grad` after the gradients, in their order."""
+        returned, indices = nodes.returned_by(graph), gradient_indices(graph)
+        numbers = {indices[place]: marker for place, marker in self._markers.items() if place in indices}
+        grads = {number: returned[number] for number in numbers if isinstance(returned[number], fx.Node)}
+        for number, grad in sorted(grads.items(), key=lambda item: order[item[1]]):
+            returned[number] = _reduced(grad, given[numbers[number].handle], numbers[number])
+        nodes.output_of(graph).args = (returned,)
 
 
 def _storages(returned: Sequence[Any]) -> set[int]:
@@ -99,30 +112,27 @@ def _storages(returned: Sequence[Any]) -> set[int]:
     return {fake_storage_key(value) for value in values if isinstance(value, Tensor)}
 
 
-def _gather(node: fx.Node, handle: fx.Node, late: _Late, before: fx.Node) -> None:
-    value = meta.tensor_value(node)
-    with node.graph.inserting_before(before):
-        arguments = (node, handle, *late.arguments)
-        marker = node.graph.create_node("call_function", torch.ops.zgraph.unshard.default, arguments, name="unshard")
-    node.replace_all_uses_with(marker, delete_user_cb=lambda user: user is not marker)
-    meta.set_value(marker, value)
-    meta.set_value(node, _like_shard(value, late))
-    meta.copy_origin(marker, late.origin)
+def _gather(shard: fx.Node, handle: fx.Node, marker: _Marker, before: fx.Node) -> None:
+    value = meta.tensor_value(shard)
+    with shard.graph.inserting_before(before):
+        node = _call(shard.graph, torch.ops.zgraph.unshard.default, (shard, handle, *marker.arguments), "unshard")
+    shard.replace_all_uses_with(node, delete_user_cb=lambda user: user is not node)
+    meta.set_value(node, value)
+    meta.set_value(shard, marker.like_shard(value))
+    meta.copy_origin(node, marker.origin)
 
 
-def _reduced(grad: fx.Node, handle: fx.Node, late: _Late) -> fx.Node:
-    _, _, *policy = late.arguments
-    arguments = (grad, handle, late.shard.dtype, *policy)
+def _reduced(grad: fx.Node, handle: fx.Node, marker: _Marker) -> fx.Node:
+    _, _, *policy = marker.arguments  # without shape and dtype of the parameter
+    arguments = (grad, handle, marker.shard.dtype, *policy)
     after = grad if grad.op != "placeholder" else next(reversed(grad.graph.find_nodes(op="placeholder")))
     with grad.graph.inserting_after(after):
-        operator = torch.ops.zgraph.reduce_grad.default
-        marker = grad.graph.create_node("call_function", operator, arguments, name="reduce_grad")
-    meta.set_value(marker, _like_shard(meta.tensor_value(grad), late))
-    meta.copy_origin(marker, late.origin)
-    belongs_to_backward(marker)
-    return marker
+        node = _call(grad.graph, torch.ops.zgraph.reduce_grad.default, arguments, "reduce_grad")
+    meta.set_value(node, marker.like_shard(meta.tensor_value(grad)))
+    meta.copy_origin(node, marker.origin)
+    belongs_to_backward(node)
+    return node
 
 
-def _like_shard(whole: Tensor, late: _Late) -> Tensor:
-    """Return a fake shard in the fake mode of the traced graph, which is not that of Dynamo's graph."""
-    return whole.new_empty(late.shard.shape, dtype=late.shard.dtype)
+def _call(graph: fx.Graph, operator: Any, arguments: tuple[Any, ...], name: str) -> fx.Node:
+    return graph.create_node("call_function", operator, arguments, name=name)

@@ -9,7 +9,7 @@ While Dynamo traces, `read_whole` stands for `unshard(parameter.to_local(), ...)
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, fx
@@ -46,8 +46,8 @@ class _Whole(torch.autograd.Function):
         return local_of(parameter).new_empty(shape, dtype=dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        raise NotImplementedError
+    def backward(ctx: Any, *grads: Tensor) -> NoReturn:
+        raise NotImplementedError("Dynamo runs no backward")
 
 
 def markers_for_reads(gm: fx.GraphModule) -> None:

@@ -109,11 +109,24 @@ def aot_input_index(node: fx.Node) -> int | None:
     None for placeholders of other values, such as tangents (gradients of outputs). Placeholders of the parts of one
     DTensor have the same index. torch 2.11 - 2.15: read from `meta["desc"]`.
     """
-    described: Any = node.meta.get("desc")
+    return _index_in(node.meta.get("desc"))
+
+
+def _index_in(described: Any) -> int | None:
     while described is not None and hasattr(described, "base"):
         described = described.base
     index = getattr(described, "idx", None)
     return index if isinstance(index, int) else None
+
+
+def gradient_indices(graph: fx.Graph) -> dict[int | None, int]:
+    """Return the index of the output of a joint graph that is the gradient of an input, by the input's index.
+
+    The indices of inputs are those of `aot_input_index`. torch 2.11 - 2.15: read from `meta["desc"]`.
+    """
+    described = next(iter(reversed(graph.nodes))).meta.get("desc", ())
+    grads = {number: one.grad_of for number, one in enumerate(described) if hasattr(one, "grad_of")}
+    return {_index_in(found): number for number, found in grads.items()}
 
 
 def is_tangent(node: fx.Node) -> bool:

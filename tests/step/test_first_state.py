@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,9 @@ from torch import Tensor, nn, optim
 
 import zgraph
 from tests.support.ranks import Ranks
+from zgraph.step.capture.capture import capture
+from zgraph.step.capture.first_state import SAME_FIRST_STEP, first_state, put_first_state, runs_alike, with_state
+from zgraph.step.capture.lifted import Lifted
 
 
 class Averaging(optim.Optimizer):
@@ -211,3 +214,43 @@ def failing() -> None:
 
 def test_a_later_step_that_fails_does_not_fail_the_first(ranks: Ranks) -> None:
     ranks.run(failing)
+
+
+# Each kernel of each optimizer that is taken to run the same operators in its first step as in later ones.
+KNOWN: Mapping[str, Callable[[Any], optim.Optimizer]] = {
+    f"{kind.__name__}, {kernel}, {options}": partial(kind, lr=0.1, **{kernel: True}, **options)
+    for kind in sorted(SAME_FIRST_STEP, key=lambda kind: kind.__name__)
+    for kernel in ("foreach", "fused")
+    if kernel != "fused" or kind in (optim.Adam, optim.AdamW)
+    for options in (
+        {},
+        {"weight_decay": 0.1, "maximize": True},
+        *([{"amsgrad": True}] if kind in (optim.Adam, optim.AdamW) else []),
+        *([{"momentum": 0.9, "centered": True}] if kind is optim.RMSprop else []),
+    )
+} | {f"{kind.__name__}, one by one": partial(kind, lr=0.1, foreach=False) for kind in SAME_FIRST_STEP}
+
+
+def is_as_captured(make: Callable[[Any], optim.Optimizer]) -> bool:
+    """Whether a first step that is given its state has the graph of the step that is captured on that state."""
+    model = net()
+    optimizer = make(model.parameters())
+    lifted = Lifted.of(model, [optimizer])
+    step, batch = lines(model, optimizer), torch.ones(2, 4)
+    first = capture(step, lifted, [batch], {})
+    made = first_state(first, lifted)
+    assert made, "the first step makes state from constants"
+    put_first_state(made, lifted)
+    later = capture(step, lifted, [batch], {})
+    is_alike = runs_alike(first, made, later, lifted)
+    given = with_state(first, made, lifted)
+    return is_alike and given is not None and runs_alike(given, [], later, lifted)
+
+
+def all_given() -> list[str]:
+    return [name for name, make in KNOWN.items() if not is_as_captured(make)]
+
+
+def test_a_given_state_has_the_graph_that_its_capture_has(ranks: Ranks) -> None:
+    for differ in ranks.run(all_given):
+        assert differ == []

@@ -32,7 +32,7 @@ from zgraph.runtime.exchanges.steps import members_of, numbers_of, origin_of_par
 from zgraph.step import guards
 from zgraph.step.capture import parameter_hooks
 from zgraph.step.capture.capture import Captured, capture
-from zgraph.step.capture.first_state import first_state, put_first_state, runs_alike
+from zgraph.step.capture.first_state import first_state, put_first_state, runs_alike, with_state
 from zgraph.step.capture.lifted import Lifted, local, name_part
 from zgraph.step.capture.option_inputs import OptionInputs
 from zgraph.step.current import Current
@@ -340,7 +340,11 @@ class TrainingStep(Generic[P, R]):
         made = first_state(first.captured, lifted)
         if made is None:
             return None
-        remove, later = put_first_state(made, lifted), None
+        remove = put_first_state(made, lifted)
+        known = with_state(first.captured, made, lifted)
+        if known is not None:
+            return first._replace(captured=known)
+        later = None
         try:
             found = self._capture(lifted, outside, args, kwargs, lowering)
             if runs_alike(first.captured, made, found.captured, lifted):

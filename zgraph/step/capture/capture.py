@@ -68,6 +68,7 @@ class Effects:
             parameter, key, value).
         cleared: indices of parameters whose gradients the step sets to None before it uses them.
         steps: indices of the optimizers that step.
+        keeps_state: whether lines of the step put entries into an optimizer's state.
     """
 
     outputs: tuple[Output, ...]
@@ -76,6 +77,7 @@ class Effects:
     constants: tuple[tuple[int, int, str, Any], ...]
     cleared: frozenset[int]
     steps: tuple[int, ...]
+    keeps_state: bool
 
     @property
     def makes_state(self) -> bool:
@@ -393,6 +395,7 @@ class _Tracer:
             constants=tuple(constants),
             cleared=frozenset(stand_ins.cleared),
             steps=tuple(number for number, one in optimizers if one.stepped),
+            keeps_state=any(one.keeps_state for one in stand_ins.optimizers),
         )
         return [value for _, value in pairs]
 

@@ -1,19 +1,20 @@
 """Optimizer state made before the first step, so that this step runs the graph of all later ones.
 
 Most optimizers make their state in their first step, from zeros: a graph of that step would run once. So the state is
-made as it is before the step, the step is captured again, and the two graphs are compared: if they differ in more than
-the state, the optimizer does something else in its first step, which then has a graph of its own.
+made as it is before the step, and becomes an input of the step's graph. torch's `SAME_FIRST_STEP` do nothing else in
+their first step. For others, the step is captured again, and the two graphs are compared: if they differ in more than
+the state, the first step has a graph of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, optim
 from torch.fx.node import map_arg
 
 from zgraph.analysis.liveness import placements
@@ -35,6 +36,7 @@ FILLS = MappingProxyType(
         aten.full_like.default: None,
     }
 )
+SAME_FIRST_STEP = frozenset({optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RMSprop, optim.Adadelta})
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,43 @@ def put_first_state(made: Sequence[FirstState], lifted: Lifted) -> Callable[[], 
     return remove
 
 
+def with_state(first: Captured, made: Sequence[FirstState], lifted: Lifted) -> Captured | None:
+    """Return the first step as a step that is given the state `made`, which its optimizers have now.
+
+    None unless the optimizers are of `SAME_FIRST_STEP`, and no line of the step itself sets state. Changes the graph.
+    """
+    effects = first.effects
+    if effects.keeps_state or not all(_steps_alike(lifted.optimizers[number].optimizer) for number in effects.steps):
+        return None
+    graph = first.gm.graph
+    made_by = {(one.output.number, one.output.position, one.output.key): one.node for one in made}
+    given, begin = graph.find_nodes(op="placeholder"), _state_begins(lifted)
+    before, last = iter(given[begin:]), given[begin - 1]
+    for name, entry in zip(lifted.names()[begin:], _state_entries(lifted), strict=True):
+        if entry not in made_by:
+            last = next(before)
+            continue
+        node = made_by[entry]
+        with graph.inserting_after(last):
+            last = graph.placeholder(name)
+        meta.set_value(last, meta.value(node))
+        meta.set_kept(last, "state")
+        node.replace_all_uses_with(last)
+        sources = node.all_input_nodes
+        for one in (node, *(one for one in sources if one.op == "get_attr" and len(one.users) == 1)):
+            graph.erase_node(one)
+    left = zip(effects.outputs, nodes.returned_by(graph), strict=True)
+    kept = [(output, node) for output, node in left if not isinstance(output, NewState)]
+    nodes.output_of(graph).args = ([node for _, node in kept],)
+    first.gm.recompile()
+    return replace(first, effects=replace(effects, outputs=tuple(output for output, _ in kept)))
+
+
+def _steps_alike(optimizer: optim.Optimizer) -> bool:
+    is_tested = not any(group.get("capturable") for group in optimizer.param_groups)  # they need a GPU
+    return type(optimizer) in SAME_FIRST_STEP and is_tested
+
+
 def runs_alike(first: Captured, made: Sequence[FirstState], later: Captured, lifted: Lifted) -> bool:
     """Return whether a step captured with its state (`later`) runs the first one's operators on the state `made`.
 
@@ -147,17 +186,25 @@ def _place(output: Output) -> tuple[Any, ...]:
     return (type(output), *(getattr(output, name, None) for name in ("place", "position", "number", "scaler")))
 
 
-def _state_inputs(captured: Captured, lifted: Lifted) -> Iterator[tuple[tuple[int, int, str], fx.Node]]:
-    """Yield each input that is optimizer state, with the optimizer's number, the parameter's position and the key."""
-    given = captured.gm.graph.find_nodes(op="placeholder")
-    begin = len(lifted.parameters) + len(lifted.handles) + len(lifted.buffers)
-    entries = [
+def _state_begins(lifted: Lifted) -> int:
+    """Return the index of the first input that is optimizer state."""
+    return len(lifted.parameters) + len(lifted.handles) + len(lifted.buffers)
+
+
+def _state_entries(lifted: Lifted) -> list[tuple[int, int, str]]:
+    """Return the optimizer's number, the parameter's position and the key of each input that is optimizer state."""
+    return [
         (number, position, key)
         for number, one in enumerate(lifted.optimizers)
         for position, key, value in one.state_entries()
         if isinstance(value, Tensor)
     ]
-    yield from zip(entries, given[begin:], strict=False)
+
+
+def _state_inputs(captured: Captured, lifted: Lifted) -> Iterator[tuple[tuple[int, int, str], fx.Node]]:
+    """Yield each input that is optimizer state, with the optimizer's number, the parameter's position and the key."""
+    given = captured.gm.graph.find_nodes(op="placeholder")
+    yield from zip(_state_entries(lifted), given[_state_begins(lifted) :], strict=False)
 
 
 def _feeds_only(node: fx.Node, begins: set[fx.Node]) -> bool:

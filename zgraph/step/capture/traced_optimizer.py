@@ -35,6 +35,7 @@ class TracedOptimizer:
         groups: the optimizer's groups, with traced parameters and options.
         state: traced state, with the tensors of `stepped_on` as keys; it includes entries that the step adds.
         stepped: whether the optimizer has stepped.
+        keeps_state: whether lines of the step have put entries into the state.
         skip: whether the step is skipped, as a 0-d bool tensor; None if it is never skipped.
         drawn: seeds of the stochastic rounding of moments, by index of the parameter; None: no rounding.
     """
@@ -46,6 +47,7 @@ class TracedOptimizer:
     groups: list[dict[str, Any]]
     state: dict[Tensor, dict[str, Any]] = field(default_factory=lambda: defaultdict(dict))
     stepped: bool = False
+    keeps_state: bool = False
     skip: Tensor | None = None
     drawn: Mapping[int, Drawn] | None = None
 
@@ -135,6 +137,7 @@ class TracedOptimizer:
 
     def _keep(self, position: int, key: str, value: Any) -> None:
         """Keep an entry that a line of the step has put into the state."""
+        self.keeps_state = True
         if self.is_element_wise and isinstance(value, Tensor):
             parameter = self.parameters[position]
             if not _lies_like(value, parameter):

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from ranks import as_rank, on_all_ranks, run_ranks, say
 from record import about, parser_of, save, table
 from torch import Tensor, nn
+from torch._dynamo.decorators import mark_dynamic
 from torch._dynamo.utils import counters
 from workload import SEED, LanguageModel, ModelConfig
 
@@ -142,7 +143,7 @@ def measure(rank: int, plan: dict[str, Any]) -> dict[str, Any]:
                 continue
             if way == MARKED:
                 for dim in (2, 3) if loop == "images" else (1,):
-                    torch._dynamo.mark_dynamic(batch, dim)
+                    mark_dynamic(batch, dim)
             begun = time.perf_counter()
             try:
                 if trains:

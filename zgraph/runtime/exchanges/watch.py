@@ -48,7 +48,8 @@ ADVICE = (
     "All ranks must call the same parts of the model in the same order, and make the same calls outside of it: take "
     "them out of `if rank == 0:`. Name modules that only some ranks run: zgraph.shard(model, optional=[...]), which "
     "keeps them whole everywhere; or draw the layers that run alike on all ranks; or name the module around them: "
-    "zgraph.shard(model, units=[...]), which gathers and reduces all of it everywhere. "
+    "zgraph.shard(model, units=[...]), which gathers and reduces all of it everywhere. A rank without a loss or a "
+    "batch goes on with an old one: (loss * 0).backward(). "
     f"{ADVICE_ON_CHANGES}"
 )
 
@@ -259,7 +260,9 @@ def _difference(waits: Mapping[int, tuple[str, Sequence[str]]]) -> str:
     """Say what the texts of two ranks' waits leave out, of which each has the names of the parameters, too."""
     (one, (text, names)), (other, (other_text, others)) = sorted(waits.items())
     pairs = [(mine, theirs) for mine, theirs in zip_longest(names, others, fillvalue="none") if mine != theirs]
-    if text == other_text and pairs:
+    if text == other_text and not pairs:
+        return ", after another number of exchanges: one of them may run outside of graphs, see the warnings"
+    if text == other_text:
         return f", which differ first in {pairs[0][0]} on rank {one}, {pairs[0][1]} on rank {other}"
     for rank, short, long in ((one, text, other_text), (other, other_text, text)):
         if f"{short}," in long:

@@ -13,10 +13,10 @@ from zgraph.torch_compat.dynamo import constant_in_graphs, graph_break_reasons, 
 from zgraph.torch_compat.modules import tree_flatten
 
 _AT_LIMIT = (
-    "Dynamo has reached its limit of recompiles (torch.compiler.config.recompile_limit), so this model now runs "
-    "uncompiled for inputs that have no graph, and gathers its parameters one by one; ranks that still run graphs "
-    "raise an AgreementError. zgraph.summary(model) lists why the model was compiled again. If shapes vary, leave out "
-    "dynamic=False, or pad to fewer shapes; or raise the limit on all ranks"
+    "Dynamo has reached its limit of recompiles, so this model now runs uncompiled for inputs that have no graph, and "
+    "gathers its parameters one by one; ranks that still run graphs raise an AgreementError. zgraph.summary(model) "
+    "lists why the model was compiled again. If shapes vary, leave out dynamic=False, or pad to fewer shapes; or raise "
+    "the limit on all ranks, before the first step: torch.compiler.config.recompile_limit = 64"
 )
 _SHOWN = 6  # modules, and reasons, that the warning names
 

@@ -40,6 +40,7 @@ def test_ranks_with_different_models_get_an_error_at_once() -> None:
     assert "rank 0 has all_gather_into_tensor f32" in first
     assert "0.weight" in first  # by name, not only by number
     assert "Nothing has been sent" in first
+    assert "the modules of 0.weight, 0.bias, name these modules: zgraph.shard(model, optional=[...])" in first
     assert waited < 60  # well below the agreement's own limit: nobody waited for it to pass
 
 

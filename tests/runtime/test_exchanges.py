@@ -372,6 +372,20 @@ def test_replicas_are_saved_by_one_rank(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks.run(saved_on_one_rank, 0, str(tmp_path), "state dict") == ["nothing was raised"] * 2
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        (("a, b and 1 more", ["a", "b", "c"]), ("a, b and 1 more", ["a", "b", "d"]), "differ first in c on rank 0, d"),
+        (("a and 1 more", ["a", "b"]), ("a and 1 more", ["a", "b"]), "after another number of exchanges"),
+        (("gather of a", ["a"]), ("gather of a, b", ["a", "b"]), "rank 0 may run outside of graphs"),
+        (("gather of a", ["a"]), ("gather of b", ["b"]), ""),
+    ],
+)
+def test_an_error_says_what_its_texts_leave_out(first: Any, second: Any, expected: str) -> None:
+    found = watch._difference({1: second, 0: first})
+    assert expected in found and bool(found) == bool(expected)
+
+
 class Lines(logging.Handler):
     def __init__(self) -> None:
         super().__init__()

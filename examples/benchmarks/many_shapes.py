@@ -4,7 +4,7 @@
 
 Two ranks train a language model on batches whose lengths are drawn from 1 to 512, each rank its own, and then on such
 that are padded to eight lengths; or a U-Net on eight sizes of images in turn, evaluated after every step. Each way has
-processes of its own. `torch.compile` compiles the same model without sharding, by the backend that does as much as
+processes of its own, whose processor seconds are those of the steps that compile. `torch.compile` compiles the same model without sharding, by the backend that does as much as
 zgraph's lowering: aot_eager as much as fx. Every gradient is compared with that of the uncompiled, replicated model,
 averaged over the ranks.
 """
@@ -144,7 +144,7 @@ def measure(rank: int, plan: dict[str, Any]) -> dict[str, Any]:
             if way == MARKED:
                 for dim in (2, 3) if loop == "images" else (1,):
                     mark_dynamic(batch, dim)
-            begun = time.perf_counter()
+            begun = time.process_time()
             try:
                 if trains:
                     step(batch)
@@ -156,7 +156,7 @@ def measure(rank: int, plan: dict[str, Any]) -> dict[str, Any]:
             except zgraph.ZgraphError as error:
                 refused, text = number, str(error)
                 break
-            taken = time.perf_counter() - begun
+            taken = time.process_time() - begun
             frames = compiled(way, model)
             compiling, running = (compiling + taken, running) if frames > last else (compiling, running + taken)
             last = frames
@@ -188,11 +188,14 @@ def main() -> None:
             plan = {"way": way, "loop": loop, "lowering": args.lowering, "steps": args.steps}
             row = found["rows"][f"{loop}, {way}"] = run_ranks(__file__, plan, range(RANKS))
             more = row["grown_mib"] / max(1, row["compiled"] - 1)
-            end = f"refused at {row['refused_at']}" if row["refusal"] else "uncompiled" if row["gave_up"] else "-"
+            end = " ".join(
+                (["uncompiled"] if row["gave_up"] else [])
+                + ([f"refused at step {row['refused_at']}"] if row["refusal"] else [])
+            )
             figures = f"{row['compiling_s']:.1f}", f"{more:.1f}", f"{row['off']:.0e}"
             rows.append((f"{loop}, {way}", row["compiled"], *figures, end))
             say(0, f"{loop}, {way}: {row}")
-    print(table(("way", "compiled", "s", "MiB for each", "largest error", "at the limit"), rows))
+    print(table(("way", "compiled", "processor s", "MiB for each", "largest error", "at the limit"), rows))
     save(args.json, found)
 
 

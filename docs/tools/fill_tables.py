@@ -277,11 +277,10 @@ def shapes(result: dict[str, Any]) -> str:
     for name, row in result["rows"].items():
         ends = ["uncompiled, with a warning"] if row["gave_up"] else []
         ends += [f"an error at step {row['refused_at']}"] if row["refusal"] else []
-        seconds, more = row["compiling_s"], row["grown_mib"] / max(1, row["compiled"] - 1)
-        grown = f"{more:.0f}" if row["compiled"] > 1 else ""
-        rows.append(
-            (name, str(row["compiled"]), f"{seconds:.0f}", grown, f"{row['off']:.0e}" if row["off"] else "0", end)
-        )
+        more = row["compiled"] - 1
+        grown = f"{row['grown_mib'] / more:.0f}" if more else ""
+        error = f"{row['off']:.0e}" if row["off"] else "0"
+        rows.append((name, str(row["compiled"]), f"{row['compiling_s']:.0f}", grown, error, "; ".join(ends)))
     heads = ("", "compiled", "processor s", "MiB for each more", "largest error of a gradient", "at the limit")
     return markdown(heads, rows) + provenance([result])
 

@@ -4,9 +4,9 @@
 
 Two ranks train a language model on batches whose lengths are drawn from 1 to 512, each rank its own, and then on such
 that are padded to eight lengths; or a U-Net on eight sizes of images in turn, evaluated after every step. Each way has
-processes of its own, whose processor seconds are those of the steps that compile. `torch.compile` compiles the same model without sharding, by the backend that does as much as
-zgraph's lowering: aot_eager as much as fx. Every gradient is compared with that of the uncompiled, replicated model,
-averaged over the ranks.
+processes of its own, of which the processor seconds of steps that compile are counted. `torch.compile` compiles the
+same model without sharding, by the backend that does as much as zgraph's lowering: aot_eager as much as fx. Every
+gradient is compared with that of the uncompiled, replicated model, averaged over the ranks.
 """
 
 import gc

@@ -25,6 +25,7 @@ PAGES = (
     ROOT / "docs" / "benchmarks.md",
     ROOT / "docs" / "gpus.md",
     ROOT / "docs" / "models.md",
+    ROOT / "docs" / "start-up.md",
     ROOT / "examples" / "README.md",
 )
 RESULTS = ROOT / "examples" / "benchmarks" / "results"
@@ -119,7 +120,7 @@ def table(name: str) -> str:
     if name.startswith("gpu-"):
         return gpu(load("gpu-h200"), name.removeprefix("gpu-"))
     kinds = {"convergence": convergence, "zoo": zoo, "offload_states": states}
-    kinds |= {"offload_inference": inference, "offload_capacity": capacity}
+    kinds |= {"offload_inference": inference, "offload_capacity": capacity, "many_shapes-fx": shapes}
     return kinds.get(name, steps)(load(name))
 
 
@@ -267,6 +268,20 @@ def capacity(result: dict[str, Any]) -> str:
         if way in names and row is not None
     ]
     heads = (f"in {result['gib']} GiB", "largest that trains", "M parameters", "times plain PyTorch")
+    return markdown(heads, rows) + provenance([result])
+
+
+def shapes(result: dict[str, Any]) -> str:
+    """How often batches of many shapes are compiled."""
+    rows: list[tuple[str, ...]] = []
+    for name, row in result["rows"].items():
+        ends = ["uncompiled, with a warning"] if row["gave_up"] else []
+        ends += [f"an error at step {row['refused_at']}"] if row["refusal"] else []
+        more = row["compiled"] - 1
+        grown = f"{row['grown_mib'] / more:.0f}" if more else ""
+        error = f"{row['off']:.0e}" if row["off"] else "0"
+        rows.append((name, str(row["compiled"]), f"{row['compiling_s']:.0f}", grown, error, "; ".join(ends)))
+    heads = ("", "compiled", "processor s", "MiB for each more", "largest error of a gradient", "at the limit")
     return markdown(heads, rows) + provenance([result])
 
 

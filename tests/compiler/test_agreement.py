@@ -15,7 +15,7 @@ from torch.distributed import HashStore, PrefixStore
 import zgraph
 from tests.support.compiled import with_fx
 from tests.support.ranks import Ranks, fresh_ranks
-from zgraph.compiler.agreement import Signature, _Board, agree, changes_of, places_of_updates
+from zgraph.compiler.agreement import Signature, _Board, _difference, agree, changes_of, places_of_updates
 from zgraph.graph import meta
 
 
@@ -40,7 +40,17 @@ def test_ranks_with_different_models_get_an_error_at_once() -> None:
     assert "rank 0 has all_gather_into_tensor f32" in first
     assert "0.weight" in first  # by name, not only by number
     assert "Nothing has been sent" in first
+    assert "the modules of 0.weight, 0.bias, name these modules: zgraph.shard(model, optional=[...])" in first
     assert waited < 60  # well below the agreement's own limit: nobody waited for it to pass
+
+
+def test_advice_on_other_buckets_of_the_same_parameters_names_the_batch() -> None:
+    one, two = (
+        Signature("forward", ("gather 8",), ("a, b",), (0, 1)),
+        Signature("forward", ("4", "4"), ("a", "b"), (0, 1)),
+    )
+    text = _difference(0, one, 1, two)
+    assert "torch._dynamo.mark_dynamic" in text and "optional=" not in text
 
 
 def recompile_alone() -> list[float]:

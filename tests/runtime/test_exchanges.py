@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import logging
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -293,7 +295,7 @@ def test_only_ranks_that_wait_for_each_other_are_told(has_started: bool, monkeyp
         for rank, started in ((0, "A"), (1, "AB" if has_started else "B")):
             monkeypatch.setattr(watches[rank], "tell", lambda peer, found, text, rank=rank: told.add((rank, peer)))
             watches[rank].started.extend((ord(name), 0, [8] * 3, [8] * 3) for name in started)
-            about: Any = SimpleNamespace(exchanges=SimpleNamespace(began=1))
+            about: Any = SimpleNamespace(exchanges=SimpleNamespace(began=1), names=[])
             exchange: Any = SimpleNamespace(key=[ord(started[-1]), 0], about=about, group=dist.group.WORLD)
             exchange.sends = exchange.receives = [8] * 3
             watches[rank].waits = exchange
@@ -368,3 +370,57 @@ def test_a_rank_that_saves_alone_is_told(ranks: Ranks, what: str, tmp_path: Path
 def test_replicas_are_saved_by_one_rank(ranks: Ranks, tmp_path: Path) -> None:
     """Nothing travels for it."""
     assert ranks.run(saved_on_one_rank, 0, str(tmp_path), "state dict") == ["nothing was raised"] * 2
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        (("a, b and 1 more", ["a", "b", "c"]), ("a, b and 1 more", ["a", "b", "d"]), "differ first in c on rank 0, d"),
+        (("a and 1 more", ["a", "b"]), ("a and 1 more", ["a", "b"]), "after another number of exchanges"),
+        (("gather of a", ["a"]), ("gather of a, b", ["a", "b"]), "rank 0 may run outside of graphs"),
+        (("gather of a", ["a"]), ("gather of b", ["b"]), ""),
+    ],
+)
+def test_an_error_says_what_its_texts_leave_out(first: Any, second: Any, expected: str) -> None:
+    found = watch._difference({1: second, 0: first})
+    assert expected in found and bool(found) == bool(expected)
+
+
+class Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def one_rank_is_elsewhere() -> list[str]:
+    """What is logged while rank 1 sits in a collective of the script until rank 0 has logged something."""
+    model, lines = zgraph.shard(nn.Linear(4, 4)), Lines()
+    logging.getLogger("zgraph").addHandler(lines)
+    usual, watch.SILENCE_S = watch.SILENCE_S, 0.0
+    store = dist.PrefixStore("elsewhere", default_store())
+    try:
+        if dist.get_rank() == 0:
+            threading.Thread(target=_tell_when_logged, args=(lines, store), daemon=True).start()
+            model(torch.ones(1, 4))
+        else:
+            store.wait(["logged"])
+            model(torch.ones(1, 4))
+    finally:
+        watch.SILENCE_S = usual
+        logging.getLogger("zgraph").removeHandler(lines)
+    return lines.texts
+
+
+def _tell_when_logged(lines: Lines, store: Any) -> None:
+    while not lines.texts:
+        time.sleep(0.01)
+    store.set("logged", "1")
+
+
+def test_a_rank_that_waits_long_says_for_what_and_for_whom() -> None:
+    with fresh_ranks(2) as ranks:  # a process says it once
+        (text,), silent = ranks.run(one_rank_is_elsewhere)
+    assert "waited 0 s for all_gather of weight; rank(s) 1 wait for no exchange" in text and not silent

@@ -314,6 +314,7 @@ def _difference(rank: int, mine: Signature, peer: int, theirs: Signature) -> str
     else:
         pairs = list(zip_longest(mine.entries, theirs.entries, fillvalue=""))
         position = next(i for i, (ours, other) in enumerate(pairs) if ours != other)
+        advice += _more_advice(mine, theirs)
         if any(entry.startswith(_UPDATES) for entry in pairs[position]):
             advice = 'Their plans place updates differently: write zgraph.Offload(update="host"), or "device".'
         if any(entry.startswith(_CHANGES) for entry in pairs[position]):
@@ -327,6 +328,21 @@ def _difference(rank: int, mine: Signature, peer: int, theirs: Signature) -> str
             f"rank {rank} has {_entry(mine, position)}, rank {peer} has {_entry(theirs, position)}"
         )
     return f"zgraph: ranks {rank} and {peer} compiled different communication; {found}. Nothing has been sent. {advice}"
+
+
+def _more_advice(mine: Signature, theirs: Signature) -> str:
+    ours, others = ([name for names in one.names for name in names.split(", ") if name] for one in (mine, theirs))
+    alone = [name for name in dict.fromkeys((*ours, *others)) if name not in ours or name not in others]
+    if not alone:
+        return (
+            " A plan by costs (presets.planned) also depends on the batch that is compiled: begin with one of equal "
+            "size on all ranks, and mark the dimensions that vary by torch._dynamo.mark_dynamic."
+        )
+    more = f" and {len(alone) - 4} more" if len(alone) > 4 else ""
+    return (
+        f" If only some ranks are to run the modules of {', '.join(alone[:4])}{more}, name these modules: "
+        "zgraph.shard(model, optional=[...])."
+    )
 
 
 def _entry(signature: Signature, position: int) -> str:

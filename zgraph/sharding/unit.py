@@ -35,6 +35,7 @@ from zgraph.torch_compat.dynamo import (
     break_graph,
     compiles_frames,
     constant_in_graphs,
+    is_at_recompile_limit,
     is_inlining,
     never_a_frame,
     no_frames_inside,
@@ -168,6 +169,8 @@ def _run_unit(forward: Callable[..., Any], module: nn.Module, args: tuple[Any, .
     if body == "checkpoint":
         return _run_in_region(forward, module, state, args, kwargs)
     outermost = not scope.active
+    if not torch.compiler.is_compiling() and is_at_recompile_limit():
+        scope.uncompiled.give_up()
     if outermost:
         if torch.compiler.is_compiling():
             scope.uncompiled.begin_traced()

@@ -29,6 +29,7 @@ from zgraph.passes.compress_gradients import CompressGradients
 from zgraph.passes.quantize_gathers import QuantizeGathers
 from zgraph.runtime.exchanges.changes import hash_of
 from zgraph.runtime.exchanges.steps import members_of, numbers_of, origin_of_parameter, shard_loaded_state
+from zgraph.runtime.exchanges.watch import announcing
 from zgraph.step import guards
 from zgraph.step.capture import parameter_hooks
 from zgraph.step.capture.capture import Captured, capture
@@ -370,10 +371,12 @@ class TrainingStep(Generic[P, R]):
         others = [one for one in self._variants if one.lowering == lowering or one.captured.effects.makes_state]
         reason = guards.why_another(others, conditions, inputs, tensors)
         if len(others) >= self._limit:
-            raise ZgraphError(
-                f"zgraph.training_step: {self._limit} graphs were made for different calls, the last time because of "
-                f"{reason}. Pass changing values as tensors and pad inputs to few shapes, or raise recompile_limit."
-            )
+            with announcing([param.handle for param in lifted.handles.values()]):  # to ranks that run a graph they have
+                raise ZgraphError(
+                    f"zgraph.training_step: {self._limit} graphs were made for different calls, the last time because "
+                    f"of {reason}. Pass changing values as tensors and pad inputs to few shapes, or raise "
+                    "recompile_limit."
+                )
         if reason:
             _log.info("zgraph: step %s is compiled again: %s", self.function.__name__, reason)
         options = replace(self._options, lowering=lowering)

@@ -88,6 +88,21 @@ def compiles_frames() -> bool:
     return callable(get_eval_frame_callback())
 
 
+@never_a_frame
+def is_at_recompile_limit() -> bool:
+    """Return whether the running torch.compile'd function is at its limit of recompiles, so that it runs uncompiled.
+
+    torch 2.11 - 2.13: the callback is False, which it also is under `set_stance("eager_on_recompile")`.
+    """
+    from torch._C._dynamo.eval_frame import get_eval_frame_callback
+
+    if get_eval_frame_callback() is not False:
+        return False
+    from torch._dynamo.eval_frame import _stance
+
+    return _stance.stance != "eager_on_recompile"
+
+
 def register_late(name: str, module: str) -> None:
     """Register a backend with Dynamo if Dynamo has already searched the entry points of packages.
 

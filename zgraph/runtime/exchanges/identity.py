@@ -130,8 +130,12 @@ class About(NamedTuple):
     exchanges: Exchanges
     options: Options = ()
 
+    @property
+    def names(self) -> list[str]:
+        return [name_of(handle) for handle in self.handles]
+
     def __str__(self) -> str:
-        names = [name_of(handle) for handle in self.handles]
+        names = self.names
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
         options = ", ".join(f"{name}={value}" for name, value in self.options if value is not False)
         parameters = f" of {', '.join(names[:4])}{more}" if names else ""

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import logging
 import threading
 import time
 import warnings
@@ -24,6 +25,7 @@ import weakref
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from datetime import timedelta
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -37,14 +39,17 @@ from zgraph.runtime.exchanges.identity import About, Exchanges, exchanges_of, ta
 from zgraph.torch_compat.fake_values import without_fake_mode
 from zgraph.torch_compat.groups import resolve_group
 
+_log = logging.getLogger(__name__)
 PATIENCE_S = 1.0  # duration of a wait before the store is consulted
+SILENCE_S = 60.0  # duration of a wait before a rank says what it waits for
 _LOOK_S = 0.25
 _REMEMBERED = 4096  # most recently started exchanges; far more than are ever under way
 ADVICE = (
     "All ranks must call the same parts of the model in the same order, and make the same calls outside of it: take "
     "them out of `if rank == 0:`. Name modules that only some ranks run: zgraph.shard(model, optional=[...]), which "
     "keeps them whole everywhere; or draw the layers that run alike on all ranks; or name the module around them: "
-    "zgraph.shard(model, units=[...]), which gathers and reduces all of it everywhere. "
+    "zgraph.shard(model, units=[...]), which gathers and reduces all of it everywhere. A rank without a loss or a "
+    "batch goes on with an old one: (loss * 0).backward(). "
     f"{ADVICE_ON_CHANGES}"
 )
 
@@ -115,6 +120,7 @@ class Watch:
         self._store = PrefixStore("zgraph/watch", store)
         self._seen: list[int] | None = None  # key of the exchange last seen; the exchange would keep a model alive
         self._since = 0.0  # when it was first seen
+        self._has_spoken = False  # whether a long wait was logged
         self._sent: list[Any] = []  # dummy messages, and their memory
         self._lock = threading.Lock()  # guards the published text
         threading.Thread(target=_look_again, args=(weakref.ref(self),), daemon=True).start()
@@ -193,18 +199,28 @@ class Watch:
         ranks = dist.get_process_group_ranks(exchange.group)
         peers = {rank: self.stuck(rank) for rank in ranks if rank != self.rank}
         self._publish(exchange, _text(exchange, ranks, {rank: found["key"] for rank, found in peers.items() if found}))
+        elsewhere = [str(rank) for rank in peers if not self._read(f"waits/{rank}")]
+        if elsewhere and not self._has_spoken and time.monotonic() - self._since > SILENCE_S:
+            self._has_spoken = True
+            _log.warning(
+                "zgraph: rank %d has waited %g s for %s; rank(s) %s wait for no exchange of zgraph's. They compute or "
+                "compile for long, or are elsewhere: in a barrier or another collective of the script, in a loop that "
+                "this rank does not run, or out of data.",
+                *(self.rank, SILENCE_S, exchange.about, ", ".join(elsewhere)),
+            )
         for rank, found in peers.items():
             # The peer was in this very wait when it saw that it had not started the exchange this rank waits for. It
             # stays stuck as long as this rank, itself waiting, does not start the exchange that the peer waits for.
             if found is None or found["missing"].get(str(self.rank)) != exchange.key or self.waits is not exchange:
                 continue
-            waits = {self.rank: str(exchange.about), rank: found["about"]}
+            waits = {self.rank: (str(exchange.about), exchange.about.names), rank: (found["about"], found["names"])}
             first, second = sorted(waits)
             self.tell(
                 rank,
                 found,
                 f"zgraph: ranks {first} and {second} do not do the same: rank {first} waits for "
-                f"{waits[first]}, rank {second} for {waits[second]}. Nothing of it was used. {ADVICE}",
+                f"{waits[first][0]}, rank {second} for {waits[second][0]}{_difference(waits)}. Nothing of it was used. "
+                f"{ADVICE}",
             )
 
     def _read(self, place: str) -> str:
@@ -231,12 +247,27 @@ def _text(exchange: Exchange, ranks: Sequence[int], missing: Mapping[int, list[i
             "key": exchange.key,
             "count": exchange.about.exchanges.began,
             "about": str(exchange.about),
+            "names": exchange.about.names,
             "group": exchange.group.group_name,
             "ranks": ranks,
             "messages": {rank: sizes for rank, *sizes in messages},
             "missing": missing,
         }
     )
+
+
+def _difference(waits: Mapping[int, tuple[str, Sequence[str]]]) -> str:
+    """Say what the texts of two ranks' waits leave out, of which each has the names of the parameters, too."""
+    (one, (text, names)), (other, (other_text, others)) = sorted(waits.items())
+    pairs = [(mine, theirs) for mine, theirs in zip_longest(names, others, fillvalue="none") if mine != theirs]
+    if text == other_text and not pairs:
+        return ", after another number of exchanges: one of them may run outside of graphs, see the warnings"
+    if text == other_text:
+        return f", which differ first in {pairs[0][0]} on rank {one}, {pairs[0][1]} on rank {other}"
+    for rank, short, long in ((one, text, other_text), (other, other_text, text)):
+        if f"{short}," in long:
+            return f"; rank {rank} may run outside of graphs what the other one compiles: see its warnings"
+    return ""
 
 
 @contextlib.contextmanager

@@ -12,6 +12,12 @@ from zgraph.torch_compat.autograd import is_in_backward
 from zgraph.torch_compat.dynamo import constant_in_graphs, graph_break_reasons, no_frames_inside
 from zgraph.torch_compat.modules import tree_flatten
 
+_AT_LIMIT = (
+    "Dynamo has reached its limit of recompiles, so this model now runs uncompiled for inputs that have no graph, and "
+    "gathers its parameters one by one; ranks that still run graphs raise an AgreementError. zgraph.summary(model) "
+    "lists why the model was compiled again. If shapes vary, leave out dynamic=False, or pad to fewer shapes; or raise "
+    "the limit on all ranks, before the first step: torch.compiler.config.recompile_limit = 64"
+)
 _SHOWN = 6  # modules, and reasons, that the warning names
 
 
@@ -48,6 +54,18 @@ class Uncompiled:
         """
         self.warn()
         self.is_skipped = is_compiled and not is_in_backward()
+
+    @no_frames_inside
+    def give_up(self) -> None:
+        """Begin a unit that runs uncompiled because Dynamo is at its limit of recompiles.
+
+        Raises:
+            ZgraphWarning: at once, before a gather: ranks that still run their graphs do not take part in it.
+        """
+        self.is_skipped = not is_in_backward()
+        if self._known != _AT_LIMIT:
+            self._known, self.has_warned = _AT_LIMIT, True
+            warnings.warn(f"zgraph: {_AT_LIMIT}.", ZgraphWarning, stacklevel=2)
 
     @no_frames_inside
     def note(self, parameter: str, is_named: bool) -> None:

@@ -21,7 +21,7 @@ from zgraph.codegen.lower_fx import drop_dependences, lower_fx
 from zgraph.codegen.progress import shown
 from zgraph.graph import meta
 from zgraph.runtime.profiler import Runner
-from zgraph.torch_compat.inductor import compile_with_inductor
+from zgraph.torch_compat.inductor import compile_with_inductor, graphs_from_cache
 from zgraph.torch_compat.modules import lazy_graph_module
 
 Compiled = Callable[[list[Any]], Any]
@@ -35,11 +35,12 @@ class InductorLowering:
         ranks: number of these processes.
         islands: number of islands found so far.
         compiled: compiled function of each distinct island.
+        cached: number of distinct islands that were in Inductor's cache, put there by other ranks or earlier runs.
     """
 
     def __init__(self, rank: int = 0, ranks: int = 1) -> None:
         self.rank, self.ranks = rank, ranks
-        self.islands = 0
+        self.islands = self.cached = 0
         self.compiled: dict[object, Compiled] = {}
 
     def lower(
@@ -72,10 +73,11 @@ class InductorLowering:
         keys = list(new)
         ordered = [keys[place] for place in order_of_rank(self.rank, self.ranks, len(keys))]
         for key in shown(ordered, title) if self.rank == 0 else ordered:
-            island = new[key]
+            island, before = new[key], graphs_from_cache()
             compiled = compile_with_inductor(
                 island.gm, list(map(meta.value, island.gm.graph.find_nodes(op="placeholder")))
             )
+            self.cached += graphs_from_cache() - before
             self.compiled[key] = _named(names[key], compiled)
 
 

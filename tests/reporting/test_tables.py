@@ -186,14 +186,15 @@ def test_an_explanation_prints_and_shows_the_same_facts(report: Report) -> None:
 
 
 def test_a_summary_prints_and_shows_the_same_facts(report: Report) -> None:
-    whole = replace(report, feedback_bytes=5, islands=4, distinct_islands=3)
+    whole = replace(report, feedback_bytes=5, islands=4, distinct_islands=3, cached_islands=2)
     text, rows = str(whole), Cells(whole._repr_html_()).rows
     said = dict(row for row in rows if len(row) == 2)
     assert said["graphs"] == "2 of 1 frame" and "compiled 2 graphs of 1 frame, " in text
     assert f"{counted(int(said['recompiles']), 'recompile')}, {counted(int(said['buckets']), 'bucket')}\n" in text
     assert f"one training step sends {said['sent in a training step']} per rank" in text
     assert f"error feedback: {said['error feedback']} a rank" in text
-    assert "; 4 islands, 3 distinct" in text and said["islands"] == "4, 3 distinct"
+    islands = "3 distinct, 2 of them from Inductor's cache"
+    assert f"; 4 islands, {islands}" in text and said["islands"] == f"4, {islands}"
     assert f"compiling took {said['seconds of compiling']} s: " in text
     phases = {name: said[f"seconds of {name}"] for name in whole.seconds}
     assert ", ".join(f"{name} {seconds} s" for name, seconds in phases.items()) in text

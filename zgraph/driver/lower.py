@@ -138,10 +138,11 @@ class Lowering:
     ) -> Program:
         if self.inductor is None:
             return lower_fx(gm, watch, self.ranks_per_host, recorded)
-        islands, distinct = self.inductor.islands, len(self.inductor.compiled)
+        islands, distinct, cached = self.inductor.islands, len(self.inductor.compiled), self.inductor.cached
         lowered = self.inductor.lower(gm, watch, self.ranks_per_host, f"frame {title}", recorded)
         self.observation.report.islands += self.inductor.islands - islands
         self.observation.report.distinct_islands += len(self.inductor.compiled) - distinct
+        self.observation.report.cached_islands += self.inductor.cached - cached
         return lowered
 
 

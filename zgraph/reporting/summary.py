@@ -29,6 +29,7 @@ class Report:
             `zgraph.explain`, "agreement" is mostly waiting for other ranks, "lowering" is mostly Inductor's.
         islands: number of islands. An island is compute between collectives; Inductor compiles each island by itself.
         distinct_islands: number of islands with different code; equal islands share their code.
+        cached_islands: number of distinct islands found in Inductor's cache, compiled by other ranks or earlier runs.
         measured: latest measurements of `zgraph.measure`, by frame and direction.
         profiler: profiler that is measuring the graphs; None: no measurement.
         uncompiled: text with the modules that gathered parameters outside of compiled graphs, and the reasons, when
@@ -46,6 +47,7 @@ class Report:
     seconds: dict[str, float] = field(default_factory=dict[str, float])
     islands: int = 0
     distinct_islands: int = 0
+    cached_islands: int = 0
     measured: dict[tuple[str, str], Measured] = field(default_factory=dict[tuple[str, str], Measured])
     profiler: StepProfiler | None = None
     uncompiled: str = ""
@@ -125,7 +127,7 @@ class Report:
             lines.append(f"  {name}: {found}, {1e3 * seconds:.0f} ms")
         if self.seconds:
             spent = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.seconds.items())
-            islands = f"; {self.islands} islands, {self.distinct_islands} distinct" if self.islands else ""
+            islands = f"; {self.islands} islands, {self._islands_text}" if self.islands else ""
             lines.append(f"compiling took {sum(self.seconds.values()):.1f} s: {spent}{islands}")
         if self.step_bytes:
             lines.append(f"one training step sends {size(self.step_bytes)} per rank")
@@ -135,6 +137,10 @@ class Report:
             lines.append(f"error feedback: {size(self.feedback_bytes)} a rank")
         return "\n".join(lines)
 
+    @property
+    def _islands_text(self) -> str:
+        return f"{self.distinct_islands} distinct, {self.cached_islands} of them from Inductor's cache"
+
     def tables(self) -> list[Table]:
         """Return the report as tables for a notebook."""
         sent = size(self.step_bytes) if self.step_bytes else "nothing"
@@ -143,7 +149,7 @@ class Report:
             "graphs": f"{len(self.graphs)} of {counted(len(frames), 'frame')}",
             "recompiles": str(self.recompiles),
             "buckets": str(sum(graph.buckets for graph in self.graphs)),
-            "islands": f"{self.islands}, {self.distinct_islands} distinct" if self.islands else "",
+            "islands": f"{self.islands}, {self._islands_text}" if self.islands else "",
             "gathered outside of graphs": self.uncompiled,
             "sent in a training step": sent,
             "error feedback": size(self.feedback_bytes) if self.feedback_bytes else "",

@@ -37,6 +37,13 @@ def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
     return table
 
 
+def graphs_from_cache() -> int:
+    """Return how many graphs Inductor has found compiled in its cache so far (torch 2.11 - 2.15: `counters`)."""
+    from torch._dynamo.utils import counters
+
+    return counters["inductor"]["fxgraph_cache_hit"]
+
+
 def _nll_loss_backward(
     by_torch: Callable[..., Tensor],
     grad: Tensor,

@@ -1,0 +1,176 @@
+"""Whole steps of models with modules that ranks may skip: the bits of the plain loop, few graphs, clear refusals."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zgraph
+from tests.sharding.test_optional_modules import Net
+from tests.support.ranks import Ranks, worlds
+
+STEPS = 20
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": lambda given: torch.optim.SGD(given, lr=0.1),
+    "momentum": lambda given: torch.optim.SGD(given, lr=0.1, momentum=0.9),
+    "adamw": lambda given: torch.optim.AdamW(given, lr=0.01),
+    "fused": lambda given: torch.optim.AdamW(given, lr=0.01, fused=True),
+    "foreach": lambda given: torch.optim.AdamW(given, lr=0.01, foreach=True),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """How a step trains.
+
+    Attributes:
+        kind: "plain"; "summed" gradients of two backwards; "scaled" by a GradScaler; "two" towers; "recomputed" in a
+            checkpointed region; "frozen" in part; "cleared": gradients of one loss are cleared before the next.
+        bucket_bytes: of the default passes.
+        graphs: the largest number of graphs on a rank.
+    """
+
+    stage: int = 3
+    optimizer: str = "adamw"
+    kind: str = "plain"
+    dtype: torch.dtype | None = None
+    lowering: str = "fx"
+    bucket_bytes: int | None = None
+    check: bool = False
+    graphs: int = 4
+
+
+class Two(nn.Module):
+    """Two towers that ranks skip independently."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other, self.head = nn.Linear(4, 5), nn.Linear(6, 5), nn.Linear(5, 3)
+
+    def forward(self, text: Tensor, image: Tensor | None, sound: Tensor | None) -> Tensor:
+        found = torch.zeros(2, 5)
+        if image is not None:
+            found = found + self.other(image)
+        if sound is not None:
+            found = found + self.one(sound)
+        return self.head(torch.tanh(found + text.sum())).square().mean()
+
+
+def masks(world: int) -> list[list[bool]]:
+    """Which ranks run the tower in each step: at first none, later all."""
+    draw = random.Random(world)
+    found = [[draw.random() < 0.4 for _ in range(world)] for _ in range(STEPS)]
+    found[0] = found[1] = found[9] = [False] * world
+    found[6] = found[12] = [True] * world
+    return found
+
+
+class Training:
+    """A model, its optimizer, and the lines of a step; `whole` runs them as one graph."""
+
+    def __init__(self, row: Row, *, whole: bool) -> None:
+        torch.manual_seed(0)
+        self.row, self.report = row, zgraph.Report()
+        self.model: Any = Two() if row.kind == "two" else Net()
+        if row.kind == "two":
+            optional = [self.model.one, self.model.other]
+        else:
+            optional = [self.model.tower]
+            self.model.recomputes = row.kind == "recomputed"
+            self.model.tower.enter.requires_grad_(row.kind != "frozen")
+        zgraph.shard(self.model, zero_stage=row.stage, param_dtype=row.dtype, optional=optional)
+        self.optimizer = OPTIMIZERS[row.optimizer](self.model.parameters())
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, enabled=row.kind == "scaled")
+        passes = zgraph.passes.presets.default(bucket_bytes=row.bucket_bytes)
+        options = {"lowering": row.lowering, "report": self.report, "passes": passes, "check": row.check}
+        self.step: Any = zgraph.training_step(self.model, self.optimizer, options=options)(self.lines)
+        if not whole:
+            self.step = self.lines
+
+    def lines(self, text: Tensor, first: Tensor | None, second: Tensor | None) -> Tensor:
+        self.optimizer.zero_grad()
+        loss = self.model(text, first, second if self.row.kind == "two" else None)
+        self.scaler.scale(loss).backward()
+        if self.row.kind in ("summed", "cleared"):
+            if self.row.kind == "cleared":
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            self.model(text + 1, second, None).backward()
+        self.scaler.unscale_(self.optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+    def run(self, number: int, mask: list[bool], later: list[bool]) -> list[Tensor | None]:
+        """Run a step, and return all that it leaves: its result, parameters, gradients and state."""
+        rank = dist.get_rank()
+        generator = torch.Generator().manual_seed(100 * number + rank)
+        text, image = torch.randn(2, 4, generator=generator), torch.randn(2, 6, generator=generator)
+        other = torch.randn(2, 4 if self.row.kind == "two" else 6, generator=generator)
+        has_other = later[rank] and self.row.kind in ("summed", "cleared", "two")
+        result = self.step(text, image if mask[rank] else None, other if has_other else None)
+        held: list[Any] = list(self.model.parameters())
+        found: list[Any] = [result, *held, *(one.grad for one in held)]
+        for one in held:
+            state = self.optimizer.state.get(one, {})
+            found += [torch.tensor(float(len(state))), *(state[key] for key in sorted(state))]
+        return [None if one is None else _local(one).clone() for one in found]
+
+
+def _local(value: Any) -> Tensor:
+    return value.to_local() if hasattr(value, "to_local") else value.detach()
+
+
+def compared(row: Row) -> list[str]:
+    """All bits of each step; the reasons of this rank's graphs."""
+    whole, plain = Training(row, whole=True), Training(row, whole=False)
+    every = masks(dist.get_world_size())
+    for number, mask in enumerate(every):
+        later = every[(number * 7 + 3) % STEPS]
+        ours, theirs = whole.run(number, mask, later), plain.run(number, mask, later)
+        assert len(ours) == len(theirs), number
+        for place, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+            assert (one is None) == (other is None), (number, place)
+            if one is not None and other is not None:
+                same = torch.equal if row.lowering == "fx" else close
+                assert same(one, other), (number, place, (one - other).abs().max())
+    return [one.reason for one in whole.report.graphs]
+
+
+def close(one: Tensor, other: Tensor) -> bool:
+    return torch.allclose(one, other, rtol=1e-3, atol=1e-5)
+
+
+ROWS = (
+    Row(3, "adamw", check=True),
+    Row(0, "adamw"),
+    Row(3, "sgd", graphs=3),
+    Row(0, "momentum", graphs=6),
+    Row(2, "fused", dtype=torch.bfloat16, bucket_bytes=64),
+    Row(1, "foreach", "recomputed"),
+    Row(3, "fused", "frozen"),
+    Row(3, "adamw", "summed", graphs=8),
+    Row(1, "sgd", "cleared", graphs=8),
+    Row(3, "adamw", "scaled", graphs=8),
+    Row(2, "sgd", "two", graphs=8),
+)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_two_ranks_have_the_bits_of_the_plain_loop(ranks: Ranks, row: Row) -> None:
+    for rank, reasons in enumerate(ranks.run(compared, row)):
+        assert len(reasons) <= row.graphs, (rank, reasons)
+
+
+@worlds(3)
+@pytest.mark.parametrize("row", ROWS[:5], ids=str)
+def test_three_ranks_have_the_bits_of_the_plain_loop(ranks: Ranks, row: Row) -> None:
+    for rank, reasons in enumerate(ranks.run(compared, row)):
+        assert len(reasons) <= row.graphs, (rank, reasons)

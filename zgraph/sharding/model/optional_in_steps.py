@@ -7,7 +7,7 @@ the first have equal collectives: these reductions come at the end of each backw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol, cast
 
@@ -103,18 +103,18 @@ class TracedReductions:
                     "zgraph.training_step: the step runs other modules each time it is captured; let it decide by its "
                     "arguments which modules it runs."
                 )
-        for place, waits in enumerate(every):
-            if waits:
-                self._reduce(place, earlier)
+        # All reductions before any sum, so that they can share a bucket.
+        means = [(place, self._mean(place, is_own=place in earlier)) for place, waits in enumerate(every) if waits]
+        for place, mean in means:
+            parameter = self._params[place].sharded
+            before = earlier[place] if place in earlier else gradients_of([parameter])[0]
+            total = mean if before is None else local_of(cast(DTensor, before)) + mean
+            parameter.grad = dtensor_like(total, parameter)
 
-    def _reduce(self, place: int, earlier: Mapping[int, Tensor | None]) -> None:
+    def _mean(self, place: int, *, is_own: bool) -> Tensor:
+        """Return the reduced gradient of the running backward; without an own one, this rank adds zeros."""
         param, parameter = self._params[place], self._params[place].sharded
         (found,) = gradients_of([parameter])
-        if place in earlier:
-            own, before = local_of(cast(DTensor, found)), earlier[place]
-        else:
-            own, before = torch.zeros_like(local_of(parameter)), found
+        own = local_of(cast(DTensor, found)) if is_own else torch.zeros_like(local_of(parameter))
         # In the dtype in which autograd computed it, so nothing is rounded.
-        mean = reduce_grad(own.to(param.spec.compute_dtype), self._handle_of(param), *policy_of(param.spec))
-        total = mean if before is None else local_of(cast(DTensor, before)) + mean
-        parameter.grad = dtensor_like(total, parameter)
+        return reduce_grad(own.to(param.spec.compute_dtype), self._handle_of(param), *policy_of(param.spec))

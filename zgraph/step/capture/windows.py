@@ -35,9 +35,11 @@ def resolve_windows(graph: fx.Graph, optional: Container[fx.Node] = ()) -> None:
     waiting: dict[fx.Node, None] = {}
     for marker in nodes.call_functions(graph, nodes.is_reduce_grad):
         args = ReduceArgs.of(marker)
-        if args.window == OPEN and args.handle in optional:
-            _leave_own(graph, marker, args)
-            continue
+        if args.handle in optional:
+            if args.window == OPEN:
+                _leave_own(graph, marker, args)
+                continue
+            meta.tag_skipped(marker)
         layout: ShardLayout = args.layout
         if layout.is_reduced and layout.gradients_wait(args.window):
             with graph.inserting_before(marker):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+import re
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +17,9 @@ from torch import Tensor, nn
 import zgraph
 from tests.sharding.test_optional_modules import Net
 from tests.support.ranks import Ranks, worlds
+from zgraph.errors import ZgraphError
 
+P = zgraph.passes
 STEPS = 20
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda given: torch.optim.SGD(given, lr=0.1),
@@ -174,3 +179,156 @@ def test_two_ranks_have_the_bits_of_the_plain_loop(ranks: Ranks, row: Row) -> No
 def test_three_ranks_have_the_bits_of_the_plain_loop(ranks: Ranks, row: Row) -> None:
     for rank, reasons in enumerate(ranks.run(compared, row)):
         assert len(reasons) <= row.graphs, (rank, reasons)
+
+
+def compiled_by_inductor() -> list[str]:
+    return compared(Row(3, "sgd", lowering="inductor"))
+
+
+@pytest.mark.long  # a C++ compiler takes seconds for each graph
+def test_inductor_compiles_the_same_few_graphs(ranks: Ranks) -> None:
+    assert all(len(reasons) <= 3 for reasons in ranks.run(compiled_by_inductor))
+
+
+# --- graphs -----------------------------------------------------------------------------------------------------------
+
+
+def alone_with_the_tower() -> tuple[int, int]:
+    """Rank 0 runs the tower in each third step, rank 1 never; the numbers of graphs and of exchanged gradients."""
+    training, rank = Training(Row(), whole=True), dist.get_rank()
+    for number in range(12):
+        training.run(number, [number % 3 == 2 and rank == 0] * 2, [False] * 2)
+    state = [bool(training.optimizer.state.get(one)) for one in training.model.tower.never_read.parameters()]
+    assert state == [False, False]
+    return len(training.report.graphs), rank
+
+
+def test_a_rank_has_a_graph_for_what_is_run_here_and_elsewhere(ranks: Ranks) -> None:
+    """Without the tower, before and after its state is made, and with it: here, or on the other rank."""
+    assert ranks.run(alone_with_the_tower) == [(3, 0), (3, 1)]
+
+
+def captures_late() -> None:
+    """One rank has all graphs when the other one begins to capture."""
+    training, rank = Training(Row(), whole=True), dist.get_rank()
+    for number, mask in enumerate([[True, False], [True, False], [True, True], [False, True]]):
+        if rank == number % 2:
+            time.sleep(0.5)
+        training.run(number, mask, [False] * 2)
+
+
+def test_a_rank_that_captures_is_waited_for(ranks: Ranks) -> None:
+    ranks.run(captures_late)
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def whole(model: Any, lines: Callable[[Any, bool], None], **options: Any) -> Any:
+    """A step of a model, with the lines between its forward and its optimizer's step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    limit = options.pop("recompile_limit", 8)
+
+    @zgraph.training_step(model, optimizer, options={"lowering": "fx", **options}, recompile_limit=limit)
+    def step(text: Tensor, image: Tensor | None) -> None:
+        lines(model(text, image, None), image is not None)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def batch(runs: bool, length: int = 2) -> tuple[Tensor, Tensor | None]:
+    return torch.randn(length, 4), torch.randn(length, 6) if runs else None
+
+
+def plain(loss: Tensor, runs: bool) -> None:
+    loss.backward()
+
+
+def hook(model: Any, last: bool) -> None:
+    model.tower.enter.weight.register_hook(lambda grad: grad * 0.5)
+    whole(model, plain)(*batch(last))
+
+
+def grad(model: Any, last: bool) -> None:
+    def lines(loss: Tensor, runs: bool) -> None:
+        (found,) = torch.autograd.grad(loss, [model.tower.enter.weight], retain_graph=True)
+        (loss + found.full_tensor().sum()).backward()
+
+    whole(model, lines)(*batch(True))
+
+
+def under_no_sync(model: Any, last: bool) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @zgraph.training_step(model, optimizer, options={"lowering": "fx"})
+    def step(text: Tensor, image: Tensor | None) -> None:
+        with zgraph.no_sync(model):
+            model(text, image, None).backward()
+        model(text, image, None).backward()
+        optimizer.step()
+
+    step(*batch(last))
+
+
+def planned(model: Any, last: bool) -> None:
+    target = zgraph.Target(hardware=zgraph.Hardware.preset("h100"))
+    whole(model, plain, passes=zgraph.PassList(P.presets.planned(), target=target))(*batch(last))
+
+
+def compressed(model: Any, last: bool) -> None:
+    whole(model, plain, passes=P.presets.default(compression=P.LoCo()))(*batch(last))
+
+
+def read_on_one_rank(model: Any, last: bool) -> None:
+    def lines(loss: Tensor, runs: bool) -> None:
+        loss.backward()
+        if runs and loss > 0:
+            loss.item()
+
+    whole(model, lines)(*batch(last))
+
+
+def backward_twice_on_one_rank(model: Any, last: bool) -> None:
+    def lines(loss: Tensor, runs: bool) -> None:
+        loss.backward(retain_graph=runs)
+        if runs:
+            loss.backward()
+
+    whole(model, lines)(*batch(last))
+
+
+def too_many_graphs(model: Any, last: bool) -> None:
+    step = whole(model, plain, recompile_limit=2)
+    for runs, length in ((False, 2), (last, 2), (last, 3 if last else 2)):
+        step(*batch(runs, length))
+
+
+REFUSALS = (
+    (hook, "tower.enter.weight is optional and has a gradient hook", ""),
+    (grad, "which is optional and reduced when backward\\(\\) has ended", ""),
+    (under_no_sync, "Leave out no_sync", ""),
+    (planned, "leave out target", ""),
+    (compressed, "leave out compression", ""),
+    (read_on_one_rank, "another rank has refused this step", "reads a tensor's value"),
+    (backward_twice_on_one_rank, "in different numbers in one step, 1 to 2 times", ""),
+    (too_many_graphs, "2 graphs were made on another rank", "2 graphs were made on this rank"),
+)
+
+
+def refuse_all() -> None:
+    last = dist.get_rank() == dist.get_world_size() - 1
+    for lines, text, here in REFUSALS:
+        begun = time.monotonic()
+        torch.manual_seed(0)
+        model = Net()
+        zgraph.shard(model, optional=[model.tower])
+        with pytest.raises((ZgraphError, ValueError)) as found:
+            lines(model, last)
+        assert re.search(here if here and last else text, str(found.value)), (lines, str(found.value))
+        assert time.monotonic() - begun < 60, lines
+
+
+def test_refusals_reach_all_ranks(ranks: Ranks) -> None:
+    ranks.run(refuse_all)

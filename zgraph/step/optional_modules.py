@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 from zgraph.driver.options import CompileOptions
+from zgraph.errors import ZgraphError
 from zgraph.passes.compress_gradients import CompressGradients
 from zgraph.sharding.model.optional_in_steps import Reached
 from zgraph.sharding.model.optional_parameters import OptionalParameters
@@ -36,10 +38,45 @@ def check_options(options: CompileOptions, lifted: Lifted) -> None:
     )
 
 
-def unite(optional: Sequence[OptionalParameters], reached: Sequence[Reached]) -> tuple[Reached, ...]:
-    """Return what the backwards of a step reach on any rank, from what they reach on this one.
+def unite(
+    optional: Sequence[OptionalParameters], reached: Sequence[Reached], *, is_full: bool
+) -> tuple[tuple[Reached, ...], bool]:
+    """Return what the backwards of a step reach on any rank, and whether any rank may make no further graph.
+
+    Args:
+        optional: optional parameters of each call of `zgraph.shard` that has some.
+        reached: what the backwards reach on this rank.
+        is_full: whether this rank may make no further graph.
 
     Raises:
-        AgreementError: a rank has made another call, or its step has another number of backwards.
+        AgreementError: a rank has made another call.
+        ZgraphError: a rank has refused the step, or ranks call backward() in different numbers; on all ranks.
     """
-    return tuple(one.united(found) for one, found in zip(optional, reached, strict=True))
+    found = [one.united(here, is_full=is_full) for one, here in zip(optional, reached, strict=True)]
+    return tuple(united for united, _ in found), any(full for _, full in found)
+
+
+def tell_refusal(optional: Sequence[OptionalParameters]) -> None:
+    """Tell the other ranks, which wait for what this rank runs, that it has refused the step."""
+    for one in optional:
+        with contextlib.suppress(ZgraphError):
+            one.united(None, is_full=False)
+
+
+def check_limit(optional: Sequence[OptionalParameters], limit: int, *, lacks: bool) -> None:
+    """Refuse a step on all ranks if one of them lacks a graph for it, and may make no further one.
+
+    Args:
+        optional: as for `unite`.
+        limit: the largest number of graphs.
+        lacks: whether this rank is such a rank.
+
+    Raises:
+        ZgraphError: there is such a rank.
+    """
+    if any([one.any_lacks(lacks) for one in optional]):
+        raise ZgraphError(
+            f"zgraph.training_step: {limit} graphs were made on {'this' if lacks else 'another'} rank, for different "
+            "calls and for different modules that ranks have skipped. Raise recompile_limit, or make fewer modules "
+            "optional."
+        )

@@ -39,7 +39,7 @@ from zgraph.step.capture.option_inputs import OptionInputs
 from zgraph.step.current import Current
 from zgraph.step.judge import FIRST_CALLS, After, Before, tell
 from zgraph.step.lines.refusals import check_function, check_optimizer
-from zgraph.step.optional_modules import check_options, unite
+from zgraph.step.optional_modules import check_limit, check_options, tell_refusal, unite
 from zgraph.step.outside.python_values import PythonValues
 from zgraph.step.outside.variables import Outside
 from zgraph.tiers.copy_lanes import lanes_of
@@ -247,14 +247,9 @@ class TrainingStep(Generic[P, R]):
         outside = self._outside(current)
         tensors = [*lifted.tensors(state), *map(local, outside.tensors.values())]
         conditions = current.conditions(leaves, tree, options, outside, tensors)
-        known = (
-            one
-            for one in reversed(self._variants)
-            if (one.lowering == lowering or one.captured.effects.makes_state)
-            and one.holds(conditions, options, tensors)
-        )
+        known = (one for one in reversed(self._others(lowering)) if one.holds(conditions, options, tensors))
         take = partial(self._capture, lifted, outside, args, kwargs)
-        variant, ready = self._chosen(current, known, ready, partial(take, lowering))
+        variant, ready = self._chosen(current, known, ready, partial(take, lowering), lowering)
         if variant is None:
             assert ready is not None
             united = ready.captured.united
@@ -309,8 +304,9 @@ class TrainingStep(Generic[P, R]):
     def _current(self) -> Current:
         """Return the facts about the model and its optimizers; compute them anew if tensors were replaced."""
         if self._known is None or not self._known.lifted.is_current():
-            self._known = Current(self._model, self._optimizers)
-            check_options(self._options, self._known.lifted)
+            current = Current(self._model, self._optimizers)
+            check_options(self._options, current.lifted)
+            self._known = current
         return self._known
 
     def _chosen(
@@ -319,6 +315,7 @@ class TrainingStep(Generic[P, R]):
         known: Iterator[guards.Variant],
         ready: _Ready | None,
         take: Callable[..., _Ready],
+        lowering: str,
     ) -> tuple[guards.Variant | None, _Ready | None]:
         """Return the graph of a call, or else the captured step from which to make one.
 
@@ -329,21 +326,33 @@ class TrainingStep(Generic[P, R]):
             current: facts about the model.
             known: graphs that are valid for the call, if ranks run the same.
             ready: the step as captured in this call already, after ranks have told each other; None: not yet.
-            take: captures the step; takes what ranks have told.
+            take: function that captures the step; its argument is what any rank reaches, if that is known.
+            lowering: lowering of the step.
         """
-        variant = next(known, None)
-        if ready is None:
-            ready = take() if variant is None else None
+        variant, optional = next(known, None), current.optional
+        is_full = bool(optional) and len(self._others(lowering)) >= self._limit
+        if ready is not None:
+            united, any_full = ready.captured.united, False
+        else:
+            try:
+                ready = take() if variant is None else None
+            except Exception:
+                tell_refusal(optional)
+                raise
             found = ready if variant is None else variant
             assert found is not None
-            united = unite(current.optional, found.captured.reached)
-        else:
-            united = ready.captured.united
+            united, any_full = unite(optional, found.captured.reached, is_full=is_full)
         if variant is not None and variant.captured.united != united:
             variant = next((one for one in known if one.captured.united == united), None)
+        if any_full:
+            check_limit(optional, self._limit, lacks=is_full and variant is None)
         if variant is None and (ready is None or ready.captured.united != united):
             ready = take(united=united)
         return variant, ready
+
+    def _others(self, lowering: str) -> list[guards.Variant]:
+        """Return the graphs that a step with this lowering may run."""
+        return [one for one in self._variants if one.lowering == lowering or one.captured.effects.makes_state]
 
     def _outside(self, current: Current) -> Outside:
         hooks = parameter_hooks.functions(current.lifted.held)
@@ -405,7 +414,7 @@ class TrainingStep(Generic[P, R]):
         lowering: str,
     ) -> guards.Variant:
         lifted, captured, values = current.lifted, ready.captured, ready.values
-        others = [one for one in self._variants if one.lowering == lowering or one.captured.effects.makes_state]
+        others = self._others(lowering)
         reason = guards.why_another(others, conditions, inputs, tensors)
         if len(others) >= self._limit:
             raise ZgraphError(

@@ -33,6 +33,8 @@ from zgraph.torch_compat.autograd import at_end_of_backward, hooks_of, is_nested
 from zgraph.torch_compat.dtensor import dtensor_like, gradients_of, local_of
 
 _BUCKET_BYTES = 2**25  # of one reduction
+_MOST = 255  # calls of backward() in a step that are counted
+_IN_STEPS = " with optional modules"
 _EDITED = 2  # instead of 0 or 1, where a rank has a gradient or none
 
 
@@ -112,16 +114,42 @@ class OptionalParameters:
             for hook in hooks:
                 hook.remove()
 
-    def united(self, reached: Reached) -> Reached:
-        """Tell the other ranks which parameters the backwards of a step reach; return what any rank reaches.
+    def united(self, reached: Reached | None, *, is_full: bool) -> tuple[Reached, bool]:
+        """Tell the other ranks which parameters the backwards of a step reach.
+
+        Args:
+            reached: None if this rank has refused the step.
+            is_full: whether this rank may make no further graph.
+
+        Returns:
+            What any rank reaches, and whether any rank may make no further graph.
 
         Raises:
-            AgreementError: a rank has made another call, or its step has another number of backwards.
+            AgreementError: a rank has made another call.
+            ZgraphError: a rank has refused the step, or ranks call backward() in different numbers; on all ranks.
         """
-        flags = [int(one) for backward in reached for one in backward]
-        detail = f" with optional modules and {len(reached)} calls of backward()"
-        found = iter(self._most("training_step", flags or [0], number=len(reached) + 1, detail=detail))
-        return tuple(tuple(bool(next(found)) for _ in backward) for backward in reached)
+        own = reached or ()
+        first, *others = own or ((False,) * len(self._params),)
+        count = min(len(own), _MOST)
+        head = [int(reached is None), count, _MOST - count, int(is_full)]
+        found = self._most("training_step", [*head, *map(int, first)], detail=_IN_STEPS)
+        refuses, highest, lowest, full, *flags = found
+        if refuses:
+            raise ZgraphError("zgraph.training_step: another rank has refused this step; its error says why.")
+        if highest != _MOST - lowest:
+            raise ZgraphError(
+                f"zgraph.training_step: ranks call backward() in different numbers in one step, {_MOST - lowest} to "
+                f"{highest} times; call it equally often on each rank."
+            )
+        if others:
+            rest = [int(one) for backward in others for one in backward]
+            flags += self._most("training_step", rest, number=len(others), detail=_IN_STEPS)
+        each = iter(map(bool, flags))
+        return tuple(tuple(next(each) for _ in backward) for backward in own), bool(full)
+
+    def any_lacks(self, lacks: bool) -> bool:
+        """Return whether any rank lacks a graph for this step; for ranks of which one may make no further graph."""
+        return bool(self._most("training_step", [int(lacks)], number=-1, detail=_IN_STEPS)[0])
 
     def _reached(self, parameter: Tensor) -> None:
         number = running_backward()

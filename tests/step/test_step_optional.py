@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import re
 import time
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zgraph
 from tests.sharding.test_optional_modules import Net
@@ -79,7 +81,7 @@ def masks(world: int) -> list[list[bool]]:
 class Training:
     """A model, its optimizer, and the lines of a step; `whole` runs them as one graph."""
 
-    def __init__(self, row: Row, *, whole: bool) -> None:
+    def __init__(self, row: Row, *, whole: bool, mesh: DeviceMesh | None = None) -> None:
         torch.manual_seed(0)
         self.row, self.report = row, zgraph.Report()
         self.model: Any = Two() if row.kind == "two" else Net()
@@ -89,7 +91,7 @@ class Training:
             optional = [self.model.tower]
             self.model.recomputes = row.kind == "recomputed"
             self.model.tower.enter.requires_grad_(row.kind != "frozen")
-        zgraph.shard(self.model, zero_stage=row.stage, param_dtype=row.dtype, optional=optional)
+        zgraph.shard(self.model, mesh, zero_stage=row.stage, param_dtype=row.dtype, optional=optional)
         self.optimizer = OPTIMIZERS[row.optimizer](self.model.parameters())
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, enabled=row.kind == "scaled")
         passes = zgraph.passes.presets.default(bucket_bytes=row.bucket_bytes)
@@ -219,6 +221,43 @@ def captures_late() -> None:
 
 def test_a_rank_that_captures_is_waited_for(ranks: Ranks) -> None:
     ranks.run(captures_late)
+
+
+def among_plain_steps() -> None:
+    """Plain lines and whole steps in turns, of a model and a copy of it, whose parameters a state dict replaces."""
+    found: list[list[Tensor]] = []
+    for turns in (2, STEPS + 1):  # whole in each second step; never
+        training = Training(Row(), whole=False)
+        training.model = copy.deepcopy(training.model)
+        training.model.load_state_dict(training.model.state_dict(), assign=True)
+        training.optimizer = OPTIMIZERS["adamw"](training.model.parameters())
+        options = {"lowering": "fx"}
+        step: Any = zgraph.training_step(training.model, training.optimizer, options=options)(training.lines)
+        for number, mask in enumerate(masks(2)[1:9]):
+            training.step = step if number % turns == 1 else training.lines
+            training.run(number, mask, mask)
+        found.append([_local(one).clone() for one in training.model.parameters()])
+    assert all(map(torch.equal, *found))
+
+
+def with_replicas() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("r", "s"))
+    found: list[list[Tensor]] = []
+    for is_whole in (True, False):
+        training = Training(Row(), whole=is_whole, mesh=mesh)
+        for number, mask in enumerate(masks(4)[:8]):
+            training.run(number, mask, mask)
+        found.append([_local(one).clone() for one in training.model.parameters()])
+    assert all(map(torch.equal, *found))
+
+
+def test_plain_steps_and_whole_ones_take_turns(ranks: Ranks) -> None:
+    ranks.run(among_plain_steps)
+
+
+@worlds(4)
+def test_replicas_skip_modules(ranks: Ranks) -> None:
+    ranks.run(with_replicas)
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------

@@ -96,7 +96,9 @@ class Training:
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, enabled=row.kind == "scaled")
         passes = zgraph.passes.presets.default(bucket_bytes=row.bucket_bytes)
         options = {"lowering": row.lowering, "report": self.report, "passes": passes, "check": row.check}
-        self.step: Any = zgraph.training_step(self.model, self.optimizer, options=options)(self.lines)
+        limit = max(8, row.graphs)
+        made = zgraph.training_step(self.model, self.optimizer, options=options, recompile_limit=limit)
+        self.step: Any = made(self.lines)
         if not whole:
             self.step = self.lines
 
@@ -110,7 +112,7 @@ class Training:
                 self.optimizer.zero_grad()
             self.model(text + 1, second, None).backward()
         self.scaler.unscale_(self.optimizer)
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
+        norm: Any = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
@@ -167,6 +169,7 @@ ROWS = (
     Row(1, "sgd", "cleared", graphs=8),
     Row(3, "adamw", "scaled", graphs=8),
     Row(2, "sgd", "two", graphs=8),
+    Row(2, "fused", "summed", bucket_bytes=64, graphs=16),
 )
 
 
@@ -292,7 +295,7 @@ def hook(model: Any, last: bool) -> None:
 
 def grad(model: Any, last: bool) -> None:
     def lines(loss: Tensor, runs: bool) -> None:
-        (found,) = torch.autograd.grad(loss, [model.tower.enter.weight], retain_graph=True)
+        found: Any = torch.autograd.grad(loss, [model.tower.enter.weight], retain_graph=True)[0]
         (loss + found.full_tensor().sum()).backward()
 
     whole(model, lines)(*batch(True))

@@ -343,8 +343,9 @@ def _key(start: fx.Node) -> tuple[object, ...] | None:
     saved = meta.is_tagged_saved(start)
     addends = nodes.gathers_addends(start)
     # In a whole step, a bucket of two backwards would hold the gradients of the first until the second.
-    part = meta.part(start)
+    part, skipped = meta.part(start), meta.is_tagged_skipped(start)
     key: tuple[object, ...] = (start.target, nodes.group_of(start), sent.dtype, from_inputs, saved, addends, part)
+    key += (skipped,)
     if nodes.is_all_to_all(start):
         total = result_of(start)
         if total is None:

@@ -430,17 +430,6 @@ def grad(model: Any, last: bool) -> None:
     torch.autograd.grad(model(*batch(True)), list(model.tower.enter.parameters()))
 
 
-def whole_step(model: Any, last: bool) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    @zgraph.training_step(model, optimizer)
-    def step(text: Tensor, image: Tensor) -> None:
-        model(text, image, None).backward()
-        optimizer.step()
-
-    step(*batch(True)[:2])
-
-
 def open_window(model: Any, last: bool) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with zgraph.no_sync(model):
@@ -482,7 +471,6 @@ REFUSALS = (
     (hook, "tower.enter.weight is optional and has a gradient hook"),
     (accumulate_hook, "change .grad after backward"),
     (grad, "Call backward\\(\\), and read .grad"),
-    (whole_step, 'torch.compile\\(model, backend="zgraph"\\)'),
     (open_window, "Run the last micro-batch outside of no_sync"),
     (edited_in_a_window, "in place between the forwards of a window"),
     (open_window_in_a_closure, "Run the last micro-batch outside of no_sync"),

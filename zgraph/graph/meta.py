@@ -36,6 +36,7 @@ _BESIDE = "zgraph_beside"
 _AT_USE = "zgraph_at_use"
 _AWAITED = "zgraph_awaited"
 _PART = "zgraph_part"
+_SKIPPED = "zgraph_skipped"
 _OFFLOAD = "zgraph_offload"
 _AT_REST = "zgraph_at_rest"
 _EVALUATED = "zgraph_evaluated"
@@ -265,6 +266,18 @@ def is_tagged_awaited(node: fx.Node) -> bool:
     return _AWAITED in node.meta
 
 
+def tag_skipped(node: fx.Node) -> None:
+    """Record that a rank may have skipped the parameter whose gradient a node reduces, and then adds zeros.
+
+    Zeros are known earlier than gradients. So that ranks have equal buckets, such reductions share none with others.
+    """
+    node.meta[_SKIPPED] = True
+
+
+def is_tagged_skipped(node: fx.Node) -> bool:
+    return _SKIPPED in node.meta
+
+
 def tag_offload(node: fx.Node) -> None:
     """Record that a saved value should be kept on the host from forward to backward."""
     node.meta[_OFFLOAD] = True
@@ -342,7 +355,7 @@ def create(
     """
     node = graph.create_node("call_function", target, tuple(args), dict(kwargs or {}), name=name)
     if like is not None:
-        for key in (_PARAMETERS, _HANDLES, _SAVED, _AWAITED, _PART, "nn_module_stack", "stack_trace"):
+        for key in (_PARAMETERS, _HANDLES, _SAVED, _AWAITED, _SKIPPED, _PART, "nn_module_stack", "stack_trace"):
             if key in like.meta:
                 node.meta[key] = like.meta[key]
     set_value(node, evaluate(node))

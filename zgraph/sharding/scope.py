@@ -401,6 +401,8 @@ class ModuleState:
     @no_frames_inside
     def watch(self) -> None:
         """Set the hooks that reduce optional parameters."""
+        if self.scope.handle_of is not None:
+            return  # the hooks of the real parameters are carried to their stand-ins
         for one in self.scope.optional:
             one.watch(self.module.parameters())
         self.scope.is_watched = True

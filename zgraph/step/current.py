@@ -27,6 +27,7 @@ class Current:
         lifted: description of the model and its optimizers.
         own: ids of the model's parameters and buffers.
         scopes: shared state of each part of the model that `zgraph.shard` sharded.
+        optional: for each call of `zgraph.shard` with optional parameters, their reduction.
 
     Raises:
         ValueError: an optimizer is not supported.
@@ -42,7 +43,9 @@ class Current:
                 rounded_adam.check_rounded(optimizer)
         held = (*lifted.parameters, *lifted.buffers)
         self.own = frozenset(id(one.tensor) for one in held)
-        self.scopes = lifted.scopes()
+        self.scopes, self.optional = lifted.scopes(), lifted.optional()
+        for one in self.optional:
+            one.watch(lifted.held)
         self._modules = guards.Modules(model)
         self._states = [StateLayout.of(one, number) for number, one in enumerate(lifted.optimizers)]
         self._layouts = tuple((tuple(one.tensor.shape), one.tensor.dtype, one.tensor.device) for one in held)

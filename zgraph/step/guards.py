@@ -110,7 +110,10 @@ def why_another(
         return found
     variant = next(one for one in reversed(others) if one.conditions is closest)
     broken = variant.captured.assumed.broken(options.values, tensors)
-    return f"options: {broken}" if broken else f"values of Python: {variant.values.changed()}"
+    if broken:
+        return f"options: {broken}"
+    changed = variant.values.changed()
+    return f"values of Python: {changed}" if changed else "optional: ranks run other modules"
 
 
 def of_arguments(leaves: Sequence[Any], tree: Any) -> tuple[Any, ...]:

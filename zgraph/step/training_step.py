@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import repeat
@@ -30,6 +30,7 @@ from zgraph.passes.quantize_gathers import QuantizeGathers
 from zgraph.runtime.exchanges.changes import hash_of
 from zgraph.runtime.exchanges.steps import members_of, numbers_of, origin_of_parameter, shard_loaded_state
 from zgraph.runtime.exchanges.watch import announcing
+from zgraph.sharding.model.optional_in_steps import Reached
 from zgraph.step import guards
 from zgraph.step.capture import parameter_hooks
 from zgraph.step.capture.capture import Captured, capture
@@ -39,6 +40,7 @@ from zgraph.step.capture.option_inputs import OptionInputs
 from zgraph.step.current import Current
 from zgraph.step.judge import FIRST_CALLS, After, Before, tell
 from zgraph.step.lines.refusals import check_function, check_optimizer
+from zgraph.step.optional_modules import check_limit, check_options, tell_refusal, unite
 from zgraph.step.outside.python_values import PythonValues
 from zgraph.step.outside.variables import Outside
 from zgraph.tiers.copy_lanes import lanes_of
@@ -232,12 +234,6 @@ class TrainingStep(Generic[P, R]):
                     "zgraph.training_step: the step begins while a window of zgraph.no_sync is open; close the window "
                     "with a forward and backward outside no_sync first."
                 )
-            if scope.optional:
-                raise ZgraphError(
-                    "zgraph.training_step: the model has modules that ranks may skip (zgraph.shard(optional=...)), "
-                    "which is not supported in a whole step; compile the model instead: "
-                    'torch.compile(model, backend="zgraph").'
-                )
             scope.check_batch(leaves)
         parameters = lifted.held
         has_gradient = tuple(map(is_not, gradients_of(parameters), repeat(None)))
@@ -252,19 +248,19 @@ class TrainingStep(Generic[P, R]):
         outside = self._outside(current)
         tensors = [*lifted.tensors(state), *map(local, outside.tensors.values())]
         conditions = current.conditions(leaves, tree, options, outside, tensors)
-        known = (
-            one for one in reversed(self._variants) if one.lowering == lowering or one.captured.effects.makes_state
-        )
-        variant = next((one for one in known if one.holds(conditions, options, tensors)), None)
+        known = (one for one in reversed(self._others(lowering)) if one.holds(conditions, options, tensors))
+        take = partial(self._capture, lifted, outside, args, kwargs)
+        variant, ready = self._chosen(current, known, ready, partial(take, lowering), lowering)
         if variant is None:
-            ready = ready or self._capture(lifted, outside, args, kwargs, lowering)
+            assert ready is not None
+            united = ready.captured.united
             if ready.captured.effects.makes_state:
                 later = self._make_state(ready, lifted, outside, args, kwargs, lowering)
                 if later is not None:
                     return self._run(args, kwargs, lowering, later)  # on the state that there is now
                 if lowering == "inductor":  # the step that makes state runs only once: Inductor would not pay off
                     lowering = "fx"
-                    ready = self._capture(lifted, outside, args, kwargs, lowering)
+                    ready = take(lowering, united)
             variant = self._compile(current, conditions, options, outside, tensors, ready, lowering)
         # Numbers are sent with the graph's exchanges; tensors are not, so they are compared before anything is written.
         found = numbers_of(self._optimizers, of_tensors=True)
@@ -309,8 +305,55 @@ class TrainingStep(Generic[P, R]):
     def _current(self) -> Current:
         """Return the facts about the model and its optimizers; compute them anew if tensors were replaced."""
         if self._known is None or not self._known.lifted.is_current():
-            self._known = Current(self._model, self._optimizers)
+            current = Current(self._model, self._optimizers)
+            check_options(self._options, current.lifted)
+            self._known = current
         return self._known
+
+    def _chosen(
+        self,
+        current: Current,
+        known: Iterator[guards.Variant],
+        ready: _Ready | None,
+        take: Callable[..., _Ready],
+        lowering: str,
+    ) -> tuple[guards.Variant | None, _Ready | None]:
+        """Return the graph of a call, or else the captured step from which to make one.
+
+        If ranks may skip modules, they first tell each other what they run: once in each call, and before any of them
+        runs or compiles a graph, so it does not matter which of them have captured.
+
+        Args:
+            current: facts about the model.
+            known: graphs that are valid for the call, if ranks run the same.
+            ready: the step as captured in this call already, after ranks have told each other; None: not yet.
+            take: function that captures the step; its argument is what any rank reaches, if that is known.
+            lowering: lowering of the step.
+        """
+        variant, optional = next(known, None), current.optional
+        is_full = bool(optional) and len(self._others(lowering)) >= self._limit
+        if ready is not None:
+            united, any_full = ready.captured.united, False
+        else:
+            try:
+                ready = take() if variant is None else None
+            except Exception:
+                tell_refusal(optional)
+                raise
+            found = ready if variant is None else variant
+            assert found is not None
+            united, any_full = unite(optional, found.captured.reached, is_full=is_full)
+        if variant is not None and variant.captured.united != united:
+            variant = next((one for one in known if one.captured.united == united), None)
+        if any_full:
+            check_limit(optional, self._limit, lacks=is_full and variant is None)
+        if variant is None and (ready is None or ready.captured.united != united):
+            ready = take(united=united)
+        return variant, ready
+
+    def _others(self, lowering: str) -> list[guards.Variant]:
+        """Return the graphs that a step with this lowering may run."""
+        return [one for one in self._variants if one.lowering == lowering or one.captured.effects.makes_state]
 
     def _outside(self, current: Current) -> Outside:
         hooks = parameter_hooks.functions(current.lifted.held)
@@ -319,11 +362,19 @@ class TrainingStep(Generic[P, R]):
     # --- compile ------------------------------------------------------------------------------------------------------
 
     def _capture(
-        self, lifted: Lifted, outside: Outside, args: tuple[Any, ...], kwargs: dict[str, Any], lowering: str
+        self,
+        lifted: Lifted,
+        outside: Outside,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        lowering: str,
+        united: Sequence[Reached] | None = None,
     ) -> _Ready:
+        for one in lifted.optional():
+            one.check_hooks()
         values = PythonValues([self.function, *parameter_hooks.functions(lifted.held)], [self._model])
         take = partial(capture, self.function, lifted, args, kwargs, outside, values=values)
-        return _Ready(take(decompose=lowering == "inductor"), values)
+        return _Ready(take(decompose=lowering == "inductor", united=united), values)
 
     def _make_state(
         self,
@@ -347,7 +398,7 @@ class TrainingStep(Generic[P, R]):
             return first._replace(captured=known)
         later = None
         try:
-            found = self._capture(lifted, outside, args, kwargs, lowering)
+            found = self._capture(lifted, outside, args, kwargs, lowering, first.captured.united)
             if runs_alike(first.captured, made, found.captured, lifted):
                 later = found
         except Exception:  # as the plain loop's, it is the second step's error, which makes it again
@@ -368,7 +419,7 @@ class TrainingStep(Generic[P, R]):
         lowering: str,
     ) -> guards.Variant:
         lifted, captured, values = current.lifted, ready.captured, ready.values
-        others = [one for one in self._variants if one.lowering == lowering or one.captured.effects.makes_state]
+        others = self._others(lowering)
         reason = guards.why_another(others, conditions, inputs, tensors)
         if len(others) >= self._limit:
             with announcing([param.handle for param in lifted.handles.values()]):  # to ranks that run a graph they have
@@ -387,7 +438,8 @@ class TrainingStep(Generic[P, R]):
         frame = Frame(name=name, reason=reason, inputs=lifted.tensors(), is_step=True)
         recorder = None if captured.effects.makes_state else self._recorder  # the step that creates state runs once
         recorded = None if recorder is None else RecordedSteps(recorder, len(tensors))
-        known = PassContext(machine=frame.machine)
+        # Ranks that skip a module compute less, so they would plan differently by costs.
+        known = PassContext(machine=None if lifted.optional() else frame.machine)
         if lifted.resting is not None:
             offload = lifted.resting.options
             known = replace(known, host_budget_bytes=offload.host_budget_bytes, update=offload.update)

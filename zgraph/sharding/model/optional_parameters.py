@@ -10,9 +10,10 @@ Hooks on all parameters of the model see the backward, so a rank takes part if i
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -26,11 +27,14 @@ from zgraph.runtime.exchanges.identity import Exchanges, identify
 from zgraph.runtime.groups import group_size
 from zgraph.runtime.handle import make_handle
 from zgraph.runtime.window_state import ALONE, OPEN, Accumulation, ParameterState, attach_state_of
+from zgraph.sharding.model.optional_in_steps import Reached, TracedReductions, policy_of
 from zgraph.sharding.model.param_spec import ParamSpec
 from zgraph.torch_compat.autograd import at_end_of_backward, hooks_of, is_nested, running_backward
 from zgraph.torch_compat.dtensor import dtensor_like, gradients_of, local_of
 
 _BUCKET_BYTES = 2**25  # of one reduction
+_MOST = 255  # calls of backward() in a step that are counted
+_IN_STEPS = " with optional modules"
 _EDITED = 2  # instead of 0 or 1, where a rank has a gradient or none
 
 
@@ -79,6 +83,7 @@ class OptionalParameters:
         self._reached_in: set[int] = set()  # numbers of running backwards that reach a parameter of the model
         # Gradients may wait: no backward since the last step has reduced them. Equal on all ranks.
         self._waits = True
+        self._traced: TracedReductions | None = None  # while a whole step is traced
         # The parameters' own handles have no identity: graphs that only some ranks call must not count as exchanges.
         self._handles = [make_handle(param.name) for param in params]
         for param, handle in zip(params, self._handles, strict=True):
@@ -97,6 +102,55 @@ class OptionalParameters:
             if self._reached not in (hooks or {}).values():
                 parameter.register_post_accumulate_grad_hook(self._reached)
 
+    @contextlib.contextmanager
+    def traced(self, handle_of: Callable[[Any], Tensor], united: Reached | None) -> Generator[TracedReductions]:
+        """Reduce in the graph of a whole step while it is traced; arguments as for `TracedReductions`."""
+        self._traced = found = TracedReductions(self._params, handle_of, united)
+        hooks = found.watch()
+        try:
+            yield found
+        finally:
+            self._traced = None
+            for hook in hooks:
+                hook.remove()
+
+    def united(self, reached: Reached | None, *, is_full: bool) -> tuple[Reached, bool]:
+        """Tell the other ranks which parameters the backwards of a step reach.
+
+        Args:
+            reached: None if this rank has refused the step.
+            is_full: whether this rank may make no further graph.
+
+        Returns:
+            What any rank reaches, and whether any rank may make no further graph.
+
+        Raises:
+            AgreementError: a rank has made another call.
+            ZgraphError: a rank has refused the step, or ranks call backward() in different numbers; on all ranks.
+        """
+        own = reached or ()
+        first, *others = own or ((False,) * len(self._params),)
+        count = min(len(own), _MOST)
+        head = [int(reached is None), count, _MOST - count, int(is_full)]
+        found = self._most("training_step", [*head, *map(int, first)], detail=_IN_STEPS)
+        refuses, highest, lowest, full, *flags = found
+        if refuses:
+            raise ZgraphError("zgraph.training_step: another rank has refused this step; its error says why.")
+        if highest != _MOST - lowest:
+            raise ZgraphError(
+                f"zgraph.training_step: ranks call backward() in different numbers in one step, {_MOST - lowest} to "
+                f"{highest} times; call it equally often on each rank."
+            )
+        if others:
+            rest = [int(one) for backward in others for one in backward]
+            flags += self._most("training_step", rest, number=len(others), detail=_IN_STEPS)
+        each = iter(map(bool, flags))
+        return tuple(tuple(next(each) for _ in backward) for backward in own), bool(full)
+
+    def any_lacks(self, lacks: bool) -> bool:
+        """Return whether any rank lacks a graph for this step; for ranks of which one may make no further graph."""
+        return bool(self._most("training_step", [int(lacks)], number=-1, detail=_IN_STEPS)[0])
+
     def _reached(self, parameter: Tensor) -> None:
         number = running_backward()
         if number not in self._reached_in:
@@ -109,10 +163,13 @@ class OptionalParameters:
         if scope is None or is_nested():
             return  # of a region that checkpoints with use_reentrant=True: the backward around it goes on
         self._reached_in.clear()  # a backward that failed did not end
+        if self._traced is not None:
+            self._traced.backward_ends(scope.last)
+            return
         self._waits = scope.last == OPEN  # until the backward that closes the window
         if self._waits:
             return
-        self._check_hooks()
+        self.check_hooks()
         every, is_window = self._agreed("the end of a backward", is_window=scope.last != ALONE)
         taken = [
             _Taken.of(param, handle, is_window=is_window)
@@ -144,7 +201,7 @@ class OptionalParameters:
                 "by zero_grad()."
             )
 
-    def _check_hooks(self) -> None:
+    def check_hooks(self) -> None:
         """Refuse gradient hooks, which run on gradients of this rank, before they are reduced.
 
         Raises:
@@ -152,7 +209,7 @@ class OptionalParameters:
         """
         for param, *found in zip(self._params, *hooks_of(param.sharded for param in self._params), strict=True):
             hooks = [hook for each in found for hook in (each or {}).values()]
-            if any(getattr(hook, "__func__", None) is not OptionalParameters._reached for hook in hooks):
+            if not all(map(is_own_hook, hooks)):
                 raise ZgraphError(
                     f"zgraph.shard: {param.name} is optional and has a gradient hook, which runs before the gradient "
                     "is reduced, and only on ranks that computed one; change .grad after backward instead."
@@ -180,14 +237,8 @@ class OptionalParameters:
             except ZgraphError as error:
                 flags.append(_EDITED)
                 refusal = error
-        found = torch.tensor(flags, dtype=torch.uint8, device=self._params[0].spec.device_type)
         advice = ", which each rank needs, and which must reach a trained parameter of the model"
-        about = None if self._exchanges is None else self._exchanges.meeting(call, detail=advice)
-        for place, name in enumerate(self._group_names):
-            if (world := group_size(name)) > 1:
-                here = None if about is None else about._replace(key=hash((about.key, place)))
-                found = all_gather(found, world, name, about=here).view(world, -1).amax(0)
-        closes, *every = found.tolist()
+        closes, *every = self._most(call, flags, detail=advice)
         if refusal is not None:
             raise refusal
         if _EDITED in every:
@@ -197,6 +248,21 @@ class OptionalParameters:
                 "window. Change it after the backward of a forward outside of no_sync, when it has been reduced."
             )
         return [bool(one) for one in every], bool(closes)
+
+    def _most(self, call: str, flags: Sequence[int], *, number: int = 0, detail: str = "") -> list[int]:
+        """Return the largest of all ranks' flags at each place; arguments as for `Exchanges.meeting`."""
+        found = torch.tensor(flags, dtype=torch.uint8, device=self._params[0].spec.device_type)
+        about = None if self._exchanges is None else self._exchanges.meeting(call, number=number, detail=detail)
+        for place, name in enumerate(self._group_names):
+            if (world := group_size(name)) > 1:
+                here = None if about is None else about._replace(key=hash((about.key, place)))
+                found = all_gather(found, world, name, about=here).view(world, -1).amax(0)
+        return found.tolist()
+
+
+def is_own_hook(hook: object) -> bool:
+    """Return whether a hook on a parameter is one by which optional parameters are reduced."""
+    return getattr(hook, "__func__", None) is OptionalParameters._reached  # pyright: ignore[reportPrivateUsage]
 
 
 class _Taken(NamedTuple):
@@ -218,7 +284,7 @@ class _Taken(NamedTuple):
 
     @classmethod
     def of(cls, param: Param, handle: Tensor, *, is_window: bool) -> _Taken:
-        spec, layout = param.spec, param.spec.layout
+        spec = param.spec
         parameter, state = param.sharded, param.state
         (found,) = gradients_of([parameter])
         if state.has_waiting_gradients:
@@ -228,10 +294,7 @@ class _Taken(NamedTuple):
         state.forget()
         if not is_window:
             own = own.to(spec.compute_dtype)  # the dtype in which autograd computed it, so nothing is rounded
-        policy = (spec.dtype, spec.wire_dtype, spec.mean_dtype, 0, spec.reduction, ALONE)
-        return cls(
-            param, handle, own, cast("DTensor | None", earlier), (*policy, layout.replica_group, layout.gather_group)
-        )
+        return cls(param, handle, own, cast("DTensor | None", earlier), policy_of(spec))
 
 
 def _buckets(taken: Iterable[_Taken]) -> Iterator[list[_Taken]]:

@@ -15,6 +15,7 @@ from zgraph.analysis.liveness import placements
 from zgraph.errors import ZgraphError
 from zgraph.graph import meta, nodes
 from zgraph.optimizers.gradients import GradScaler
+from zgraph.sharding.model.optional_in_steps import Reached, TracedReductions
 from zgraph.step.capture.clean import clean, number_parts
 from zgraph.step.capture.lifted import Lifted, local, name_part, overlapping
 from zgraph.step.capture.option_inputs import Assumed, OptionInputs, names_of
@@ -116,11 +117,15 @@ class Captured:
             and the tensors of the arguments. The graph writes to shards, buffers, state and tensors from outside.
         effects: what the graph's outputs are, and what else the step returns and changes.
         assumed: assumptions of the graph about numbers, such as options, on which Python branched.
+        reached: which optional parameters this rank's backwards reach, for each call of `zgraph.shard` that has some.
+        united: the same for any rank: the parameters whose gradients the graph reduces.
     """
 
     gm: fx.GraphModule
     effects: Effects
     assumed: Assumed
+    reached: tuple[Reached, ...] = ()
+    united: tuple[Reached, ...] = ()
 
 
 def capture(
@@ -132,6 +137,7 @@ def capture(
     *,
     values: PythonValues | None = None,
     decompose: bool = False,
+    united: Sequence[Reached] | None = None,
 ) -> Captured:
     """Run a step on fake values and return it as a graph; model, optimizers and arguments are unchanged afterwards.
 
@@ -142,20 +148,21 @@ def capture(
         outside: variables that the function reads from outside; it may also write to tensors among them.
         values: Python values that the function may read.
         decompose: whether to decompose operators for Inductor.
+        united: `Captured.united`; None if ranks have not told each other: then what this rank reaches.
 
     Raises:
         ZgraphError: a graph cannot represent something the function does; the message says where, and what to write.
     """
     outside = outside or Outside([], [], {})
     values = values or PythonValues([function], [lifted.model])
-    tracer = _Tracer(function, lifted, args, kwargs, outside, values)
+    tracer = _Tracer(function, lifted, args, kwargs, outside, values, united)
     try:
         try:
             captured = tracer.trace(decompose)
         except data_dependent_errors():
             values.effects()  # undoes the changes of the first attempt
             # Optimizers such as RAdam branch on the step count, which then becomes a guard, checked before each call.
-            tracer = _Tracer(function, lifted, args, kwargs, outside, values, asks=True)
+            tracer = _Tracer(function, lifted, args, kwargs, outside, values, united, asks=True)
             captured = tracer.trace(decompose)
     except data_dependent_errors() as error:
         reader = tracer.watch.reader
@@ -174,7 +181,7 @@ def capture(
     finally:
         values.effects()
     number_parts(captured.gm.graph)
-    resolve_windows(captured.gm.graph)
+    resolve_windows(captured.gm.graph, _optional_handles(captured.gm.graph, lifted))
     captured.gm.recompile()
     return tracer.with_own_numbers(captured)
 
@@ -202,6 +209,11 @@ def _tag_kept(graph: fx.Graph, lifted: Lifted) -> None:
     for number, node in enumerate(given):
         if number not in handles:
             meta.set_kept(node, "parameters" if number < len(given) - state else "state")
+
+
+def _optional_handles(graph: fx.Graph, lifted: Lifted) -> set[fx.Node]:
+    given = graph.find_nodes(op="placeholder")[len(lifted.parameters) :]
+    return {node for node, param in zip(given, lifted.handles.values(), strict=False) if param.spec.is_optional}
 
 
 def _tag_new_state(graph: fx.Graph, outputs: Sequence[Output], lifted: Lifted) -> None:
@@ -232,11 +244,15 @@ class _Tracer:
         kwargs: Mapping[str, Any],
         outside: Outside,
         values: PythonValues,
+        united: Sequence[Reached] | None,
         *,
         asks: bool = False,
     ) -> None:
         self.function, self.lifted, self.outside = function, lifted, outside
         self.values, self.bindings = values, list[Binding]()
+        self.optional = lifted.optional()
+        self.united = [None] * len(self.optional) if united is None else united
+        self.reductions: list[TracedReductions] = []
         self.shared: set[int] = set()
         self.present: list[Tensor] = []
         self.told: list[tuple[GradScaler, optim.Optimizer, list[Tensor]]] = []
@@ -280,7 +296,9 @@ class _Tracer:
         _tag_resting(gm.graph, self.lifted, inputs, spaces)
         _tag_kept(gm.graph, self.lifted)
         assert self.effects is not None, "the trace has run the function"
-        return Captured(gm=gm, effects=self.effects, assumed=assumed)
+        reached = tuple(one.reached for one in self.reductions)
+        united = tuple(of_rank if any_ is None else any_ for of_rank, any_ in zip(reached, self.united, strict=True))
+        return Captured(gm=gm, effects=self.effects, assumed=assumed, reached=reached, united=united)
 
     def _fakes_of(self, inputs: Sequence[Tensor], spaces: Sequence[Tier]) -> list[Any]:
         """Return a fake tensor for each input. Tensors that a GPU model offloads get fake tensors on the GPU."""
@@ -313,6 +331,10 @@ class _Tracer:
             for scaler in self.outside.scalers:
                 stack.enter_context(self._scaling(scaler, stand_ins))
             stack.enter_context(stand_ins.in_place(redirect))
+            self.reductions = [
+                stack.enter_context(one.traced(stand_ins.handle_of, united))
+                for one, united in zip(self.optional, self.united, strict=True)
+            ]
             stack.enter_context(same_random_numbers())
             stack.enter_context(self.watch)
             stack.enter_context(redirect)

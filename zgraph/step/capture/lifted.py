@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from zgraph.compiler.frame_plan import FramePlan
 from zgraph.compiler.memory_ledger import ledger_of
 from zgraph.optimizers.rounded_adam import Drawn
+from zgraph.sharding.model.optional_parameters import OptionalParameters
 from zgraph.sharding.scope import Scope, ShardedParam, sharded_parameters, state_of
 from zgraph.tiers.placement.host_budget import check_host_budget
 from zgraph.tiers.placement.resting import Resting
@@ -154,6 +155,10 @@ class Lifted:
         """Return the shared state of each part of the model that `zgraph.shard` sharded."""
         states = (state_of(part) for part in self.model.modules())
         return list(dict.fromkeys(state.scope for state in states if state is not None))
+
+    def optional(self) -> list[OptionalParameters]:
+        """Return the reduction of optional parameters of each call of `zgraph.shard` that has some."""
+        return [one for scope in self.scopes() for one in scope.optional]
 
     def state_entries(self) -> list[tuple[int, str, Any]]:
         """Return every entry of optimizer state as (index of the parameter, key, value), optimizer by optimizer."""

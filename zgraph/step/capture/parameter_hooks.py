@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from zgraph.errors import ZgraphError
+from zgraph.sharding.model.optional_parameters import is_own_hook
 from zgraph.step.capture.lifted import Held
 from zgraph.torch_compat.autograd import hooks_of
 
@@ -26,8 +27,9 @@ def conditions(parameters: Sequence[Tensor]) -> tuple[Any, ...]:
 
 
 def functions(parameters: Sequence[Tensor]) -> list[Any]:
-    """Return all hooks on parameters."""
-    return [hook for _, *pair in conditions(parameters) for hooks in pair for hook in hooks]
+    """Return all hooks on parameters, without zgraph's own, which read nothing from outside."""
+    found = [hook for _, *pair in conditions(parameters) for hooks in pair for hook in hooks]
+    return [hook for hook in found if not is_own_hook(hook)]
 
 
 @dataclass

@@ -100,7 +100,7 @@ class StandIns:
         for one, buffer in zip(lifted.buffers, self.buffers, strict=True):
             _put_buffer(one, buffer)
         for scope in scopes:
-            scope.handle_of = self._handle_of
+            scope.handle_of = self.handle_of
             scope.accumulation = Accumulation()  # for the trace; only its graph knows pending gradients
         model_zero_grad = lifted.model.__dict__.get("zero_grad")
         object.__setattr__(lifted.model, "zero_grad", self._zero_grad_of_model)
@@ -151,7 +151,12 @@ class StandIns:
                 return
         raise refusal("steps an optimizer that it was not given", "pass it to training_step")
 
-    def _handle_of(self, param: ShardedParam) -> Tensor:
+    def handle_of(self, param: ShardedParam) -> Tensor:
+        """Return the traced handle of a parameter.
+
+        Raises:
+            ZgraphError: the step's model does not have this parameter.
+        """
         if param not in self.handles:
             raise refusal(
                 f"reads {param.name}, which is not a parameter of the step's model",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 import torch
 from torch import fx
 
 from zgraph.errors import ZgraphError
-from zgraph.graph import edits, meta, nodes
+from zgraph.graph import edits, meta, nodes, traits
 from zgraph.graph.operator_arguments import ReduceArgs
 from zgraph.runtime.shard_layout import ShardLayout
 from zgraph.runtime.window_state import ALONE, OPEN
@@ -14,11 +16,15 @@ from zgraph.runtime.window_state import ALONE, OPEN
 aten = torch.ops.aten
 
 
-def resolve_windows(graph: fx.Graph) -> None:
+def resolve_windows(graph: fx.Graph, optional: Container[fx.Node] = ()) -> None:
     """Sum the gradients of each `zgraph.no_sync` window inside the graph, so that no state is needed between calls.
 
     Afterwards every marker has the window position ALONE. The sum has the order and the dtypes of
     `zgraph.runtime.window_state`. Each parameter has its own window.
+
+    Args:
+        graph: graph to change.
+        optional: handles of optional parameters, whose gradients the step itself reduces when a backward ends.
 
     Raises:
         ZgraphError: gradients are read, or the step ends, before they are reduced over the ranks.
@@ -29,6 +35,11 @@ def resolve_windows(graph: fx.Graph) -> None:
     waiting: dict[fx.Node, None] = {}
     for marker in nodes.call_functions(graph, nodes.is_reduce_grad):
         args = ReduceArgs.of(marker)
+        if args.handle in optional:
+            if args.window == OPEN:
+                _leave_own(graph, marker, args)
+                continue
+            meta.tag_skipped(marker)
         layout: ShardLayout = args.layout
         if layout.is_reduced and layout.gradients_wait(args.window):
             with graph.inserting_before(marker):
@@ -51,6 +62,28 @@ def resolve_windows(graph: fx.Graph) -> None:
             "micro-batch outside no_sync, through all parts that the others go through, or leave out no_sync."
         )
     _drop_placeholders(graph, waiting)
+
+
+def _leave_own(graph: fx.Graph, marker: fx.Node, args: ReduceArgs) -> None:
+    """Replace the marker of an optional parameter by this rank's own gradient, which another marker reduces.
+
+    Raises:
+        ZgraphError: another node reads the gradient first.
+    """
+    pending = [marker]
+    for value in pending:
+        for user in value.users:
+            if traits.is_reshaping(user) or user.target in (aten.add.Tensor, aten.add_.Tensor):
+                pending.append(user)
+            elif not nodes.is_reduce_grad(user) or ReduceArgs.of(user).handle is not args.handle:
+                raise ZgraphError(
+                    f"zgraph.training_step: {user.name} ({user.target}) reads a gradient of {args.handle.name}, which "
+                    "is optional and reduced when backward() has ended. Call backward(), and read .grad afterwards."
+                )
+    with graph.inserting_before(marker):
+        own = meta.create_cast(graph, args.grad, args.dtype)
+    marker.replace_all_uses_with(own)
+    graph.erase_node(marker)
 
 
 def _stand_alone(marker: fx.Node) -> None:

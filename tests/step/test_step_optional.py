@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zgraph
-from tests.sharding.test_optional_modules import Net
 from tests.support.ranks import Ranks, worlds
+from tests.support.skipped_modules import Net
 from zgraph.errors import ZgraphError
 
 P = zgraph.passes

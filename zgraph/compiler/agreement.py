@@ -167,7 +167,9 @@ def changes_of(graph: fx.Graph) -> list[str]:
             continue
         numbers = _numbers_of(node) + [number for one in written_arguments(node) for number in _rows_of(one)]
         if written_arguments(node) or numbers:
-            found[f"{_CHANGES}{target_text(node.target)}({', '.join(numbers)})"] += 1
+            # Names of constants count all constants of a trace, which may differ between ranks.
+            name = "constant" if node.op == "get_attr" else target_text(node.target)
+            found[f"{_CHANGES}{name}({', '.join(numbers)})"] += 1
     return [f"{line}, {count} times" for line, count in sorted(found.items())]
 
 

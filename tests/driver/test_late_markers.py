@@ -50,6 +50,23 @@ def as_gradient(module: Any, x: Tensor) -> Any:
     return module.weight + 0, x + module.bias  # the gradient of weight is that of the result
 
 
+class ByWeight(torch.autograd.Function):
+    """Adds a penalty whose gradient is the weight itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0], ctx.saved_tensors[0]
+
+
+def as_own_gradient(module: Any, x: Tensor) -> Any:
+    return ByWeight.apply(x + module.bias, module.weight)
+
+
 def of_detached(module: Any, x: Tensor) -> Any:
     return F.linear(x, module.weight.detach(), module.bias)
 
@@ -75,6 +92,7 @@ READS: dict[Callable[[Any, Tensor], Any], int] = {
     as_result: 1,
     as_view: 2,
     as_gradient: 0,
+    as_own_gradient: 0,
     of_detached: 0,
     without_gradients: 0,
     unread: 0,

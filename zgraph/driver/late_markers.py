@@ -84,8 +84,8 @@ class LateMarkers:
     def insert(self, graph: fx.Graph) -> None:
         """Insert the markers into the traced graph, a joint graph or that of an inference."""
         given = {aot_input_index(node): node for node in graph.find_nodes(op="placeholder")}
+        self._reduce(graph, given)
         order = nodes.order_of(graph)
-        self._reduce(graph, given, order)
         places: list[tuple[int, fx.Node]] = []
         before = nodes.output_of(graph)
         # Gathers keep the order of forward, whichever parameter of a module is read first.
@@ -97,12 +97,12 @@ class LateMarkers:
             marker = self._markers[place]
             _gather(given[place], given[marker.handle], marker, before)
 
-    def _reduce(self, graph: fx.Graph, given: dict[int | None, fx.Node], order: dict[fx.Node, int]) -> None:
-        """Insert `reduce_grad` after the gradients, in their order."""
+    def _reduce(self, graph: fx.Graph, given: dict[int | None, fx.Node]) -> None:
+        """Insert `reduce_grad` after the gradients, in their order; at the end if it is an input of the graph."""
         returned, indices = nodes.returned_by(graph), gradient_indices(graph)
         numbers = {indices[place]: marker for place, marker in self._markers.items() if place in indices}
         grads = {number: returned[number] for number in numbers if isinstance(returned[number], fx.Node)}
-        for number, grad in sorted(grads.items(), key=lambda item: order[item[1]]):
+        for number, grad in sorted(grads.items(), key=lambda item: item[1]):
             returned[number] = _reduced(grad, given[numbers[number].handle], numbers[number])
         nodes.output_of(graph).args = (returned,)
 
@@ -125,7 +125,7 @@ def _gather(shard: fx.Node, handle: fx.Node, marker: _Marker, before: fx.Node) -
 def _reduced(grad: fx.Node, handle: fx.Node, marker: _Marker) -> fx.Node:
     _, _, *policy = marker.arguments  # without shape and dtype of the parameter
     arguments = (grad, handle, marker.shard.dtype, *policy)
-    after = grad if grad.op != "placeholder" else next(reversed(grad.graph.find_nodes(op="placeholder")))
+    after = grad if grad.op != "placeholder" else nodes.output_of(grad.graph).prev
     with grad.graph.inserting_after(after):
         node = _call(grad.graph, torch.ops.zgraph.reduce_grad.default, arguments, "reduce_grad")
     meta.set_value(node, marker.like_shard(meta.tensor_value(grad)))

@@ -121,6 +121,7 @@ def table(name: str) -> str:
         return gpu(load("gpu-h200"), name.removeprefix("gpu-"))
     kinds = {"convergence": convergence, "zoo": zoo, "offload_states": states}
     kinds |= {"offload_inference": inference, "offload_capacity": capacity, "many_shapes-fx": shapes}
+    kinds |= {"first_step-fx": first_steps, "first_step-inductor": first_steps}
     return kinds.get(name, steps)(load(name))
 
 
@@ -282,6 +283,19 @@ def shapes(result: dict[str, Any]) -> str:
         error = f"{row['off']:.0e}" if row["off"] else "0"
         rows.append((name, str(row["compiled"]), f"{row['compiling_s']:.0f}", grown, error, "; ".join(ends)))
     heads = ("", "compiled", "processor s", "MiB for each more", "largest error of a gradient", "at the limit")
+    return markdown(heads, rows) + provenance([result])
+
+
+def first_steps(result: dict[str, Any]) -> str:
+    """Seconds from sharding to the end of the first step."""
+    has_cache = any(row["warm_s"] for row in result["rows"].values())
+    keys = ("first_s", *(["warm_s"] if has_cache else []), "second_s")
+    rows: list[tuple[str, ...]] = []
+    for name, row in result["rows"].items():
+        first, *others = (f"{statistics.median(row[key]):.1f}" for key in keys)
+        rows.append((name, first, f"{row['of_torch_compile']:.2f}", *others))
+    cached = ["from the cache, s"] if has_cache else []
+    heads = ("", "first step, s", "of torch.compile", *cached, "second step, s")
     return markdown(heads, rows) + provenance([result])
 
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from zgraph.analysis.hardware import Hardware
 from zgraph.errors import ZgraphError, ZgraphWarning
 from zgraph.runtime.handle import name_of
+from zgraph.sharding.local_shards import markers_for_reads
 from zgraph.sharding.scope import Scope, scope_behind
 from zgraph.tiers.tier import DEVICE, Tier
 from zgraph.torch_compat.dtensor import local_of
@@ -39,7 +40,8 @@ class Frame:
 
     @classmethod
     def of_dynamo(cls, gm: fx.GraphModule) -> Frame:
-        """Return the frame that Dynamo is compiling."""
+        """Return the frame that Dynamo is compiling; its graph gets markers in place of reads of parameters."""
+        markers_for_reads(gm)
         inputs = [dynamo_example(node) for node in gm.graph.find_nodes(op="placeholder")]
         return cls(name=compile_id(), reason=recompile_reason(), inputs=inputs)
 

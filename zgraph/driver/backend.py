@@ -10,7 +10,6 @@ from torch import fx
 from zgraph.compiler.frame import Frame
 from zgraph.driver.compile_frame import FrameCompiler
 from zgraph.driver.options import CompileOptions
-from zgraph.sharding.local_shards import markers_for_reads
 from zgraph.sharding.written_in_graphs import refuse_written_weights, watch_outputs
 from zgraph.torch_compat.dynamo import raise_through_dynamo
 
@@ -54,7 +53,6 @@ def zgraph(
             '@zgraph.training_step(model, opt, options={"check": True}) above the function that holds the lines of the '
             "step."
         )
-    markers_for_reads(gm)
     frame = Frame.of_dynamo(gm)
     frame.check_batch()
     handles = frame.handle_names()

@@ -39,7 +39,7 @@ class FrameCompiler:
         on_plan: called with the plan, and the positions of the weight gradients among the outputs of its backward.
     """
 
-    markers: LateMarkers  # of a frame of Dynamo's
+    markers: LateMarkers  # of a frame of Dynamo's, while it is traced
 
     def __init__(
         self,
@@ -79,7 +79,10 @@ class FrameCompiler:
 
         def compile_unmarked(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             self.markers = LateMarkers(gm, inputs, self.spaces)
-            return backend(gm, self.markers.inputs)
+            try:
+                return backend(gm, self.markers.inputs)
+            finally:
+                del self.markers  # which has inputs of the frame
 
         with self.observation.report.phase("tracing"):
             return compile_on_local_shards(gm, example_inputs, compile_unmarked)

@@ -83,7 +83,7 @@ def batches_of(loop: str, rank: int, steps: int) -> Iterator[Batch]:
 
 
 def step_of(way: str, lowering: str, model: nn.Module) -> tuple[Any, Callable[[Tensor], Any]]:
-    """What is called to evaluate, and a function that runs one step."""
+    """The function to evaluate with, and a function that runs one step."""
     dynamic = {DYNAMIC: True, STATIC: False}.get(way)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)  # gradients stay comparable
     call: Any = model

@@ -1,4 +1,4 @@
-"""What a rank without images pays for a vision tower, compared with running the tower and adding zeros.
+"""The cost of a vision tower for a rank without images, compared with running the tower and adding zeros.
 
     python examples/benchmarks/optional_modules.py --json FILE        # two minutes with fx
 

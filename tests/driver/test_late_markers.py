@@ -92,7 +92,7 @@ READS: dict[Callable[[Any, Tensor], Any], int] = {
     as_result: 1,
     as_view: 2,
     as_gradient: 0,
-    as_own_gradient: 0,
+    as_own_gradient: 4,  # an autograd function may be that of a unit, whose reductions have one order on all ranks
     of_detached: 0,
     without_gradients: 0,
     unread: 0,

@@ -141,7 +141,7 @@ def test_a_model_that_is_compiled_no_more_says_so_once(ranks: Ranks) -> None:
 
 
 def on_one_rank(as_step: bool) -> str:
-    """The error of ranks one of which has more shapes than the limit allows."""
+    """The error of two ranks if one has more shapes than the limit allows."""
     model = small()
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     call: Any = model if as_step else torch.compile(model, backend="zgraph", options={"lowering": "fx"}, dynamic=False)

@@ -334,15 +334,15 @@ def _difference(rank: int, mine: Signature, peer: int, theirs: Signature) -> str
 
 def _more_advice(mine: Signature, theirs: Signature) -> str:
     ours, others = ([name for names in one.names for name in names.split(", ") if name] for one in (mine, theirs))
-    alone = [name for name in dict.fromkeys((*ours, *others)) if name not in ours or name not in others]
-    if not alone:
+    unshared = [name for name in dict.fromkeys((*ours, *others)) if name not in ours or name not in others]
+    if not unshared:
         return (
             " A plan by costs (presets.planned) also depends on the batch that is compiled: begin with one of equal "
             "size on all ranks, and mark the dimensions that vary by torch._dynamo.mark_dynamic."
         )
-    more = f" and {len(alone) - 4} more" if len(alone) > 4 else ""
+    more = f" and {len(unshared) - 4} more" if len(unshared) > 4 else ""
     return (
-        f" If only some ranks are to run the modules of {', '.join(alone[:4])}{more}, name these modules: "
+        f" If only some ranks are to run the modules of {', '.join(unshared[:4])}{more}, name these modules: "
         "zgraph.shard(model, optional=[...])."
     )
 

@@ -1,7 +1,7 @@
 """Lets AOTAutograd trace a frame as if its inputs were unsharded parameters, and inserts the markers afterwards.
 
 A marker takes as long to trace as ten operators of torch, because it is a custom operator with an autograd function in
-Python. So in the graph that AOTAutograd traces, the input `shard` stands for `unshard(shard, handle, ...)`:
+Python. AOTAutograd therefore traces a graph whose input `shard` stands for `unshard(shard, handle, ...)`:
 
     unshard(shard) -> mm -> ...    becomes    shard -> mm -> ...
 
@@ -20,7 +20,7 @@ from torch import Tensor, fx
 
 from zgraph.graph import meta, nodes
 from zgraph.torch_compat.aot import aot_input_index, belongs_to_backward, gradient_indices
-from zgraph.torch_compat.dynamo import dynamo_fake
+from zgraph.torch_compat.dynamo import dynamo_fake, is_autograd_function
 from zgraph.torch_compat.fake_values import fake_storage_key
 
 
@@ -62,7 +62,11 @@ class LateMarkers:
         self._markers: dict[int, _Marker] = {}  # by index of the shard
         places: dict[Any, int] = {node: place for place, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
         returned = _storages(nodes.returned_by(gm.graph))
-        for node in nodes.call_functions(gm.graph, nodes.is_unshard):
+        found = list(nodes.call_functions(gm.graph, nodes.is_unshard))
+        if any(is_autograd_function(user) for node in found for user in node.users):
+            # Such as that of `reduce_all_params`: what a rank reads must not decide when it reduces.
+            return
+        for node in found:
             shard, handle, *arguments = node.args
             value = dynamo_fake(node)
             if not isinstance(shard, fx.Node) or shard not in places or handle not in places:
@@ -98,7 +102,7 @@ class LateMarkers:
             _gather(given[place], given[marker.handle], marker, before)
 
     def _reduce(self, graph: fx.Graph, given: dict[int | None, fx.Node]) -> None:
-        """Insert `reduce_grad` after the gradients, in their order; at the end if it is an input of the graph."""
+        """Insert `reduce_grad` after each gradient; before the output if the gradient is an input of the graph."""
         returned, indices = nodes.returned_by(graph), gradient_indices(graph)
         numbers = {indices[place]: marker for place, marker in self._markers.items() if place in indices}
         grads = {number: returned[number] for number in numbers if isinstance(returned[number], fx.Node)}

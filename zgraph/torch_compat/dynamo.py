@@ -225,6 +225,11 @@ def is_to_local(node: fx.Node) -> bool:
     return not hidden["args_as_value"] and not hidden["kwargs_as_value"]
 
 
+def is_autograd_function(node: fx.Node) -> bool:
+    """Return whether a node of a Dynamo graph calls a `torch.autograd.Function` (torch 2.11 - 2.15: by its name)."""
+    return node.op == "call_function" and "autograd_function_apply" in str(node.target)
+
+
 def dynamo_example(node: fx.Node) -> object:
     """Return the real value of a Dynamo graph's placeholder; None after Dynamo has dropped it (torch 2.11 - 2.15)."""
     return getattr(node.meta.get("grapharg"), "_example", None) and node.meta["grapharg"].example

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -93,7 +94,8 @@ def _message_of(report: pytest.TestReport | pytest.CollectReport) -> str:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Record durations where all tests report, which is not in a worker of xdist."""
+    """Record durations where all tests report, which is not in a worker of xdist; find no plans of other runs."""
+    os.environ.setdefault("ZGRAPH_CACHE_DIR", "")
     if config.getoption("--record-durations") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(budget.Recorder())
 

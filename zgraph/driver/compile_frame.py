@@ -20,13 +20,17 @@ from zgraph.compiler.partition import JointSplit
 from zgraph.compiler.pass_list import PassList
 from zgraph.driver.late_markers import LateMarkers
 from zgraph.driver.lower import Decided, Lowering, Program
-from zgraph.driver.observe import Observation
+from zgraph.driver.observe import Described, Observation
 from zgraph.driver.options import CompileOptions
+from zgraph.driver.saved_plans.folder import PlanFolder
+from zgraph.driver.saved_plans.frame_cache import FrameCache, StalePlanError
+from zgraph.driver.saved_plans.saved_plan import Late, SavedPlan
 from zgraph.graph import meta, nodes
 from zgraph.graph.split_graph import weight_gradients
 from zgraph.passes import presets
 from zgraph.sharding.local_shards import compile_on_local_shards
 from zgraph.torch_compat.aot import aot_autograd, aot_input_index
+from zgraph.torch_compat.groups import is_fake_world
 
 
 class FrameCompiler:
@@ -64,6 +68,17 @@ class FrameCompiler:
         self.timeout_s, self.on_plan = options.agreement_timeout_s, on_plan
         self.observation = Observation(frame.name, frame.reason, options, scopes)
         self.lowering = Lowering(self.observation, options.lowering, self.ranks_per_host)
+        uncached = self.observation.watches_passes or is_fake_world()
+        self.cache = FrameCache(None if uncached else PlanFolder.default())
+        self.facts = {  # that the plan depends on, in addition to graph and inputs
+            "lowering": options.lowering,
+            "passes": self.passes,
+            "machine": (self.ctx.machine, self.ctx.host_budget_bytes, self.ctx.update, self.ctx.planned_backend),
+            "names": self.names,
+            "spaces": self.spaces,
+            "groups": self.group_names,
+            "kind": (self.is_step, self.is_staged),
+        }
 
     # --- torch's calls ---
 
@@ -80,6 +95,11 @@ class FrameCompiler:
         def compile_unmarked(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             self.markers = LateMarkers(gm, inputs, self.spaces)
             try:
+                if self._find(gm, self.markers.inputs, {"markers": self.markers.facts()}):
+                    try:
+                        return backend(self.cache.stand_in(len(inputs)), self.markers.inputs)
+                    except StalePlanError:
+                        self.cache.forget()
                 return backend(gm, self.markers.inputs)
             finally:
                 del self.markers  # which has inputs of the frame
@@ -89,6 +109,9 @@ class FrameCompiler:
 
     def plan_joint(self, joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Run all passes on a joint graph, and split it; return the final forward and backward graphs."""
+        if self.cache.found is not None:
+            graphs = self.cache.found.variants[-1].graphs
+            return graphs["forward"], graphs["backward"]
         outputs: int = kwargs["num_fwd_outputs"]
         self.markers.insert(joint.graph)
         late = weight_gradients(joint.graph, outputs) if self.is_staged else None
@@ -98,13 +121,21 @@ class FrameCompiler:
 
     def compile_inference(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Program:
         """Return the forward of a frame without gradients as a callable."""
-        self.markers.insert(gm.graph)
-        return self.lower("inference", self._decide(gm, self.ctx).graphs["inference"], inputs)
+        if self.cache.found is None:
+            self.markers.insert(gm.graph)
+            gm = self._decide(gm, self.ctx).graphs["inference"]
+        else:
+            gm = self.cache.found.variants[-1].graphs["inference"]
+        return self.lower("inference", gm, inputs)
 
     def compile_step(self, gm: fx.GraphModule, recorded: RecordedSteps | None = None) -> Program:
         """Return a whole training step as a callable; with `recorded`, it is recorded and replayed as a CUDA graph."""
-        changes = changes_of(gm.graph)
-        planned = self._decide(gm, replace(self.ctx, direction="step"), changes=changes).graphs["step"]
+        changes, ctx = changes_of(gm.graph), replace(self.ctx, direction="step")
+        if self._find(gm, [meta.value(node) for node in gm.graph.find_nodes(op="placeholder")], {}):
+            planned = self._adopt(ctx, changes).graphs["step"]
+        else:
+            planned = self._decide(gm, ctx, changes=changes).graphs["step"]
+            self._save()
         if recorded is not None:
             recorded.check(planned)
         return self.lower("step", planned, (), recorded=recorded)
@@ -118,6 +149,12 @@ class FrameCompiler:
         recorded: RecordedSteps | None = None,
     ) -> Program:
         """Return a final graph of the plan as a callable."""
+        if direction in ("forward", "inference"):  # AOTAutograd's findings are known
+            if self.cache.found is None:
+                self._save()
+            else:
+                self.cache.check()
+                self._adopt(self.ctx)
         return self.lowering.lower(direction, gm, recorded)
 
     # --- the plan of the frame ---
@@ -127,7 +164,7 @@ class FrameCompiler:
         captured: fx.GraphModule,
         ctx: PassContext,
         *,
-        late: tuple[tuple[int, ...], tuple[int | None, ...]] | None = None,
+        late: Late | None = None,
         changes: Sequence[str] = (),
     ) -> FramePlan:
         """Plan the frame, agree on the plan with the other ranks, and report it.
@@ -145,12 +182,52 @@ class FrameCompiler:
                 ctx = self.passes.target.known_to(ctx, captured.graph)
             plan = self._plan(captured, ctx)
         described = self.observation.describe(plan, captured.graph, self.names, ctx.plan_bytes)
+        with self.observation.report.phase("cache"):
+            outputs = nodes.returned_by(captured.graph)[: ctx.user_outputs]
+            values = [meta.value(node) if isinstance(node, fx.Node) else node for node in outputs]
+            self.cache.keep(SavedPlan.of(plan, described, handles, late), values)
+        self._announce(plan, described, handles, late, changes)
+        return plan
+
+    def _find(self, gm: fx.GraphModule, inputs: Sequence[Any], facts: dict[str, object]) -> bool:
+        """Return whether the frame's plan was saved by this run or an earlier one."""
+        with self.observation.report.phase("cache"):
+            return self.cache.find(gm, inputs, self.facts | facts) is not None
+
+    def _save(self) -> None:
+        with self.observation.report.phase("cache"):
+            self.cache.write(is_step=self.is_step)
+        if self.cache.reason:
+            self.observation.report.unsaved[self.observation.frame] = self.cache.reason
+
+    def _adopt(self, ctx: PassContext, changes: Sequence[str] = ()) -> FramePlan:
+        """Use the saved plan of the frame, if all ranks agree on it."""
+        saved = self.cache.found
+        assert saved is not None
+        if self.passes.target is not None:
+            ctx = replace(ctx, hardware=self.passes.target.hardware)
+        saved.make_groups()
+        plan = saved.plan(ctx)
+        described = saved.described(self.observation.frame, self.observation.reason)
+        self._announce(plan, described, saved.handles, saved.late, changes)
+        self.observation.report.cached_plans += 1
+        self.cache.forget()
+        return plan
+
+    def _announce(
+        self,
+        plan: FramePlan,
+        described: Described,
+        handles: tuple[str, ...],
+        late: Late | None,
+        changes: Sequence[str],
+    ) -> None:
+        """Agree on a plan with the other ranks, then report it, and hand it to lowering."""
         with self.observation.report.phase("agreement"):
             agree(signatures_of(plan, changes, self.group_names, self.ranks_per_host), self.timeout_s)
         self.observation.record(plan, described)
         self.lowering.decided = Decided.of(plan, described.called, handles, late)
         self.on_plan(plan, () if late is None else late[0])
-        return plan
 
     def _name_inputs(self, graph: fx.Graph) -> tuple[str, ...]:
         """Record names and tiers (memory spaces) of a captured graph's inputs; return the placeholders of handles.

@@ -85,6 +85,13 @@ class LateMarkers:
         if self._markers:
             gm.recompile()
 
+    def facts(self) -> list[tuple[Any, ...]]:
+        """Return the removed markers as plain values: input, shape and dtype of the shard, handle and arguments."""
+        return [
+            (place, tuple(one.shard.shape), one.shard.dtype, one.handle, one.arguments)
+            for place, one in self._markers.items()
+        ]
+
     def insert(self, graph: fx.Graph) -> None:
         """Insert the markers into the traced graph, a joint graph or that of an inference."""
         given = {aot_input_index(node): node for node in graph.find_nodes(op="placeholder")}

@@ -58,6 +58,11 @@ class Observation:
         self.dumper: Dumper | None = None
         self.recorder: PassRecorder | None = None
 
+    @property
+    def watches_passes(self) -> bool:
+        """Whether a dump or report shows the graphs between passes, which a saved plan does not have."""
+        return self.options.dump is not None or self.report.keep_passes or self.report.keep_graphs
+
     def observer(self) -> Observer:
         """Return a function to call after each pass, which records the pass and writes the dump, if requested.
 

@@ -40,6 +40,8 @@ _SKIPPED = "zgraph_skipped"
 _OFFLOAD = "zgraph_offload"
 _AT_REST = "zgraph_at_rest"
 _EVALUATED = "zgraph_evaluated"
+# Keys of torch's that final graphs need, besides those of the partitioner: "desc" says which input a placeholder is.
+_OF_TORCH = (_VALUE, "desc", "stack_trace", "saved_tensor_with_no_vc_check")
 # Above the numbers of all activation-checkpointing regions, so that the partitioner never treats a gather as a border
 # between two regions (it saves the values at such borders).
 _GATHER_REGION = 1 << 30
@@ -189,6 +191,23 @@ def copy_origin(node: fx.Node, source: fx.Node) -> None:
 
 _FRAME = re.compile(r'File "([^"]*)", line (\d+), in (\S+)')
 _LIBRARIES = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parent.parent}/")
+
+
+def tags(node: fx.Node) -> dict[str, Any]:
+    """Return the metadata of a node that passes and the partitioner read, without its fake value and its origin."""
+    kept = {key: found for key, found in node.meta.items() if key.startswith("zgraph_") and key != _EVALUATED}
+    return kept | {key: node.meta[key] for key in (_RECOMPUTE, _REGION) if key in node.meta}
+
+
+def portable(node: fx.Node) -> dict[str, Any]:
+    """Return the metadata of a node of a final graph that lowering and reports read, without objects of this process.
+
+    The node's fake value is included.
+    """
+    kept = tags(node) | {key: node.meta[key] for key in _OF_TORCH if key in node.meta}
+    if stack := node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack"):
+        kept["nn_module_stack"] = {"": (str([*stack.values()][-1][0]), None)}
+    return kept
 
 
 def label(node: fx.Node) -> str:

@@ -30,6 +30,8 @@ class Report:
         islands: number of islands. An island is compute between collectives; Inductor compiles each island by itself.
         distinct_islands: number of islands with different code; equal islands share their code.
         cached_islands: number of distinct islands found in Inductor's cache, compiled by other ranks or earlier runs.
+        cached_plans: number of frames whose plans were found on disk, saved by earlier runs.
+        unsaved: why the plan of a frame could not be saved, by frame.
         measured: latest measurements of `zgraph.measure`, by frame and direction.
         profiler: profiler that is measuring the graphs; None: no measurement.
         uncompiled: text with the modules that gathered parameters outside of compiled graphs, and the reasons, when
@@ -48,6 +50,8 @@ class Report:
     islands: int = 0
     distinct_islands: int = 0
     cached_islands: int = 0
+    cached_plans: int = 0
+    unsaved: dict[str, str] = field(default_factory=dict[str, str])
     measured: dict[tuple[str, str], Measured] = field(default_factory=dict[tuple[str, str], Measured])
     profiler: StepProfiler | None = None
     uncompiled: str = ""
@@ -129,6 +133,7 @@ class Report:
             spent = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.seconds.items())
             islands = f"; {self.islands} islands, {self._islands_text}" if self.islands else ""
             lines.append(f"compiling took {sum(self.seconds.values()):.1f} s: {spent}{islands}")
+            lines.extend(self._cache_lines())
         if self.step_bytes:
             lines.append(f"one training step sends {size(self.step_bytes)} per rank")
         else:
@@ -136,6 +141,15 @@ class Report:
         if self.feedback_bytes:
             lines.append(f"error feedback: {size(self.feedback_bytes)} a rank")
         return "\n".join(lines)
+
+    def _cache_lines(self) -> list[str]:
+        """Return lines of text on plans that were found on disk, and on those that could not be saved there."""
+        frames = {graph.frame for graph in self.graphs}
+        found = [f"  plans of {self.cached_plans} of {counted(len(frames), 'frame')} were found on disk"]
+        reasons = {text: [one for one in self.unsaved if self.unsaved[one] == text] for text in self.unsaved.values()}
+        return (found if self.cached_plans else []) + [
+            f"  not saved for the next run: frame {', '.join(names)} ({text})" for text, names in reasons.items()
+        ]
 
     @property
     def _islands_text(self) -> str:

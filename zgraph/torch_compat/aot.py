@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, cast
 
 from torch import Tensor, fx
@@ -65,6 +66,61 @@ def _donate_nothing() -> None:
     metadata: Any = TracingContext.get().fw_metadata
     if metadata is not None and metadata.bw_donated_idxs:
         metadata.bw_donated_idxs.clear()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """AOTAutograd's findings on a frame that writes to inputs, and returns new tensors and inputs.
+
+    Attributes:
+        text: all findings; equal for frames that AOTAutograd calls alike.
+        requires_grad: for each output of the frame, whether it requires gradients.
+        inputs: for each output, the index of the input that it is; None for a new tensor.
+        written: inputs that the frame writes to, by index, and whether only under `torch.no_grad`.
+    """
+
+    text: str
+    requires_grad: tuple[bool, ...]
+    inputs: tuple[int | None, ...]
+    written: tuple[tuple[int, bool], ...]
+
+
+def findings_on_frame() -> Findings | None:
+    """Return AOTAutograd's findings on the frame that is being compiled; available when its forward is compiled.
+
+    None if the frame also changes the metadata of an input, or returns views or objects that are no tensors. torch 2.11
+    - 2.15: `TracingContext.fw_metadata`.
+    """
+    from torch._functorch._aot_autograd.schemas import OutputType
+    from torch._guards import TracingContext
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    found: Any = TracingContext.get().fw_metadata
+    known = (OutputType.non_alias, OutputType.unsafe_view_alias, OutputType.is_input)
+    if any(one.mutates_metadata for one in found.input_info) or found.tokens:
+        return None
+    if any(one.output_type not in known or one.raw_type not in (Tensor, FunctionalTensor) for one in found.output_info):
+        return None
+    if found.num_intermediate_bases or found.grad_enabled_mutation is not None or found.num_graphsafe_rng_states:
+        return None
+    requires_grad = tuple(bool(one.requires_grad) for one in found.output_info)
+    tangents = [(tuple(one.shape), one.stride(), str(one.dtype)) for one in found.traced_tangents]
+    written = tuple(
+        (place, bool(one.mutations_under_no_grad_or_inference_mode))
+        for place, one in enumerate(found.input_info)
+        if one.mutates_data
+    )
+    inputs = tuple(one.base_idx if one.output_type is OutputType.is_input else None for one in found.output_info)
+    text = f"{found.input_info} {requires_grad} {inputs} {tangents}"
+    return Findings(text=text, requires_grad=requires_grad, inputs=inputs, written=written)
+
+
+def compile_settings() -> str:
+    """Return a digest of all options of AOTAutograd and Inductor (torch 2.11 - 2.15: `config.get_hash`)."""
+    from torch._functorch import config as of_aot
+    from torch._inductor import config as of_inductor
+
+    return f"{of_aot.get_hash().hex()} {of_inductor.get_hash().hex()}"  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def min_cut_partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:

@@ -168,6 +168,17 @@ def fake_on_cpu(mode: Any, tensor: Tensor) -> Tensor:
     return made.requires_grad_(tensor.requires_grad)
 
 
+def fake_from_layout(
+    mode: Any, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Create a fake tensor on a storage of its own (torch 2.11 - 2.15: `FakeTensor`)."""
+    from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
+
+    with in_kernel_invocation_manager(mode):
+        found = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    return FakeTensor(mode, found, device)
+
+
 def data_dependent_errors() -> tuple[type[BaseException], ...]:
     """Return the errors raised when a trace needs a value that is known only at run time (torch 2.11 - 2.15)."""
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
@@ -199,6 +210,28 @@ def unknown_number(number: torch.SymFloat) -> Any:
     env = number.node.shape_env
     with env.ignore_fresh_unbacked_symbols():
         return env.create_unbacked_symfloat()
+
+
+def number_parts(number: torch.SymFloat) -> tuple[Any, float | None]:
+    """Return the sympy expression of a symbolic number, and its value during the trace; None: it is unknown.
+
+    torch 2.11 - 2.15: `SymNode.expr`, `SymNode.hint`.
+    """
+    return number.node.expr, None if number.node._hint is None else float(number.node._hint)
+
+
+def number_of_parts(mode: Any, expression: Any, value: float | None) -> Any:
+    """Create a symbolic number from the parts of another one, in a mode that has its symbols.
+
+    Raises:
+        LookupError: the mode does not have them.
+    """
+    from torch.fx.experimental.sym_node import SymNode
+
+    unknown = [str(symbol) for symbol in expression.free_symbols if symbol not in mode.shape_env.var_to_range]
+    if unknown:
+        raise LookupError(f"no symbol {', '.join(unknown)}")
+    return torch.SymFloat(SymNode(expression, mode.shape_env, float, value))
 
 
 def number_hint(number: torch.SymFloat) -> float:

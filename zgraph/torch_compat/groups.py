@@ -196,7 +196,7 @@ def fake_world(world: int) -> Generator[None]:
 
 def is_fake_world() -> bool:
     """Return whether the default group is fake, that is, has no other processes (torch 2.11 - 2.15: backend "fake")."""
-    return dist.get_backend() == "fake"
+    return is_distributed_ready() and dist.get_backend() == "fake"
 
 
 def is_distributed_ready() -> bool:

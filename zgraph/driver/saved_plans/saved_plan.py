@@ -1,0 +1,90 @@
+"""A plan as it is saved: final graphs, and descriptions of them for reports, clocks and lowering."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from zgraph.compiler.frame_plan import FramePlan, Variant
+from zgraph.compiler.graph_pass import Direction, PassContext
+from zgraph.compiler.pass_list import PassRun
+from zgraph.driver.observe import Described
+from zgraph.reporting.metrics.step_clock import CalledGraph
+from zgraph.reporting.of_graph import GraphReport
+from zgraph.runtime.groups import make_host_groups
+from zgraph.scheduling.problem import Limits
+from zgraph.torch_compat.groups import find_group
+
+Late = tuple[tuple[int, ...], tuple[int | None, ...]]
+_HOST_GROUP = re.compile(r"(.+)\.(?:host|place)\d+_of_(\d+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedPlan:
+    """The plan of a frame.
+
+    Attributes:
+        variants, notes, decisions, user_outputs, runs, limits: of the plan and its context.
+        reports, called: descriptions of the plan.
+        handles: names of the placeholders that are parameter handles.
+        late: for a stage of a pipeline, the positions of weight gradients; None for other frames.
+    """
+
+    variants: tuple[Variant, ...]
+    notes: Sequence[tuple[str, Direction, str]]
+    decisions: Sequence[tuple[Direction, str]]
+    user_outputs: int | None
+    runs: tuple[PassRun, ...]
+    limits: Limits | None
+    reports: Sequence[GraphReport]
+    called: Mapping[str, CalledGraph]
+    handles: tuple[str, ...]
+    late: Late | None
+
+    @classmethod
+    def of(cls, plan: FramePlan, described: Described, handles: tuple[str, ...], late: Late | None) -> SavedPlan:
+        return cls(
+            variants=plan.variants,
+            notes=plan.ctx.notes,
+            decisions=plan.ctx.decisions,
+            user_outputs=plan.ctx.user_outputs,
+            runs=plan.runs,
+            limits=plan.limits,
+            reports=described.graphs,
+            called=described.called,
+            handles=handles,
+            late=late,
+        )
+
+    def plan(self, ctx: PassContext) -> FramePlan:
+        """Return the plan; its passes did not run, and took no time.
+
+        Args:
+            ctx: context of the frame.
+        """
+        ctx = replace(ctx, notes=list(self.notes), decisions=list(self.decisions), user_outputs=self.user_outputs)
+        runs = tuple(replace(run, seconds=0.0) for run in self.runs)
+        return FramePlan(variants=self.variants, ctx=ctx, runs=runs, limits=self.limits)
+
+    def described(self, frame: str, reason: str) -> Described:
+        """Return the descriptions of the plan, for the name and the reason of the compile in this process."""
+        reports = [replace(report, frame=frame, reason=reason) for report in self.reports]
+        called = {name: replace(one, frame=frame) for name, one in self.called.items()}
+        return Described(graphs=reports, data=None, called=called)
+
+    def make_groups(self) -> None:
+        """Make the process groups that passes make while planning; ranks that plan make them in the same call."""
+        for variant in self.variants:
+            for gm in variant.graphs.values():
+                _make_groups(gm.graph)
+
+
+def _make_groups(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        for name in node.args:
+            found = _HOST_GROUP.fullmatch(name) if isinstance(name, str) else None
+            if found is not None and find_group(found[0]) is None:
+                make_host_groups(found[1], int(found[2]))

@@ -68,7 +68,8 @@ class FrameCompiler:
         self.timeout_s, self.on_plan = options.agreement_timeout_s, on_plan
         self.observation = Observation(frame.name, frame.reason, options, scopes)
         self.lowering = Lowering(self.observation, options.lowering, self.ranks_per_host)
-        uncached = self.observation.watches_passes or is_fake_world()
+        is_timed = self.passes.target is not None and self.passes.target.time_kernels  # by ranks together
+        uncached = self.observation.watches_passes or is_timed or is_fake_world()
         self.cache = FrameCache(None if uncached else PlanFolder.default())
         self.facts = {  # that the plan depends on, in addition to graph and inputs
             "lowering": options.lowering,
@@ -185,7 +186,8 @@ class FrameCompiler:
         with self.observation.report.phase("cache"):
             outputs = nodes.returned_by(captured.graph)[: ctx.user_outputs]
             values = [meta.value(node) if isinstance(node, fx.Node) else node for node in outputs]
-            self.cache.keep(SavedPlan.of(plan, described, handles, late), values)
+            saved = SavedPlan.of(plan, described.graphs, described.called, described.data, handles, late)
+            self.cache.keep(saved, values)
         self._announce(plan, described, handles, late, changes)
         return plan
 
@@ -208,7 +210,8 @@ class FrameCompiler:
             ctx = replace(ctx, hardware=self.passes.target.hardware)
         saved.make_groups()
         plan = saved.plan(ctx)
-        described = saved.described(self.observation.frame, self.observation.reason)
+        reports, called, data = saved.described(self.observation.frame, self.observation.reason)
+        described = Described(graphs=reports, data=data, called=called)
         self._announce(plan, described, saved.handles, saved.late, changes)
         self.observation.report.cached_plans += 1
         self.cache.forget()

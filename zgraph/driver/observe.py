@@ -33,7 +33,7 @@ class Described:
 
     Attributes:
         graphs: one report for each graph.
-        data: content of report.json for this frame; None unless passes were recorded.
+        data: content of report.json for this frame; None if it cannot be described.
         called: descriptions of the graphs for clocks and profilers, by direction.
     """
 

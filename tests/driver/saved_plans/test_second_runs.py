@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import zgraph
-from tests.support.models import VOCABULARY, Language
+from tests.support.models import VOCABULARY, Block, Language
 from tests.support.ranks import Ranks, worlds
 from tests.support.saved_plans import equal, grads_of, runs, whole
 from zgraph.passes import LoCo, LowRank, presets
@@ -36,9 +38,22 @@ class Images(nn.Module):
         return self.last(h), h.detach() * 2
 
 
+class Recomputed(Language):
+    """Recomputes its blocks, which draw random numbers, in backward."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.1)
+
+    def trunk(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = cast(Tensor, checkpoint(block, x, use_reentrant=False))
+        return self.norm(x)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A script: how it shards, compiles and trains. The number of ranks is 2, or 4 with replicas."""
+    """A script: how it shards, compiles and trains."""
 
     shard: dict[str, Any] = field(default_factory=dict[str, Any])
     lowering: str = "fx"
@@ -47,7 +62,7 @@ class Case:
     micro_batches: int = 1
     images: bool = False
     replicas: bool = False
-    inductor_only_close: bool = False
+    recomputed: bool = False
 
 
 def planned() -> Any:
@@ -69,19 +84,25 @@ CASES = {
     "stage 3, planned, autocast": Case(passes=planned, autocast=True, micro_batches=2),
     "images, stage 3": Case(images=True),
     "images, stage 1, planned": Case(images=True, shard={"zero_stage": 1}, passes=planned),
-    "units": Case(shard={"units": [nn.ModuleList]}),
+    "replicas, recomputed": Case(replicas=True, recomputed=True),
+    "stage 2, recomputed, LoCo": Case(
+        shard={"zero_stage": 2}, recomputed=True, passes=lambda: presets.default(compression=LoCo())
+    ),
+    "units": Case(shard={"units": [Block]}),
     "Inductor": Case(lowering="inductor"),
     "Inductor, bf16, images": Case(lowering="inductor", images=True, shard=BF16),
 }
 
 
+@functools.cache  # a second mesh of a process has groups of other names, which another process would not have
+def mesh_of_replicas() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards"))
+
+
 def train(case: Case) -> tuple[dict[str, Tensor], zgraph.Report]:
     """Two steps and an evaluation; return gradients, parameters and results."""
-    model: nn.Module = Images() if case.images else Language(dropout=0.1)
-    mesh = None
-    if case.replicas:
-        mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicas", "shards"))
-    zgraph.shard(model, mesh, **case.shard)
+    model: nn.Module = Images() if case.images else Recomputed() if case.recomputed else Language(dropout=0.1)
+    zgraph.shard(model, mesh_of_replicas() if case.replicas else None, **case.shard)
     report = zgraph.Report()
     options = {"lowering": case.lowering, "passes": case.passes(), "report": report}
     compiled = torch.compile(model, backend="zgraph", options=options)

@@ -11,7 +11,7 @@ from torch import fx
 from zgraph.compiler.frame_plan import FramePlan, Variant
 from zgraph.compiler.graph_pass import Direction, PassContext
 from zgraph.compiler.pass_list import PassRun
-from zgraph.driver.observe import Described
+from zgraph.reporting.data.frame import FrameData
 from zgraph.reporting.metrics.step_clock import CalledGraph
 from zgraph.reporting.of_graph import GraphReport
 from zgraph.runtime.groups import make_host_groups
@@ -27,8 +27,9 @@ class SavedPlan:
     """The plan of a frame.
 
     Attributes:
-        variants, notes, decisions, user_outputs, runs, limits: of the plan and its context.
-        reports, called: descriptions of the plan.
+        variants, runs, limits: attributes of the plan.
+        notes, decisions, user_outputs: attributes of the plan's context.
+        reports, called, data: descriptions of the plan.
         handles: names of the placeholders that are parameter handles.
         late: for a stage of a pipeline, the positions of weight gradients; None for other frames.
     """
@@ -41,11 +42,20 @@ class SavedPlan:
     limits: Limits | None
     reports: Sequence[GraphReport]
     called: Mapping[str, CalledGraph]
+    data: FrameData | None
     handles: tuple[str, ...]
     late: Late | None
 
     @classmethod
-    def of(cls, plan: FramePlan, described: Described, handles: tuple[str, ...], late: Late | None) -> SavedPlan:
+    def of(
+        cls,
+        plan: FramePlan,
+        reports: Sequence[GraphReport],
+        called: Mapping[str, CalledGraph],
+        data: FrameData | None,
+        handles: tuple[str, ...],
+        late: Late | None,
+    ) -> SavedPlan:
         return cls(
             variants=plan.variants,
             notes=plan.ctx.notes,
@@ -53,8 +63,9 @@ class SavedPlan:
             user_outputs=plan.ctx.user_outputs,
             runs=plan.runs,
             limits=plan.limits,
-            reports=described.graphs,
-            called=described.called,
+            reports=reports,
+            called=called,
+            data=data,
             handles=handles,
             late=late,
         )
@@ -69,11 +80,14 @@ class SavedPlan:
         runs = tuple(replace(run, seconds=0.0) for run in self.runs)
         return FramePlan(variants=self.variants, ctx=ctx, runs=runs, limits=self.limits)
 
-    def described(self, frame: str, reason: str) -> Described:
+    def described(self, frame: str, reason: str) -> tuple[list[GraphReport], dict[str, CalledGraph], FrameData | None]:
         """Return the descriptions of the plan, for the name and the reason of the compile in this process."""
         reports = [replace(report, frame=frame, reason=reason) for report in self.reports]
         called = {name: replace(one, frame=frame) for name, one in self.called.items()}
-        return Described(graphs=reports, data=None, called=called)
+        data = None
+        if self.data is not None:
+            data = replace(self.data, frame=frame, reason=reason, seconds=[0.0 for _ in self.runs])
+        return reports, called, data
 
     def make_groups(self) -> None:
         """Make the process groups that passes make while planning; ranks that plan make them in the same call."""

@@ -4,8 +4,8 @@
 
 Each rank has a core, and each way processes of its own, a few times in turns. `torch.compile` compiles the same model
 without sharding, by the backend that does as much as zgraph's lowering: aot_eager as much as fx. Caches on disk are
-empty; with Inductor, a second run finds what the first one has left there. A whole step is planned for H100s; its
-second call is timed, too, which may compile again.
+empty; a second run finds what the first one has left there. A whole step is planned for H100s; its second call is
+timed, too, which may compile again.
 """
 
 import os
@@ -105,9 +105,8 @@ def main() -> None:
                 with tempfile.TemporaryDirectory() as cache:
                     run = partial(run_ranks, __file__, plan, range(RANKS))
                     measured = run(environment={"TORCHINDUCTOR_CACHE_DIR": cache})
-                    if args.lowering == "inductor":
-                        warm = run(environment={"TORCHINDUCTOR_CACHE_DIR": cache})
-                        row["warm_s"].append(warm["seconds"][0])
+                    warm = run(environment={"TORCHINDUCTOR_CACHE_DIR": cache})
+                    row["warm_s"].append(warm["seconds"][0])
                 row["first_s"].append(measured["seconds"][0])
                 row["second_s"].append(measured["seconds"][1])
                 row |= {key: measured[key] for key in ("phases", "passes") if key in measured}
@@ -119,7 +118,7 @@ def main() -> None:
         first, second = (quartiles(row[key])[1] for key in ("first_s", "second_s"))
         row["of_torch_compile"] = first / plain
         share = row["phases"]["passes"] / sum(row["phases"].values()) if "phases" in row else 0.0
-        warm = f"{quartiles(row['warm_s'])[1]:.1f}" if row["warm_s"] else "-"
+        warm = f"{quartiles(row['warm_s'])[1]:.1f}"
         cells = (f"{first:.1f}", f"{first / plain:.2f}", f"{second:.1f}", warm, f"{share:.0%}" if share else "-")
         rows.append((name, *cells))
     print(table(("way", "first step, s", "of torch.compile", "second, s", "first, cached, s", "passes"), rows))

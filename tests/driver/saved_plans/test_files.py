@@ -18,7 +18,7 @@ from tests.support.saved_plans import equal, grads_of, plans_in, runs
 from zgraph.driver.saved_plans import folder as folder_module
 from zgraph.driver.saved_plans.folder import PlanFolder
 from zgraph.driver.saved_plans.frame_cache import Entry
-from zgraph.driver.saved_plans.pickled import dumps, loads
+from zgraph.graph.pickled import dumps, loads
 from zgraph.torch_compat.fake_values import fake_mode
 
 

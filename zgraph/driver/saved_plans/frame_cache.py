@@ -12,9 +12,9 @@ from torch import fx
 
 from zgraph.driver.saved_plans.folder import PlanFolder
 from zgraph.driver.saved_plans.key import NotKeyed, key_of
-from zgraph.driver.saved_plans.pickled import dumps, loads
 from zgraph.driver.saved_plans.saved_plan import SavedPlan
 from zgraph.driver.saved_plans.stand_in import Layout, stand_in
+from zgraph.graph.pickled import dumps, loads
 from zgraph.torch_compat.aot import Findings, findings_on_frame
 from zgraph.torch_compat.fake_values import fake_mode_of
 

@@ -15,7 +15,7 @@ import platform
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
-from types import BuiltinFunctionType, FunctionType, MethodDescriptorType
+from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodDescriptorType
 from typing import Any
 
 import torch
@@ -61,13 +61,12 @@ def key_of(gm: fx.GraphModule, inputs: Sequence[Any], facts: Mapping[str, object
 def _lines(gm: fx.GraphModule, inputs: Sequence[Any], facts: Mapping[str, object]) -> Iterator[str]:
     yield from _installed()
     yield from _settings()
-    yield f"rank {rank_and_world()}"
+    write = _Writer()
     for name, fact in facts.items():
-        yield f"{name} {_text(fact)}"
-    yield from (_layout(value) for value in inputs)
-    groups: dict[str, None] = {}
-    yield from _module_lines(gm, groups)
-    yield from map(_group_line, groups)
+        yield f"{name} {write.text(fact)}"
+    yield from (write.layout(value) for value in inputs)
+    yield from write.lines_of(gm)
+    yield from map(_group_line, write.groups)
 
 
 @functools.cache
@@ -87,6 +86,7 @@ def _settings() -> Iterator[str]:
     for kind in ("cpu", "cuda"):
         dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         yield f"autocast {kind} {enabled} {dtype} {torch.is_autocast_cache_enabled()}"
+    yield f"rank {rank_and_world()} on {torch.get_default_device()}"
     yield f"modes {torch.is_grad_enabled()} {torch.is_inference_mode_enabled()} {torch.get_default_dtype()}"
     exact = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     yield f"arithmetic {exact} {torch.get_float32_matmul_precision()} {torch.get_num_threads()}"
@@ -99,24 +99,95 @@ def _settings() -> Iterator[str]:
     yield compile_settings()
 
 
-def _module_lines(gm: fx.GraphModule, groups: dict[str, None]) -> Iterator[str]:
-    """Yield a line for each node of a graph and of the graphs that it calls, and note the groups that they name."""
-    if any(name.startswith("saved_tensors_hooks") for name, _ in gm.named_children()):
-        raise NotKeyed("hooks of saved tensors")
-    if gm.meta.get("_checkpoint_context_fn") is not None:
-        raise NotKeyed("a context_fn of activation checkpointing")
-    numbers: dict[fx.Node, str] = {}
-    for number, node in enumerate(gm.graph.nodes):
-        numbers[node] = f"%{number}"
-        if node.op != "placeholder":  # which is in the key as an input
-            target = "" if node.op == "output" else _target(node)
-            yield f"{node.op} {target} {_text(node.args, numbers)} {_text(node.kwargs, numbers)}"
-        yield f"{_text(meta.tags(node))} {_text(node.meta.get('custom'))} {_origin(node)}"
-        groups |= dict.fromkeys(one for one in _strings(node) if one and find_group(one) is not None)
-        if node.op == "get_attr":
-            yield from _attribute_lines(gm, str(node.target), groups)
-        elif node.op == "call_module":
-            raise NotKeyed(f"the module {node.target}")
+class _Writer:
+    """Writes values as text: the same in every process, and different for different values.
+
+    Attributes:
+        groups: names of process groups among the texts written so far.
+    """
+
+    def __init__(self) -> None:
+        self.groups: dict[str, None] = {}
+
+    def lines_of(self, gm: fx.GraphModule) -> Iterator[str]:
+        """Yield lines for each node of a graph, and of the graphs that it calls."""
+        if any(name.startswith("saved_tensors_hooks") for name, _ in gm.named_children()):
+            raise NotKeyed("hooks of saved tensors")
+        if gm.meta.get("_checkpoint_context_fn") is not None:
+            raise NotKeyed("a context_fn of activation checkpointing")
+        numbers: dict[fx.Node, str] = {}
+        for number, node in enumerate(gm.graph.nodes):
+            numbers[node] = f"%{number}"
+            if node.op != "placeholder":  # which is in the key as an input
+                target = "" if node.op == "output" else _target(node)
+                yield f"{node.op} {target} {self.text(node.args, numbers)} {self.text(node.kwargs, numbers)}"
+            yield f"{self.text(meta.tags(node))} {self.text(node.meta.get('custom'))} {_origin(node)!r}"
+            if node.op == "get_attr":
+                yield from self._attribute_lines(gm, str(node.target))
+            elif node.op == "call_module":
+                raise NotKeyed(f"the module {node.target}")
+
+    def _attribute_lines(self, gm: fx.GraphModule, name: str) -> Iterator[str]:
+        value: Any = functools.reduce(getattr, name.split("."), gm)
+        if isinstance(value, fx.GraphModule):
+            yield f"graph {name}"
+            yield from self.lines_of(value)
+            yield "end"
+            return
+        if not isinstance(value, Tensor) or isinstance(value, nn.Parameter) or is_fake(value):
+            raise NotKeyed(f"an attribute of type {type(value).__name__}")
+        if value.device.type != "cpu" or value.numel() * value.element_size() > _LARGEST_CONSTANT:
+            raise NotKeyed("a large constant")
+        with without_fake_mode(), torch.no_grad():
+            content = value.detach().contiguous().reshape(-1).view(torch.uint8) if value.numel() else value
+            yield f"{self.layout(value)} {bytes(content.tolist()).hex()}"
+
+    def layout(self, value: object) -> str:
+        """Return the layout of an input in one line."""
+        if not isinstance(value, Tensor):
+            return self.text(value)
+        if not (is_fake(value) or type(value) in (Tensor, nn.Parameter)):
+            raise NotKeyed(f"an input of type {type(value).__name__}")
+        if any(isinstance(size, torch.SymInt) for size in value.shape) or value.layout != torch.strided:
+            raise NotKeyed("symbolic sizes")
+        return (
+            f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.storage_offset()} {value.device} "
+            f"{value.requires_grad} {value.is_leaf} {value.is_inference()} {value.is_conj()} {value.is_neg()}"
+        )
+
+    def text(self, value: object, numbers: Mapping[fx.Node, str] = MappingProxyType({})) -> str:
+        """Return a value as text.
+
+        Args:
+            value: the value.
+            numbers: texts of the nodes in it.
+        """
+        if isinstance(value, fx.Node):
+            return numbers[value]
+        if isinstance(value, str) and value and find_group(value) is not None:
+            self.groups[value] = None
+        if isinstance(value, _PLAIN | _NAMED):
+            return f"{type(value).__name__} {value!r}"
+        if isinstance(value, torch.Size | tuple | list):
+            return f"{type(value).__name__}[{', '.join(self.text(one, numbers) for one in value)}]"
+        if isinstance(value, Mapping):
+            pairs = (f"{self.text(key)}: {self.text(one, numbers)}" for key, one in value.items())
+            return f"{{{', '.join(pairs)}}}"
+        if isinstance(value, frozenset | set):
+            return f"set[{', '.join(sorted(self.text(one) for one in value))}]"
+        if isinstance(value, torch.SymFloat):  # a number that a step reads, such as a learning rate
+            return f"number {number_parts(value)[0]}"
+        if isinstance(value, torch.SymInt | torch.SymBool):
+            raise NotKeyed("symbolic sizes")
+        if isinstance(value, OpOverload):
+            return _operator(value)
+        if isinstance(value, FunctionType | BuiltinFunctionType | MethodDescriptorType | type):
+            return _function(value)
+        if dataclasses.is_dataclass(value) and type(value).__module__.partition(".")[0] == "zgraph":
+            fields = [(one.name, getattr(value, one.name)) for one in dataclasses.fields(value) if one.init]
+            content = ", ".join(f"{name}={self.text(one)}" for name, one in fields)
+            return f"{type(value).__module__}.{type(value).__qualname__}({content})"
+        raise NotKeyed(f"a value of type {type(value).__qualname__}")
 
 
 def _origin(node: fx.Node) -> str:
@@ -125,40 +196,24 @@ def _origin(node: fx.Node) -> str:
     return f"{[str(entry[0]) for entry in stack.values()]} {node.meta.get('stack_trace')}"
 
 
-def _strings(node: fx.Node) -> list[str]:
-    return [one for one in (*node.args, *node.kwargs.values()) if isinstance(one, str)]
-
-
-def _attribute_lines(gm: fx.GraphModule, name: str, groups: dict[str, None]) -> Iterator[str]:
-    value: Any = functools.reduce(getattr, name.split("."), gm)
-    if isinstance(value, fx.GraphModule):
-        yield f"graph {name}"
-        yield from _module_lines(value, groups)
-        yield "end"
-        return
-    if not isinstance(value, Tensor) or isinstance(value, nn.Parameter) or is_fake(value):
-        raise NotKeyed(f"an attribute of type {type(value).__name__}")
-    if value.device.type != "cpu" or value.numel() * value.element_size() > _LARGEST_CONSTANT:
-        raise NotKeyed("a large constant")
-    with without_fake_mode(), torch.no_grad():
-        content = value.detach().contiguous().reshape(-1).view(torch.uint8) if value.numel() else value
-        yield f"{_layout(value)} {bytes(content.tolist()).hex()}"
-
-
 def _target(node: fx.Node) -> str:
     """Return the name of what a node calls, if it is torch's or zgraph's."""
     target: Any = node.target
     if isinstance(target, str):
         return target  # of an attribute or a method, whose tensor is checked as an input
     if isinstance(target, OpOverload):
-        if target.namespace not in _NAMESPACES:
-            raise NotKeyed(f"the operator {target}")  # its formulas are the user's
-        return str(target)
+        return _operator(target)
     if is_higher_order(target):
         if "triton" in str(target):  # its kernel is in a table of torch's
             raise NotKeyed(f"the operator {target}")
         return str(target)
     return _function(target)
+
+
+def _operator(operator: OpOverload) -> str:
+    if operator.namespace not in _NAMESPACES:
+        raise NotKeyed(f"the operator {operator}")  # its formulas are the user's
+    return str(operator)
 
 
 def _function(function: Any) -> str:
@@ -174,20 +229,6 @@ def _function(function: Any) -> str:
     return f"{module}.{name}"
 
 
-def _layout(value: object) -> str:
-    """Return the layout of an input in one line."""
-    if not isinstance(value, Tensor):
-        return _text(value)
-    if not (is_fake(value) or type(value) in (Tensor, nn.Parameter)):
-        raise NotKeyed(f"an input of type {type(value).__name__}")
-    if any(isinstance(size, torch.SymInt) for size in value.shape) or value.layout != torch.strided:
-        raise NotKeyed("symbolic sizes")
-    return (
-        f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.storage_offset()} {value.device} "
-        f"{value.requires_grad} {value.is_leaf} {value.is_inference()} {value.is_conj()} {value.is_neg()}"
-    )
-
-
 def _group_line(name: str) -> str:
     """Return a group's members and backends, and whether its siblings exist."""
     group = find_group(name)
@@ -195,31 +236,3 @@ def _group_line(name: str) -> str:
     siblings = [suffix for suffix in (OF_REDUCTIONS, OF_GATHERS) if find_group(name + suffix) is not None]
     backends = [backend_of(group, torch.device(kind)) for kind in ("cpu", "cuda")]
     return f"group {name} {dist.get_process_group_ranks(group)} {backends} {siblings}"
-
-
-def _text(value: object, numbers: Mapping[fx.Node, str] = {}) -> str:
-    """Return a value as text: the same in every process, and different for different values."""
-    if isinstance(value, fx.Node):
-        return numbers[value]
-    if isinstance(value, _PLAIN | _NAMED):
-        return f"{type(value).__name__} {value!r}"
-    if isinstance(value, torch.Size | tuple | list):
-        return f"{type(value).__name__}[{', '.join(_text(one, numbers) for one in value)}]"
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{_text(key)}: {_text(one, numbers)}' for key, one in value.items())}}}"
-    if isinstance(value, frozenset | set):
-        return f"set[{', '.join(sorted(_text(one) for one in value))}]"
-    if isinstance(value, torch.SymFloat):  # a number that a step reads, such as a learning rate
-        return f"number {number_parts(value)[0]}"
-    if isinstance(value, torch.SymInt | torch.SymBool):
-        raise NotKeyed("symbolic sizes")
-    if isinstance(value, OpOverload):
-        return str(value)
-    if isinstance(value, FunctionType | BuiltinFunctionType | MethodDescriptorType | type):
-        return _function(value)
-    if dataclasses.is_dataclass(value) and type(value).__module__.partition(".")[0] == "zgraph":
-        content = ", ".join(
-            f"{one.name}={_text(getattr(value, one.name))}" for one in dataclasses.fields(value) if one.init
-        )
-        return f"{type(value).__module__}.{type(value).__qualname__}({content})"
-    raise NotKeyed(f"a value of type {type(value).__qualname__}")

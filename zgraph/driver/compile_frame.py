@@ -18,6 +18,7 @@ from zgraph.compiler.graph_pass import Direction, PassContext
 from zgraph.compiler.inputs_at_rest import take_to_device
 from zgraph.compiler.partition import JointSplit
 from zgraph.compiler.pass_list import PassList
+from zgraph.driver.garbage import rarely_collected
 from zgraph.driver.late_markers import LateMarkers
 from zgraph.driver.lower import Decided, Lowering, Program
 from zgraph.driver.observe import Described, Observation
@@ -83,6 +84,7 @@ class FrameCompiler:
 
     # --- torch's calls ---
 
+    @rarely_collected()
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Return the forward of the frame as a callable; its backward is compiled when it is first called."""
         backend = aot_autograd(
@@ -129,6 +131,7 @@ class FrameCompiler:
             gm = self.cache.found.variants[-1].graphs["inference"]
         return self.lower("inference", gm, inputs)
 
+    @rarely_collected()
     def compile_step(self, gm: fx.GraphModule, recorded: RecordedSteps | None = None) -> Program:
         """Return a whole training step as a callable; with `recorded`, it is recorded and replayed as a CUDA graph."""
         changes, ctx = changes_of(gm.graph), replace(self.ctx, direction="step")

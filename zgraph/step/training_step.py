@@ -21,6 +21,7 @@ from zgraph.compiler.frame import Frame
 from zgraph.compiler.graph_pass import PassContext
 from zgraph.compiler.pass_list import PassList
 from zgraph.driver.compile_frame import FrameCompiler
+from zgraph.driver.garbage import rarely_collected
 from zgraph.driver.options import CompileOptions
 from zgraph.errors import ZgraphError
 from zgraph.optimizers import rounded_adam
@@ -361,6 +362,7 @@ class TrainingStep(Generic[P, R]):
 
     # --- compile ------------------------------------------------------------------------------------------------------
 
+    @rarely_collected()
     def _capture(
         self,
         lifted: Lifted,

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, fx
 
 from zgraph.codegen.cuda_graph import RecordedSteps
-from zgraph.codegen.island_helpers import Helpers, helpers_for
-from zgraph.codegen.islands import Island, cut_out, find_islands
+from zgraph.codegen.islands.find_islands import Island, cut_out, find_islands
+from zgraph.codegen.islands.helpers import Helpers, helpers_for
+from zgraph.codegen.islands.progress import shown
 from zgraph.codegen.lower_fx import drop_dependences, lower_fx
-from zgraph.codegen.progress import shown
 from zgraph.graph import edits, meta
 from zgraph.runtime.profiler import Runner
 from zgraph.torch_compat.inductor import compile_with_inductor, compile_workers, graphs_from_cache

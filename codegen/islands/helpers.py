@@ -40,7 +40,7 @@ def helpers_for(islands: int, workers: int, ranks: int) -> int:
     """Return the number of helpers for a rank.
 
     Args:
-        islands: islands that are to be compiled.
+        islands: number of islands that this rank must compile.
         workers: processes that may compile on this host, from `compile_workers`.
         ranks: ranks that compile the same islands.
     """

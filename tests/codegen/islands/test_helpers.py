@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from zgraph.codegen.island_helpers import helpers_for
+from zgraph.codegen.islands.helpers import helpers_for
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_helpers_are_for_cores_without_a_rank(islands: int, workers: int, ranks:
 SCRIPT = """
     import torch
     from torch import fx
-    from zgraph.codegen.island_helpers import Helpers
+    from zgraph.codegen.islands.helpers import Helpers
     from zgraph.graph import meta
     from zgraph.torch_compat.fake_values import step_mode
     from zgraph.torch_compat.inductor import as_in_a_compile, compile_with_inductor, graphs_from_cache

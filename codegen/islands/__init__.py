@@ -1,0 +1,1 @@
+"""Islands (runs of compute): found in a final graph, and compiled one by one."""

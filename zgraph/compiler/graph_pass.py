@@ -72,6 +72,7 @@ class PassContext:
         planned_backend: backend of the groups of a planned cluster; real groups have their own.
         notes: notes of passes, as (pass, direction, text); shown in dumps and reports.
         decisions: notes that `zgraph.explain` and `zgraph.plan` show as well, as (direction, text).
+        subgroups: arguments of the calls of `host_groups`, in order: all ranks must make these groups.
     """
 
     direction: Direction = "joint"
@@ -90,6 +91,7 @@ class PassContext:
     planned_backend: str = "gloo"
     notes: list[tuple[str, Direction, str]] = field(default_factory=list[tuple[str, Direction, str]])
     decisions: list[tuple[Direction, str]] = field(default_factory=list[tuple[Direction, str]])
+    subgroups: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
 
     def note(self, graph_pass: GraphPass, text: str, *, is_decision: bool = False) -> None:
         """Add a note for dumps, such as why a pass did nothing; decisions are also shown by `zgraph.explain`."""
@@ -116,6 +118,7 @@ class PassContext:
         Consecutive ranks share a host. Missing subgroups are created, so all ranks of the group must call this
         together.
         """
+        self.subgroups.append((group_name, ranks_per_host))
         return make_host_groups(group_name, ranks_per_host)
 
     def collective_us(self, kind: str, sent_bytes: int, group_name: str) -> float:

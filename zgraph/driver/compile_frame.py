@@ -24,7 +24,7 @@ from zgraph.driver.lower import Decided, Lowering, Program
 from zgraph.driver.observe import Described, Observation
 from zgraph.driver.options import CompileOptions
 from zgraph.driver.saved_plans.folder import PlanFolder
-from zgraph.driver.saved_plans.frame_cache import FrameCache, StalePlanError
+from zgraph.driver.saved_plans.frame_cache import FrameCache
 from zgraph.driver.saved_plans.saved_plan import Late, SavedPlan
 from zgraph.graph import meta, nodes
 from zgraph.graph.split_graph import weight_gradients
@@ -101,8 +101,10 @@ class FrameCompiler:
                 if self._find(gm, self.markers.inputs, {"markers": self.markers.facts()}):
                     try:
                         return backend(self.cache.stand_in(len(inputs)), self.markers.inputs)
-                    except StalePlanError:
-                        self.cache.forget()
+                    except Exception as error:
+                        if self.cache.found is None:  # the plan was adopted: the error is about something else
+                            raise
+                        self.cache.refuse(error)
                 return backend(gm, self.markers.inputs)
             finally:
                 del self.markers  # which has inputs of the frame

@@ -1,4 +1,8 @@
-"""Pickles and unpickles graph modules with their fake values."""
+"""Pickles and unpickles graph modules with their fake values.
+
+A fake tensor comes back with its shape, strides, dtype and device, but on a storage of its own: what depends on shared
+storages, offsets or `requires_grad` must be done before.
+"""
 
 from __future__ import annotations
 

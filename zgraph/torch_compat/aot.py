@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, cast
 
+import torch
 from torch import Tensor, fx
 from torch.fx.graph import CodeGen
 
@@ -72,14 +73,18 @@ def _donate_nothing() -> None:
 class Findings:
     """AOTAutograd's findings on a frame that writes to inputs, and returns new tensors and inputs.
 
+    Inputs that share memory are merged before, if one is written to; indices count the merged inputs.
+
     Attributes:
-        text: all findings; equal for frames that AOTAutograd calls alike.
+        text: all findings; AOTAutograd calls frames with different texts in different ways.
+        inputs_found: number of merged inputs.
         requires_grad: for each output of the frame, whether it requires gradients.
         inputs: for each output, the index of the input that it is; None for a new tensor.
         written: inputs that the frame writes to, by index, and whether only under `torch.no_grad`.
     """
 
     text: str
+    inputs_found: int
     requires_grad: tuple[bool, ...]
     inputs: tuple[int | None, ...]
     written: tuple[tuple[int, bool], ...]
@@ -88,8 +93,8 @@ class Findings:
 def findings_on_frame() -> Findings | None:
     """Return AOTAutograd's findings on the frame that is being compiled; available when its forward is compiled.
 
-    None if the frame also changes the metadata of an input, or returns views or objects that are no tensors. torch 2.11
-    - 2.15: `TracingContext.fw_metadata`.
+    None if the frame also changes the metadata or the gradient of an input, or returns views or other objects.
+    torch 2.11 - 2.15: `TracingContext.fw_metadata`.
     """
     from torch._functorch._aot_autograd.schemas import OutputType
     from torch._guards import TracingContext
@@ -98,6 +103,11 @@ def findings_on_frame() -> Findings | None:
     found: Any = TracingContext.get().fw_metadata
     known = (OutputType.non_alias, OutputType.unsafe_view_alias, OutputType.is_input)
     if any(one.mutates_metadata for one in found.input_info) or found.tokens:
+        return None
+    if any(
+        one.mutates_data and one.requires_grad and not one.mutations_under_no_grad_or_inference_mode
+        for one in found.input_info
+    ):
         return None
     if any(one.output_type not in known or one.raw_type not in (Tensor, FunctionalTensor) for one in found.output_info):
         return None
@@ -112,15 +122,29 @@ def findings_on_frame() -> Findings | None:
     )
     inputs = tuple(one.base_idx if one.output_type is OutputType.is_input else None for one in found.output_info)
     text = f"{found.input_info} {requires_grad} {inputs} {tangents}"
-    return Findings(text=text, requires_grad=requires_grad, inputs=inputs, written=written)
+    number = len(found.input_info)
+    return Findings(text=text, inputs_found=number, requires_grad=requires_grad, inputs=inputs, written=written)
 
 
-def compile_settings() -> str:
-    """Return a digest of all options of AOTAutograd and Inductor (torch 2.11 - 2.15: `config.get_hash`)."""
+_CUSTOM = tuple((kind, when) for kind in ("joint", "post_grad") for when in ("pre", "post"))
+
+
+def compile_settings() -> str | None:
+    """Return the options of AOTAutograd and Inductor, and orders of preference, as text.
+
+    None if an option is code of the user's, such as a pass. torch 2.11 - 2.15: `config.get_hash`, which leaves such
+    options out.
+    """
     from torch._functorch import config as of_aot
     from torch._inductor import config as of_inductor
 
-    return f"{of_aot.get_hash().hex()} {of_inductor.get_hash().hex()}"  # pyright: ignore[reportAttributeAccessIssue]
+    names = ("joint_custom_pass", "activation_memory_budget_solver", "activation_memory_budget_runtime_estimator")
+    passes = ("pre_grad_custom_pass", *(f"{kind}_custom_{when}_pass" for kind, when in _CUSTOM))
+    given = [getattr(of_aot, name, None) for name in names] + [getattr(of_inductor, name, None) for name in passes]
+    if any(map(callable, given)):
+        return None
+    hashes = f"{of_aot.get_hash().hex()} {of_inductor.get_hash().hex()}"  # pyright: ignore[reportAttributeAccessIssue]
+    return f"{hashes} {torch._C._get_sdp_priority_order()}"
 
 
 def min_cut_partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:

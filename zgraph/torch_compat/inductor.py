@@ -19,6 +19,7 @@ from torch import Tensor, fx
 
 from zgraph.torch_compat import release_of
 from zgraph.torch_compat.fake_values import fake_mode_of, without_fake_mode
+from zgraph.torch_compat.operators import is_of_torch
 
 
 def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
@@ -36,6 +37,12 @@ def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
     if release_of(torch.__version__) < (2, 12):
         table = {**table, torch.ops.aten.lerp.Scalar: _lerp, torch.ops.aten.lerp_.Scalar: _lerp_in_place}
     return table
+
+
+def overridden_decomposition() -> str:
+    """Return an operator that `inductor_decompositions` decomposes by other code than torch's; "" if there is none."""
+    table = inductor_decompositions()
+    return next((str(operator) for operator, function in table.items() if not is_of_torch(function)), "")
 
 
 def graphs_from_cache() -> int:

@@ -5,7 +5,9 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -186,6 +188,44 @@ def flop_formula(target: object) -> Callable[..., Any] | None:
     if not isinstance(target, OpOverload):
         return None
     return flop_registry.get(target.overloadpacket)
+
+
+def is_of_torch(function: Any) -> bool:
+    """Return whether the code of a function is torch's or zgraph's, whatever names the function carries.
+
+    A function that wraps another one is torch's if both are. Functions in C count as torch's.
+    """
+    while isinstance(function, functools.partial):
+        function = function.func
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return not hasattr(function, "__dict__") or isinstance(function, OpOverload | OpOverloadPacket | type)
+    if not code.co_filename.startswith(_OWN_FOLDERS):
+        return False
+    return not hasattr(function, "__wrapped__") or is_of_torch(function.__wrapped__)
+
+
+_OWN_FOLDERS = tuple(
+    f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).resolve().parents[1])
+)
+
+
+def overridden_operator() -> str:
+    """Return an operator of aten that AOTAutograd would trace by other code than torch's; "" if there is none.
+
+    torch 2.11 - 2.15: `torch.library._impls`, `OpOverload.py_kernels`.
+    """
+    for entry in torch.library._impls:
+        namespace, name, *_, key = entry.split("/")
+        if namespace == "aten" and key.startswith(("Autograd", "Autocast", "Composite", "Functionalize", "Python")):
+            return f"aten.{name}"
+    for name in dir(torch.ops.aten):
+        packet = getattr(torch.ops.aten, name)
+        for overload in packet.overloads() if isinstance(packet, OpOverloadPacket) else ():
+            operator = getattr(packet, overload)
+            if any(not is_of_torch(kernel) for kernel in operator.py_kernels.values()):
+                return str(operator)
+    return ""
 
 
 def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

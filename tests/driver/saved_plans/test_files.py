@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from tests.support.ranks import Ranks, worlds
 from tests.support.saved_plans import equal, grads_of, plans_in, runs
 from zgraph.driver.saved_plans import folder as folder_module
 from zgraph.driver.saved_plans.folder import PlanFolder
-from zgraph.driver.saved_plans.frame_cache import Entry
 from zgraph.graph.pickled import dumps, loads
 from zgraph.torch_compat.fake_values import fake_mode
 
@@ -66,16 +66,34 @@ def hold_something_else(file: Path) -> None:
     PlanFolder(file.parent).write(file.name, dumps({"saved": print}))
 
 
+def hold_the_plan_of_another_frame(file: Path) -> None:
+    content = PlanFolder(file.parent).read(file.name)
+    assert content is not None
+    PlanFolder(file.parent).write("another", content)
+    os.replace(file.parent / "another", file)
+
+
+def be_a_pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def lack_an_output(file: Path) -> None:
+    """So that AOTAutograd raises its own error while it traces the stand-in."""
+    folder = PlanFolder(file.parent)
+    content = folder.read(file.name)
+    assert content is not None
+    entry = loads(content, fake_mode())
+    folder.write(file.name, dumps(replace(entry, outputs=())))
+
+
 def change_the_findings(file: Path) -> None:
     """As if AOTAutograd of another build found something else on the same frame."""
     folder = PlanFolder(file.parent)
     content = folder.read(file.name)
     assert content is not None
     entry = loads(content, fake_mode())
-    findings = type(entry.findings)(
-        text="other", requires_grad=entry.findings.requires_grad, inputs=(None,), written=()
-    )
-    folder.write(file.name, dumps(Entry(findings=findings, outputs=entry.outputs, saved=entry.saved)))
+    folder.write(file.name, dumps(replace(entry, findings=replace(entry.findings, text="other"))))
 
 
 def after(damage: Callable[[Path], None], folder: Path) -> tuple[bool, list[int]]:
@@ -90,7 +108,18 @@ def after(damage: Callable[[Path], None], folder: Path) -> tuple[bool, list[int]
 
 @pytest.mark.parametrize(
     "damage",
-    [cut, flip_a_bit, empty, let_others_write, belong_to_another_user, hold_something_else, change_the_findings],
+    [
+        cut,
+        flip_a_bit,
+        empty,
+        let_others_write,
+        belong_to_another_user,
+        hold_something_else,
+        hold_the_plan_of_another_frame,
+        be_a_pipe,
+        lack_an_output,
+        change_the_findings,
+    ],
 )
 @worlds(2)
 def test_damaged_files_are_compiled_again_and_replaced(ranks: Ranks, damage: Any, tmp_path: Path) -> None:
@@ -99,16 +128,55 @@ def test_damaged_files_are_compiled_again_and_replaced(ranks: Ranks, damage: Any
     assert ranks.run(after, damage, tmp_path) == [(True, [0, 0, 1])] * 2
 
 
+OF_A_VIEW = "views or objects that it returns, or gradients that it writes"
+
+
 def reason_for_a_view(folder: Path) -> tuple[list[str], int]:
     with plans_in(folder):
         _, report = once(view=True)
-    assert "not saved for the next run: frame 0/0 (views or objects that it returns)" in str(report)
+    assert (
+        "not saved for the next run: frame 0/0 (views or objects that it returns, or gradients that it writes)"
+        in str(report)
+    )
     return list(report.unsaved.values()), len([*folder.iterdir()]) if folder.exists() else 0
 
 
 @worlds(2)
 def test_summary_says_why_a_plan_is_not_saved(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks.run(reason_for_a_view, tmp_path / "none") == [(["views or objects that it returns"], 0)] * 2
+    assert ranks.run(reason_for_a_view, tmp_path / "none") == [([OF_A_VIEW], 0)] * 2
+
+
+def written_pairs(folder: Path) -> list[tuple[bool, int, list[str]]]:
+    """For inputs that share memory and are written to: were the results right, plans found, and why none was saved."""
+    linear = zgraph.shard(nn.Linear(4, 4))
+    found: list[tuple[bool, int, list[str]]] = []
+    with plans_in(folder / str(dist.get_rank())):
+        for places in ((0, 0, 1), (0, 1, 1), (0, 1, 2), (0, 1, 1)):
+            torch.compiler.reset()
+            report = zgraph.Report()
+
+            def write(x: Tensor, p: Tensor, q: Tensor, r: Tensor) -> Tensor:
+                p.add_(1)
+                q.mul_(2)
+                r.add_(3)
+                return linear(x) + (p + q + r).sum()
+
+            results: list[list[Tensor]] = []
+            for run in (write, torch.compile(write, backend="zgraph", options={"lowering": "fx", "report": report})):
+                bases = [torch.ones(3), torch.full((3,), 2.0), torch.full((3,), 3.0)]
+                inputs = [bases[place].view(3) for place in places]
+                results.append([run(torch.ones(2, 4), *inputs), *bases])
+            same = all(torch.equal(*pair) for pair in zip(*results, strict=True))
+            found.append((same, report.cached_plans, list(report.unsaved.values())))
+    return found
+
+
+@worlds(2)
+def test_written_inputs_that_share_memory_are_not_saved(ranks: Ranks, tmp_path: Path) -> None:
+    for found in ranks.run(written_pairs, tmp_path):
+        assert all(same for same, _, _ in found)
+        assert [plans for _, plans, _ in found] == [0, 0, 0, 0]
+        assert [reasons for _, _, reasons in found if reasons] == [["written inputs that share memory"]] * 3
 
 
 def reason_where_nothing_can_be_written(folder: Path) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,12 +11,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
+from torch._inductor.decomposition import decompositions
 from torch.utils.checkpoint import checkpoint
 
 from zgraph.driver.saved_plans.key import NotKeyed, key_of
 from zgraph.graph import nodes
 from zgraph.passes import presets
 from zgraph.torch_compat.dynamo import dynamo_fake
+from zgraph.torch_compat.fake_values import fake_mode
 
 Frame = tuple[fx.GraphModule, list[Any]]
 
@@ -141,6 +144,12 @@ def function_of_a_user(x: Tensor) -> Tensor:
     return x * 2
 
 
+@torch.compiler.allow_in_graph
+@functools.wraps(F.silu)
+def function_with_a_name_of_torch(x: Tensor) -> Tensor:
+    return x * 2
+
+
 def policy(*_: Any) -> Any:
     return torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE
 
@@ -158,12 +167,77 @@ def selecting(x: Tensor) -> Tensor:
     [
         (lambda x: operator_of_a_user(x), X, "keyless"),
         (lambda x: function_of_a_user(x), X, "function_of_a_user"),
+        (lambda x: function_with_a_name_of_torch(x), X, "torch.nn.functional.silu"),
         (selecting, X.clone().requires_grad_(), "context_fn"),
     ],
 )
 def test_frames_that_depend_on_code_of_the_user_have_no_key(function: Any, x: Tensor, about: str) -> None:
     with pytest.raises(NotKeyed, match=about):
         key(function, x)
+
+
+def test_methods_of_the_user_have_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    gm, inputs = frame_of(lambda x: x.relu(), X)
+    (node,) = gm.graph.find_nodes(op="call_method", target="relu")
+    assert key_of(gm, inputs, {})
+    monkeypatch.setattr(Tensor, "relu", lambda x: x * 2)
+    with pytest.raises(NotKeyed, match="the method relu"):
+        key_of(gm, inputs, {})
+    node.target = "no_method_of_torch"
+    with pytest.raises(NotKeyed, match="no_method_of_torch"):
+        key_of(gm, inputs, {})
+
+
+def test_operators_of_torch_that_others_implement_have_no_key() -> None:
+    gm, inputs = frame_of(scaled, X)
+    plain = key_of(gm, inputs, {})
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("hardswish", lambda x: x * 2, "AutogradCPU")
+    with pytest.raises(NotKeyed, match="hardswish"):
+        key_of(gm, inputs, {})
+    library._destroy()
+    kernels = torch.ops.aten.hardswish.default.py_kernels
+    torch.ops.aten.hardswish.default.py_impl(torch._C.DispatchKey.CompositeImplicitAutograd)(lambda x: x * 2)
+    try:
+        with pytest.raises(NotKeyed, match="hardswish"):
+            key_of(gm, inputs, {})
+    finally:
+        del kernels[torch._C.DispatchKey.CompositeImplicitAutograd]
+    assert key_of(gm, inputs, {}) == plain
+
+
+def test_decompositions_of_the_user_have_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    gm, inputs = frame_of(scaled, X)
+    monkeypatch.setitem(decompositions, torch.ops.aten.hardswish.default, lambda x: x * 2)
+    assert key_of(gm, inputs, {"lowering": "fx"})
+    with pytest.raises(NotKeyed, match="hardswish"):
+        key_of(gm, inputs, {"lowering": "inductor"})
+
+
+def test_passes_of_torch_have_no_key() -> None:
+    gm, inputs = frame_of(scaled, X)
+    with (
+        torch._inductor.config.patch(post_grad_custom_pre_pass=lambda graph: None),
+        pytest.raises(NotKeyed, match="passes of torch"),
+    ):
+        key_of(gm, inputs, {})
+
+
+def test_keys_cover_memory_that_inputs_share() -> None:
+    def both(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+        return x + y + z
+
+    gm, _ = frame_of(both, X, X * 2, X * 3)
+    with fake_mode() as mode:
+        one, other = torch.ones(3, 2), torch.ones(3, 2)
+        views = [value.view(3, 2) for value in (one, other)]
+    del mode
+    cases = [[one, other, views[0]], [one, other, views[1]], [one, views[0], other], [one, other, torch_like(one)]]
+    assert len({key_of(gm, inputs, {}) for inputs in cases}) == len(cases)
+
+
+def torch_like(value: Tensor) -> Tensor:
+    return torch.empty_like(value)
 
 
 def test_symbolic_sizes_have_no_key() -> None:

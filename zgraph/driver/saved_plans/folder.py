@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
+import stat
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,21 +33,23 @@ class PlanFolder:
         given = os.environ.get("ZGRAPH_CACHE_DIR")
         if given == "" or torch.compiler.config.force_disable_caches:
             return None
-        return cls(Path(given or Path(inductor_cache_directory()) / "zgraph"))
+        return cls(Path(given or Path(inductor_cache_directory()) / "zgraph").expanduser().absolute())
 
     def read(self, key: str) -> bytes | None:
         """Return what `write` was given under a key; None if there is no such file, or it is not what was written."""
         file = self.path / key
         try:
-            with file.open("rb") as stream:
-                about = os.fstat(stream.fileno())
-                if about.st_uid != os.getuid() or about.st_mode & 0o022:
+            number = os.open(file, os.O_RDONLY | os.O_NONBLOCK)  # which does not wait for the other end of a pipe
+            with os.fdopen(number, "rb") as stream:
+                about = os.fstat(number)
+                if not stat.S_ISREG(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o022:
                     return None  # another user can have written it, and unpickling runs code
                 found = stream.read()
+            os.utime(file)  # what is used stays
         except OSError:
             return None
-        head, content = found[: len(_MAGIC) + 32], found[len(_MAGIC) + 32 :]
-        return content if head == _MAGIC + hashlib.sha256(content).digest() else None
+        content = found[len(_head(key, b"")) :]
+        return content if found.startswith(_head(key, content)) else None
 
     def write(self, key: str, content: bytes) -> None:
         """Write a plan; readers see the whole file or none.
@@ -57,12 +61,13 @@ class PlanFolder:
         number, name = tempfile.mkstemp(prefix=".", dir=self.path)
         try:
             with os.fdopen(number, "wb") as stream:
-                stream.write(_MAGIC + hashlib.sha256(content).digest() + content)
+                stream.write(_head(key, content) + content)
             os.replace(name, self.path / key)
         except OSError:
             Path(name).unlink(missing_ok=True)
             raise
-        self._remove_oldest()
+        with contextlib.suppress(OSError):
+            self._remove_oldest()
 
     def _remove_oldest(self) -> None:
         files: list[tuple[float, int, str]] = []
@@ -71,10 +76,16 @@ class PlanFolder:
                 about = entry.stat()
             except OSError:  # another rank has removed it
                 continue
-            files.append((about.st_mtime, about.st_size, entry.path))
+            if not entry.name.startswith("."):  # which another rank is writing
+                files.append((about.st_mtime, about.st_size, entry.path))
         size = sum(one[1] for one in files)
         for _, bytes_of_file, path in sorted(files):
             if size <= _LARGEST_BYTES:
                 return
             Path(path).unlink(missing_ok=True)
             size -= bytes_of_file
+
+
+def _head(key: str, content: bytes) -> bytes:
+    """Return the first bytes of a file: a digest of its key and its content."""
+    return _MAGIC + hashlib.sha256(key.encode() + b"\0" + content).digest()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +21,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class StalePlanError(Exception):
-    """AOTAutograd finds something else on a frame than it did when the frame's plan was saved."""
+    """AOTAutograd has other findings on a frame than it had when the frame's plan was saved."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +58,7 @@ class FrameCache:
         self._key: str | None = None
         self._outputs: tuple[Any, ...] = ()
         self._pickled = b""
+        self._inputs = 0
 
     def find(self, gm: fx.GraphModule, inputs: Sequence[Any], facts: Mapping[str, object]) -> SavedPlan | None:
         """Look for the plan of a frame; see `key_of` for the arguments."""
@@ -69,6 +69,7 @@ class FrameCache:
         except NotKeyed as error:
             self.reason = str(error)
             return None
+        self._inputs = len(inputs)
         content = self.folder.read(self._key)
         if content is None:
             return None
@@ -103,6 +104,12 @@ class FrameCache:
         """Drop the plan that was found."""
         self.found = self._entry = None
 
+    def refuse(self, error: Exception) -> None:
+        """Drop a plan with which the frame could not be compiled."""
+        self.forget()
+        self.reason = "a saved plan that no longer fitted, and was replaced"
+        _LOG.info("the saved plan %s does not fit: %s: %s", self._key, type(error).__name__, error)
+
     def keep(self, saved: SavedPlan, outputs: Sequence[Any]) -> None:
         """Pickle a new plan before lowering changes its graphs.
 
@@ -114,7 +121,7 @@ class FrameCache:
             return
         try:
             self._pickled, self._outputs = dumps(saved), tuple(outputs)
-        except (pickle.PicklingError, TypeError, AttributeError, RuntimeError) as error:
+        except Exception as error:  # of whatever a plan may contain
             self.reason = f"its plan cannot be pickled ({error})"
 
     def write(self, *, is_step: bool = False) -> None:
@@ -125,7 +132,10 @@ class FrameCache:
         outputs: tuple[Layout | int, ...] = ()
         if not is_step:
             if findings is None:
-                self.reason = "views or objects that it returns"
+                self.reason = "views or objects that it returns, or gradients that it writes"
+                return
+            if findings.inputs_found != self._inputs:
+                self.reason = "written inputs that share memory"
                 return
             returned = self._outputs[len(self._outputs) - len(findings.requires_grad) :]
             found = zip(returned, findings.requires_grad, findings.inputs, strict=True)

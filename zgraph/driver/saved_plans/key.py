@@ -25,9 +25,10 @@ from torch import Tensor, fx, nn
 from zgraph.graph import meta
 from zgraph.runtime.groups import OF_GATHERS, OF_REDUCTIONS, rank_and_world
 from zgraph.torch_compat.aot import compile_settings
-from zgraph.torch_compat.fake_values import is_fake, number_parts, without_fake_mode
+from zgraph.torch_compat.fake_values import fake_storage_key, is_fake, number_parts, without_fake_mode
 from zgraph.torch_compat.groups import backend_of, find_group
-from zgraph.torch_compat.operators import OpOverload, is_higher_order
+from zgraph.torch_compat.inductor import overridden_decomposition
+from zgraph.torch_compat.operators import OpOverload, is_higher_order, is_of_torch, overridden_operator
 
 _NAMESPACES = ("_c10d_functional", "aten", "c10d_functional", "prim", "prims", "zgraph")
 _PACKAGES = ("torch", "_operator", "builtins", "math", "zgraph")
@@ -61,6 +62,8 @@ def key_of(gm: fx.GraphModule, inputs: Sequence[Any], facts: Mapping[str, object
 def _lines(gm: fx.GraphModule, inputs: Sequence[Any], facts: Mapping[str, object]) -> Iterator[str]:
     yield from _installed()
     yield from _settings()
+    if facts.get("lowering") == "inductor" and (operator := overridden_decomposition()):
+        raise NotKeyed(f"the operator {operator}, which other code than torch's decomposes")
     write = _Writer()
     for name, fact in facts.items():
         yield f"{name} {write.text(fact)}"
@@ -96,7 +99,12 @@ def _settings() -> Iterator[str]:
     yield f"convolutions {torch.backends.cudnn.enabled} {torch.backends.cudnn.deterministic}"
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         yield f"GPU {torch.cuda.get_device_name()} {torch.version.cuda}"
-    yield compile_settings()
+    yield f"contractions {torch.backends.opt_einsum.is_available()} {torch.backends.opt_einsum.strategy}"
+    if (settings := compile_settings()) is None:
+        raise NotKeyed("passes of torch that the user has added")
+    yield settings
+    if operator := overridden_operator():
+        raise NotKeyed(f"the operator {operator}, which other code than torch's implements")
 
 
 class _Writer:
@@ -108,6 +116,7 @@ class _Writer:
 
     def __init__(self) -> None:
         self.groups: dict[str, None] = {}
+        self._storages: dict[int, int] = {}
 
     def lines_of(self, gm: fx.GraphModule) -> Iterator[str]:
         """Yield lines for each node of a graph, and of the graphs that it calls."""
@@ -143,15 +152,16 @@ class _Writer:
             yield f"{self.layout(value)} {bytes(content.tolist()).hex()}"
 
     def layout(self, value: object) -> str:
-        """Return the layout of an input in one line."""
+        """Return the layout of an input in one line; inputs on one storage have its number in common."""
         if not isinstance(value, Tensor):
             return self.text(value)
         if not (is_fake(value) or type(value) in (Tensor, nn.Parameter)):
             raise NotKeyed(f"an input of type {type(value).__name__}")
         if any(isinstance(size, torch.SymInt) for size in value.shape) or value.layout != torch.strided:
             raise NotKeyed("symbolic sizes")
+        storage = self._storages.setdefault(fake_storage_key(value), len(self._storages))
         return (
-            f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.storage_offset()} {value.device} "
+            f"{storage} {value.dtype} {tuple(value.shape)} {value.stride()} {value.storage_offset()} {value.device} "
             f"{value.requires_grad} {value.is_leaf} {value.is_inference()} {value.is_conj()} {value.is_neg()}"
         )
 
@@ -199,8 +209,12 @@ def _origin(node: fx.Node) -> str:
 def _target(node: fx.Node) -> str:
     """Return the name of what a node calls, if it is torch's or zgraph's."""
     target: Any = node.target
+    if node.op == "call_method":  # of a tensor: other inputs have no key
+        method = getattr(Tensor, str(target), None)
+        if method is None or not (isinstance(method, MethodDescriptorType) or is_of_torch(method)):
+            raise NotKeyed(f"the method {target}")
     if isinstance(target, str):
-        return target  # of an attribute or a method, whose tensor is checked as an input
+        return target
     if isinstance(target, OpOverload):
         return _operator(target)
     if is_higher_order(target):
@@ -224,7 +238,7 @@ def _function(function: Any) -> str:
     owner = getattr(function, "__self__", None) or getattr(function, "__objclass__", None)
     if not module and owner is not None:
         module = getattr(owner, "__module__", None) or getattr(owner, "__name__", "")
-    if str(module).partition(".")[0] not in _PACKAGES or "<" in name:
+    if str(module).partition(".")[0] not in _PACKAGES or "<" in name or not is_of_torch(function):
         raise NotKeyed(f"the function {module}.{name}")
     return f"{module}.{name}"
 

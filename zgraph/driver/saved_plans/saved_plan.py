@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-
-from torch import fx
 
 from zgraph.compiler.frame_plan import FramePlan, Variant
 from zgraph.compiler.graph_pass import Direction, PassContext
@@ -16,10 +13,8 @@ from zgraph.reporting.metrics.step_clock import CalledGraph
 from zgraph.reporting.of_graph import GraphReport
 from zgraph.runtime.groups import make_host_groups
 from zgraph.scheduling.problem import Limits
-from zgraph.torch_compat.groups import find_group
 
 Late = tuple[tuple[int, ...], tuple[int | None, ...]]
-_HOST_GROUP = re.compile(r"(.+)\.(?:host|place)\d+_of_(\d+)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +23,7 @@ class SavedPlan:
 
     Attributes:
         variants, runs, limits: attributes of the plan.
-        notes, decisions, user_outputs: attributes of the plan's context.
+        notes, decisions, user_outputs, subgroups: attributes of the plan's context.
         reports, called, data: descriptions of the plan.
         handles: names of the placeholders that are parameter handles.
         late: for a stage of a pipeline, the positions of weight gradients; None for other frames.
@@ -38,6 +33,7 @@ class SavedPlan:
     notes: Sequence[tuple[str, Direction, str]]
     decisions: Sequence[tuple[Direction, str]]
     user_outputs: int | None
+    subgroups: Sequence[tuple[str, int]]
     runs: tuple[PassRun, ...]
     limits: Limits | None
     reports: Sequence[GraphReport]
@@ -61,6 +57,7 @@ class SavedPlan:
             notes=plan.ctx.notes,
             decisions=plan.ctx.decisions,
             user_outputs=plan.ctx.user_outputs,
+            subgroups=list(dict.fromkeys(plan.ctx.subgroups)),
             runs=plan.runs,
             limits=plan.limits,
             reports=reports,
@@ -90,15 +87,6 @@ class SavedPlan:
         return reports, called, data
 
     def make_groups(self) -> None:
-        """Make the process groups that passes make while planning; ranks that plan make them in the same call."""
-        for variant in self.variants:
-            for gm in variant.graphs.values():
-                _make_groups(gm.graph)
-
-
-def _make_groups(graph: fx.Graph) -> None:
-    for node in graph.nodes:
-        for name in node.args:
-            found = _HOST_GROUP.fullmatch(name) if isinstance(name, str) else None
-            if found is not None and find_group(found[0]) is None:
-                make_host_groups(found[1], int(found[2]))
+        """Make the process groups that passes make while planning; ranks that plan make them in the same order."""
+        for group_name, ranks_per_host in self.subgroups:
+            make_host_groups(group_name, ranks_per_host)

@@ -9,20 +9,19 @@ them through Inductor's cache.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from zgraph.codegen.cuda_graph import RecordedSteps
-from zgraph.codegen.islands.find_islands import Island, cut_out, find_islands
-from zgraph.codegen.islands.helpers import Helpers, helpers_for
-from zgraph.codegen.islands.progress import shown
+from zgraph.codegen.islands import Island, cut_out, find_islands
 from zgraph.codegen.lower_fx import drop_dependences, lower_fx
-from zgraph.graph import edits, meta
+from zgraph.codegen.progress import shown
+from zgraph.graph import meta
 from zgraph.runtime.profiler import Runner
-from zgraph.torch_compat.inductor import compile_with_inductor, compile_workers, graphs_from_cache
+from zgraph.torch_compat.inductor import compile_with_inductor, graphs_from_cache
 from zgraph.torch_compat.modules import lazy_graph_module
 
 Compiled = Callable[[list[Any]], Any]
@@ -36,11 +35,8 @@ class InductorLowering:
         ranks: number of these processes.
         islands: number of islands found so far.
         compiled: compiled function of each distinct island.
-        cached: number of distinct islands that were in Inductor's cache, put there by other processes or earlier runs.
-        helpers: processes that compile islands of this frame, too; None: none was needed so far.
+        cached: number of distinct islands that were in Inductor's cache, put there by other ranks or earlier runs.
     """
-
-    helpers: Helpers | None = None
 
     def __init__(self, rank: int = 0, ranks: int = 1) -> None:
         self.rank, self.ranks = rank, ranks
@@ -54,55 +50,35 @@ class InductorLowering:
         ranks_per_host: int = 1,
         title: str = "a graph",
         recorded: RecordedSteps | None = None,
-        later: Sequence[fx.GraphModule] = (),
     ) -> Compiled:
-        """Lower a graph like `lower_fx`, with each island compiled.
-
-        Args:
-            gm, runner_of, ranks_per_host, recorded: as for `lower_fx`.
-            title: text that is shown while islands compile.
-            later: graphs that will be lowered soon, whose islands helpers may compile now; they are not changed.
-        """
+        """Lower a graph like `lower_fx`, with each island compiled; `title` is shown while islands compile."""
         gm = lazy_graph_module(gm, gm.graph)
         drop_dependences(gm.graph)
-        self.islands += self.place(gm, title, later)
+        self.islands += self.place(gm, title)
         return lower_fx(gm, runner_of, ranks_per_host, recorded)
 
-    def place(self, gm: fx.GraphModule, title: str = "a graph", later: Sequence[fx.GraphModule] = ()) -> int:
+    def place(self, gm: fx.GraphModule, title: str = "a graph") -> int:
         """Replace islands (runs of compute) by calls of compiled functions; return the number of islands."""
-        self._compile(map(cut_out, find_islands(gm.graph)), title, later)
+        self._compile(map(cut_out, find_islands(gm.graph)), title)
         return place_islands(gm, lambda island: self.compiled[_key(island)])
 
-    def _compile(self, islands: Iterable[Island], title: str, later: Sequence[fx.GraphModule]) -> None:
+    def _compile(self, islands: Iterable[Island], title: str) -> None:
         """Compile islands that are not compiled yet; rank 0 shows the progress.
 
         Each rank compiles in a different order. Ranks of a host share Inductor's cache, so that later on each rank
-        finds most islands already compiled by another. Helper processes do the same on cores without a rank.
+        finds most islands already compiled by another.
         """
         new = {key: island for island in islands if (key := _key(island)) not in self.compiled}
         names = {key: f"island_{len(self.compiled) + number}" for number, key in enumerate(new)}
         keys = list(new)
         ordered = [keys[place] for place in order_of_rank(self.rank, self.ranks, len(keys))]
         for key in shown(ordered, title) if self.rank == 0 else ordered:
-            island, before = new.pop(key), graphs_from_cache()
+            island, before = new[key], graphs_from_cache()
             compiled = compile_with_inductor(
                 island.gm, list(map(meta.value, island.gm.graph.find_nodes(op="placeholder")))
             )
-            found = graphs_from_cache() - before
-            self.cached += found
+            self.cached += graphs_from_cache() - before
             self.compiled[key] = _named(names[key], compiled)
-            if self.helpers is None and not found:  # nor will the others be in the cache
-                others = [island.gm for island in self._not_compiled(later, new).values()]
-                self.helpers = Helpers(others, helpers_for(len(others), compile_workers(), self.ranks))
-        if self.helpers is not None and not later:
-            self.helpers.stop()
-
-    def _not_compiled(self, later: Sequence[fx.GraphModule], found: dict[object, Island]) -> dict[object, Island]:
-        """Return `found` and the islands of later graphs, without those that are compiled."""
-        for gm in map(edits.copy_of, later):
-            drop_dependences(gm.graph)
-            found = found | {_key(island): island for island in map(cut_out, find_islands(gm.graph))}
-        return {key: island for key, island in found.items() if key not in self.compiled}
 
 
 def order_of_rank(rank: int, ranks: int, count: int) -> list[int]:

@@ -50,7 +50,6 @@ ROOMS = (
     "zgraph.codegen.kernels",
     "zgraph.codegen.kernels.triton",
     "zgraph.codegen.kernels.cpu",
-    "zgraph.codegen.islands",
     "zgraph.codegen",
     "zgraph.driver.saved_plans",
     "zgraph.driver",

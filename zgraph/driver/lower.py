@@ -96,8 +96,7 @@ class Lowering:
             profiler_of = partial(observation.report.profiler_of, observation.frame, direction)
             watch = GraphWatch(decided.called[direction], observation.clocks, profiler_of)
             title = f"{observation.frame} {direction}"
-            later = [decided.variants[-1].graphs["backward"]] if direction == "forward" else []
-            main = with_numbers(self._lowered(gm, watch, title, recorded, later), gm.graph, title, observation.rank)
+            main = with_numbers(self._lowered(gm, watch, title, recorded), gm.graph, title, observation.rank)
             if direction == "forward" and decided.weights is not None:
                 return saying_that_it_splits(main, _handle_in(gm.graph, decided.handles))
             if direction not in ("backward", "step"):
@@ -135,17 +134,12 @@ class Lowering:
         return GraphWatch(called_in_warm_up(gm.graph, self.decided.called[direction]), self.observation.clocks)
 
     def _lowered(
-        self,
-        gm: fx.GraphModule,
-        watch: GraphWatch,
-        title: str,
-        recorded: RecordedSteps | None = None,
-        later: Sequence[fx.GraphModule] = (),
+        self, gm: fx.GraphModule, watch: GraphWatch, title: str, recorded: RecordedSteps | None = None
     ) -> Program:
         if self.inductor is None:
             return lower_fx(gm, watch, self.ranks_per_host, recorded)
         islands, distinct, cached = self.inductor.islands, len(self.inductor.compiled), self.inductor.cached
-        lowered = self.inductor.lower(gm, watch, self.ranks_per_host, f"frame {title}", recorded, later)
+        lowered = self.inductor.lower(gm, watch, self.ranks_per_host, f"frame {title}", recorded)
         self.observation.report.islands += self.inductor.islands - islands
         self.observation.report.distinct_islands += len(self.inductor.compiled) - distinct
         self.observation.report.cached_islands += self.inductor.cached - cached

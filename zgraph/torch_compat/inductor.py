@@ -10,7 +10,6 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -50,43 +49,6 @@ def graphs_from_cache() -> int:
     from torch._dynamo.utils import counters
 
     return counters["inductor"]["fxgraph_cache_hit"]
-
-
-def shares_graphs() -> bool:
-    """Return whether Inductor keeps compiled graphs on disk (torch 2.11 - 2.15: `config.fx_graph_cache`)."""
-    from torch._inductor import config
-
-    return bool(config.fx_graph_cache) and not torch.compiler.config.force_disable_caches
-
-
-def compile_workers() -> int:
-    """Return how many processes Inductor may compile with: the cores of this process, or as the user has set it.
-
-    torch 2.11 - 2.15: `config.compile_threads`, from TORCHINDUCTOR_COMPILE_THREADS.
-    """
-    from torch._inductor import config
-
-    return int(config.compile_threads or 1)
-
-
-def inductor_options() -> bytes:
-    """Return all options of Inductor, for `set_inductor_options` (torch 2.11 - 2.15: `config.save_config`)."""
-    from torch._inductor import config
-
-    return config.save_config()  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def set_inductor_options(options: bytes, *, workers: int) -> None:
-    """Set all options of Inductor in this process (torch 2.11 - 2.15: `config.load_config`, `compile_threads`).
-
-    Args:
-        options: options from `inductor_options`.
-        workers: processes that compile kernels, which is not part of the keys in Inductor's cache.
-    """
-    from torch._inductor import config
-
-    config.load_config(options)  # pyright: ignore[reportAttributeAccessIssue]
-    config.compile_threads = workers
 
 
 def _nll_loss_backward(
@@ -203,17 +165,6 @@ def compile_with_inductor(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable
     finally:
         if context is not None:
             context.output_strides = strides
-
-
-def as_in_a_compile(mode: Any) -> AbstractContextManager[Any]:
-    """Let `compile_with_inductor` use Inductor's cache outside of a Dynamo compile (torch 2.11 - 2.15: `tracing`).
-
-    Args:
-        mode: fake mode from `step_mode`, in which the inputs are.
-    """
-    from torch._guards import TracingContext, tracing
-
-    return tracing(TracingContext(mode))
 
 
 # Overrides of options that a user may have set for whole programs but that are wrong or useless for an island:

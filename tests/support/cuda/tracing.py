@@ -20,7 +20,7 @@ import zgraph
 from tests.support.cuda import triton_driver
 from tests.support.cuda.llama import Llama, Shape
 from zgraph.codegen.inductor import InductorLowering
-from zgraph.codegen.islands.find_islands import Island
+from zgraph.codegen.islands import Island
 from zgraph.compiler.frame import Frame
 from zgraph.compiler.graph_pass import Direction, GraphPass
 from zgraph.driver.compile_frame import FrameCompiler

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from zgraph.codegen.islands.progress import shown
+from zgraph.codegen.progress import shown
 
 
 class Terminal(io.StringIO):

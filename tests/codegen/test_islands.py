@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 from tests.support.graphs import Drawing, deep, fake_world, inputs_for, mlp, traced
 from zgraph.codegen.inductor import place_islands
-from zgraph.codegen.islands.find_islands import cut_out, find_islands, is_compute
+from zgraph.codegen.islands import cut_out, find_islands, is_compute
 from zgraph.compiler.graph_pass import Direction
 from zgraph.graph import nodes
 from zgraph.passes import presets

@@ -1,1 +1,0 @@
-"""Islands (runs of compute): found in a final graph, and compiled one by one."""

@@ -102,7 +102,7 @@ class FrameCompiler:
                     try:
                         return backend(self.cache.stand_in(len(inputs)), self.markers.inputs)
                     except Exception as error:
-                        if self.cache.found is None:  # the plan was adopted: the error is about something else
+                        if self.cache.found is None:  # the plan was adopted
                             raise
                         self.cache.refuse(error)
                 return backend(gm, self.markers.inputs)
@@ -211,6 +211,7 @@ class FrameCompiler:
         """Use the saved plan of the frame, if all ranks agree on it."""
         saved = self.cache.found
         assert saved is not None
+        self.cache.forget()  # from here on, an error is not about the plan on disk
         if self.passes.target is not None:
             ctx = replace(ctx, hardware=self.passes.target.hardware)
         saved.make_groups()
@@ -219,7 +220,6 @@ class FrameCompiler:
         described = Described(graphs=reports, data=data, called=called)
         self._announce(plan, described, saved.handles, saved.late, changes)
         self.observation.report.cached_plans += 1
-        self.cache.forget()
         return plan
 
     def _announce(

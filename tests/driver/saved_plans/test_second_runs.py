@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zgraph
 from tests.support.models import VOCABULARY, Block, Language
-from tests.support.ranks import Ranks, worlds
+from tests.support.ranks import Ranks, fresh_ranks, worlds
 from tests.support.saved_plans import equal, grads_of, runs, whole
 from zgraph.passes import LoCo, LowRank, presets
 
@@ -209,3 +209,30 @@ def test_ranks_that_find_their_plans_agree_with_one_that_compiles(ranks: Ranks, 
     (same, none), (also, found) = ranks.run(where_one_rank_compiles, tmp_path)
     assert same and also
     assert none == 0 < found
+
+
+def forward_of(width: int) -> tuple[Tensor, zgraph.Report]:
+    model = zgraph.shard(Language(width=width))
+    compiled = torch.compile(model, backend="zgraph", options={"lowering": "fx", "agreement_timeout_s": 30.0})
+    return compiled(torch.zeros(2, 5, dtype=torch.long)).detach(), zgraph.summary(compiled)
+
+
+def save_two_plans(folder: Path) -> None:
+    for width in (10, 14):
+        runs(folder / str(dist.get_rank()), lambda width=width: forward_of(width), 1)
+
+
+def find_different_plans(folder: Path) -> str:
+    try:
+        runs(folder / str(dist.get_rank()), lambda: forward_of((10, 14)[dist.get_rank()]), 1)
+    except zgraph.AgreementError as error:
+        return str(error)
+    return "no error"
+
+
+def test_ranks_that_find_different_plans_are_told(tmp_path: Path) -> None:
+    with fresh_ranks(2) as ranks:
+        ranks.run(save_two_plans, tmp_path)
+    with fresh_ranks(2) as ranks:  # which have not agreed on anything yet
+        found = ranks.run(find_different_plans, tmp_path)
+    assert ["compiled different communication" in text for text in found] == [True, True], found

@@ -126,7 +126,8 @@ class FrameCache:
 
     def write(self, *, is_step: bool = False) -> None:
         """Write the plan that `keep` has pickled, unless AOTAutograd's findings forbid it."""
-        if self._key is None or self.folder is None or not self._pickled:
+        pickled, self._pickled = self._pickled, b""
+        if self._key is None or self.folder is None or not pickled:
             return
         findings = None if is_step else findings_on_frame()
         outputs: tuple[Layout | int, ...] = ()
@@ -140,8 +141,7 @@ class FrameCache:
             returned = self._outputs[len(self._outputs) - len(findings.requires_grad) :]
             found = zip(returned, findings.requires_grad, findings.inputs, strict=True)
             outputs = tuple(Layout.of(value, needs) if place is None else place for value, needs, place in found)
-        entry = Entry(findings=findings, outputs=outputs, saved=self._pickled)
-        self._pickled, self._outputs = b"", ()
+        entry = Entry(findings=findings, outputs=outputs, saved=pickled)
         try:
             self.folder.write(self._key, dumps(entry))
         except OSError as error:

@@ -1,7 +1,7 @@
 """Lets AOTAutograd trace a frame as if its inputs were unsharded parameters, and inserts the markers afterwards.
 
 A marker takes as long to trace as ten operators of torch, because it is a custom operator with an autograd function in
-Python. AOTAutograd therefore traces a graph whose input `shard` stands for `unshard(shard, handle, ...)`:
+Python. In the graph that AOTAutograd traces, an input `shard` therefore represents `unshard(shard, handle, ...)`:
 
     unshard(shard) -> mm -> ...    becomes    shard -> mm -> ...
 

@@ -1,4 +1,4 @@
-"""What a key distinguishes, and which frames have none."""
+"""Differences between frames that their keys must show, and frames without a key."""
 
 from __future__ import annotations
 
@@ -174,6 +174,14 @@ def selecting(x: Tensor) -> Tensor:
 def test_frames_that_depend_on_code_of_the_user_have_no_key(function: Any, x: Tensor, about: str) -> None:
     with pytest.raises(NotKeyed, match=about):
         key(function, x)
+
+
+def test_frames_that_read_numbers_have_no_key() -> None:
+    gm, inputs = frame_of(lambda x: x.relu(), X)
+    (node,) = gm.graph.find_nodes(op="call_method", target="relu")
+    node.target = "item"
+    with pytest.raises(NotKeyed, match="number"):
+        key_of(gm, inputs, {})
 
 
 def test_methods_of_the_user_have_no_key(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -210,6 +210,8 @@ def _target(node: fx.Node) -> str:
     """Return the name of what a node calls, if it is torch's or zgraph's."""
     target: Any = node.target
     if node.op == "call_method":  # of a tensor: other inputs have no key
+        if target == "item":  # such as a float that changes: torch may make it a constant, and trace the frame again
+            raise NotKeyed("a number that it reads")
         method = getattr(Tensor, str(target), None)
         if method is None or not (isinstance(method, MethodDescriptorType) or is_of_torch(method)):
             raise NotKeyed(f"the method {target}")

@@ -9,6 +9,7 @@ differ.
 
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -71,7 +72,7 @@ examples:
 
 
 def main() -> int:
-    as_rank(lambda rank, plan: train_in_turns(rank, plan, strategies(), partial(set_up, rank, plan)))
+    as_rank(lambda rank, plan: train_in_turns(rank, plan, strategies(), partial(set_up, rank, plan, strategies())))
     parser = options_of((__doc__ or "").partition("\n\n")[0], _EPILOG, ModelConfig(), steps=4)
     parser.add_argument("--ranks", type=int, choices=(2, 4), default=2, help="default: %(default)s")
     parser.add_argument("--nodes", type=int, choices=(2, 4), help="hosts with a link of their own; default: --ranks")
@@ -148,11 +149,11 @@ def _ours(name: str, peers: tuple[str, ...], schedule: Schedule = planned, equal
     return Strategy(f"zgraph-{name}", build, peers, "zgraph", equal_loss)
 
 
-def set_up(rank: int, plan: dict[str, Any], config: ModelConfig) -> Setting:
-    """In a rank: what strategies are built from, with this machine measured where one of zgraph's is among them."""
+def set_up(rank: int, plan: dict[str, Any], table: Mapping[str, Strategy], config: ModelConfig) -> Setting:
+    """In a rank: the setting of strategies in `table`; this machine is measured if the plan has one that uses zgraph."""
     mesh = init_device_mesh("cpu", (len(plan["addresses"]),), mesh_dim_names=("dp",))
     setting = Setting(config, mesh, plan["lowering"])
-    if all(strategies()[name].needs != "zgraph" for name in plan["strategies"]):
+    if all(table[name].needs != "zgraph" for name in plan["strategies"]):
         return setting
     import zgraph
 

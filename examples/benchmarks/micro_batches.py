@@ -1,0 +1,175 @@
+"""Accumulate gradients over several micro-batches in many ways over links of a known rate, side by side.
+
+    sudo .venv/bin/python examples/benchmarks/micro_batches.py --rate 1gbit --batch 16 --json results.json
+
+A micro-batch is two sequences of the batch. Ranks and links are those of shaped_link.py. Exits with 1 when losses that
+should be equal differ.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from builders import Build, Setting, Trainer, adamw, hook_bf16, planned, shard_fully
+from links import Strategy, choose, options_of, parsed, run_as_command, train_in_turns
+from ranks import as_rank
+from shaped_link import LOSS_TOLERANCE, set_up
+from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn.parallel import DistributedDataParallel
+from workload import ModelConfig
+
+if TYPE_CHECKING:
+    from zgraph import GraphPass
+
+SEQUENCES = 2  # of a micro-batch
+
+_EPILOG = """\
+strategies, in the order in which a repetition runs them; all compute the same micro-batches:
+  ddp               DistributedDataParallel; all but the last micro-batch under no_sync; -bf16 with the hook of that name
+  fsdp2             fully_shard of each block and of the rest, which gathers and reduces in each micro-batch
+  fsdp2-last        the same, with set_requires_gradient_sync(False) for all but the last micro-batch
+  fsdp2-kept        the same, and parameters stay gathered in between (stage 2)
+  zgraph-2, -3      the whole step as one graph, planned for the measured machine, all but the last micro-batch under
+                    no_sync; -by-layer interleaves the micro-batches, and recomputes activations; -by-layer-kept
+                    interleaves them and keeps activations
+  ...-bf16          gathers bf16 and reduces fp32
+"""
+
+Scope = Callable[[], AbstractContextManager[object]]
+
+
+def main() -> int:
+    as_rank(lambda rank, plan: train_in_turns(rank, plan, strategies(), partial(set_up, rank, plan, strategies())))
+    sizes = replace(ModelConfig(), batch=8 * SEQUENCES)
+    parser = options_of((__doc__ or "").partition("\n\n")[0], _EPILOG, sizes, steps=2)
+    parser.add_argument("--ranks", type=int, choices=(2, 4), default=2, help="default: %(default)s")
+    parser.add_argument("--lowering", choices=list(LOSS_TOLERANCE), default="fx", help="default: %(default)s")
+    arguments = parsed(parser)
+    return run_as_command(
+        __file__,
+        arguments,
+        choose(parser, arguments.strategies, strategies()),
+        hosts=range(arguments.ranks),
+        tolerance=LOSS_TOLERANCE[arguments.lowering],
+    )
+
+
+def strategies() -> dict[str, Strategy]:
+    """Every row by name, in the order in which a repetition runs them."""
+    peers = ("fsdp2", "fsdp2-last", "fsdp2-kept", "ddp", "zgraph-2", "zgraph-3")
+    in_bf16 = ("fsdp2-bf16", "fsdp2-last-bf16", "fsdp2-kept-bf16", "ddp-bf16", "zgraph-2-bf16", "zgraph-3-bf16")
+    rows = [Strategy("ddp", _ddp()), Strategy("ddp-bf16", _ddp(hook_bf16))]
+    for suffix, dtype, against in (("", None, peers), ("-bf16", torch.bfloat16, in_bf16)):
+        rows += [
+            Strategy(f"fsdp2{suffix}", _fsdp2(dtype, accumulates=False, kept=False)),
+            Strategy(f"fsdp2-last{suffix}", _fsdp2(dtype, accumulates=True, kept=False)),
+            Strategy(f"fsdp2-kept{suffix}", _fsdp2(dtype, accumulates=True, kept=True)),
+            Strategy(f"zgraph-2{suffix}", _zgraph(2, dtype), needs="zgraph"),
+            Strategy(f"zgraph-3{suffix}", _zgraph(3, dtype), needs="zgraph"),
+            Strategy(f"zgraph-0-by-layer{suffix}", _zgraph(0, dtype, recompute=False), against, "zgraph"),
+            Strategy(f"zgraph-3-by-layer{suffix}", _zgraph(3, dtype, recompute=True), against, "zgraph"),
+            Strategy(f"zgraph-3-by-layer-kept{suffix}", _zgraph(3, dtype, recompute=False), against, "zgraph"),
+        ]
+    return {row.name: row for row in rows}
+
+
+def _in_turn(called: Callable[[Tensor], Tensor], optimizer: Any, accumulating: Scope) -> Callable[[Tensor], Tensor]:
+    """A step of several micro-batches, all but the last in the scope `accumulating`; returns the mean loss."""
+
+    def step(tokens: Tensor) -> Tensor:
+        total = torch.zeros(())
+        parts = tokens.split(SEQUENCES)
+        for number, part in enumerate(parts, 1):
+            with accumulating() if number < len(parts) else nullcontext():
+                loss = called(part) / len(parts)
+                loss.backward()
+            total = total + loss.detach()
+        optimizer.step()
+        optimizer.zero_grad()
+        return total
+
+    return step
+
+
+def _trainer(step: Callable[[Tensor], Tensor]) -> Trainer:
+    nothing_left = torch.optim.SGD([torch.zeros(1)])
+    return Trainer(step, nothing_left, backward=lambda loss: None)
+
+
+def _ddp(register: Callable[[DistributedDataParallel], None] | None = None) -> Build:
+    def build(setting: Setting) -> Trainer:
+        group = setting.mesh.get_group()
+        model = DistributedDataParallel(setting.new_model(), process_group=group, gradient_as_bucket_view=True)
+        if register is not None:
+            register(model)
+        called: Any = torch.compile(model) if setting.lowering == "inductor" else model
+        return _trainer(_in_turn(called, adamw(model), model.no_sync))
+
+    return build
+
+
+def _fsdp2(param_dtype: torch.dtype | None, *, accumulates: bool, kept: bool) -> Build:
+    def build(setting: Setting) -> Trainer:
+        model: Any = setting.new_model()
+        policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
+        compiler = "inductor" if setting.lowering == "inductor" else None
+        shard_fully(
+            model, model.blocks, compiler, mesh=setting.mesh, mp_policy=policy, reshard_after_forward=not kept
+        )
+        scope = partial(_FsdpWindow, model, kept) if accumulates else nullcontext
+        return _trainer(_in_turn(model, adamw(model), scope))
+
+    return build
+
+
+class _FsdpWindow(AbstractContextManager[None]):
+    """A micro-batch of FSDP2 whose gradients are not reduced, and after which parameters stay gathered if `kept`."""
+
+    def __init__(self, model: Any, kept: bool) -> None:
+        self.model, self.kept = model, kept
+
+    def __enter__(self) -> None:
+        self._synchronize(False)
+
+    def __exit__(self, *error: object) -> None:
+        self._synchronize(True)
+
+    def _synchronize(self, on: bool) -> None:
+        self.model.set_requires_gradient_sync(on)
+        self.model.set_is_last_backward(on)
+        if self.kept:
+            self.model.set_reshard_after_backward(on)
+
+
+def _zgraph(zero_stage: int, param_dtype: torch.dtype | None, *, recompute: bool | None = None) -> Build:
+    """Plain order if `recompute` is None; else interleaved, with activations recomputed or kept."""
+
+    def build(setting: Setting) -> Trainer:
+        import zgraph
+
+        model: Any = zgraph.shard(setting.new_model(), setting.mesh, zero_stage=zero_stage, param_dtype=param_dtype)
+        optimizer: Any = adamw(model)
+        target = zgraph.Target(hardware=setting.hardware, time_kernels=True)
+        options = {"lowering": setting.lowering, "passes": zgraph.PassList(_passes(recompute), target=target)}
+        scope = partial(zgraph.no_sync, model)
+        return _trainer(zgraph.training_step(model, optimizer, options=options)(_in_turn(model, optimizer, scope)))
+
+    return build
+
+
+def _passes(recompute: bool | None) -> list[GraphPass]:
+    from zgraph.passes import InterleaveMicroBatches
+
+    passes = planned()
+    return passes if recompute is None else [passes[0], InterleaveMicroBatches(recompute=recompute), *passes[1:]]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

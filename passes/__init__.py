@@ -18,7 +18,7 @@ from zgraph.passes.quantize_gathers import QuantizeGathers
 from zgraph.passes.schedule_overlap import ScheduleOverlap
 from zgraph.passes.sink_waits import SinkWaits
 from zgraph.passes.step.fuse_updates import FuseUpdates
-from zgraph.passes.step.interleave_micro_batches import InterleaveMicroBatches as InterleaveMicroBatches
+from zgraph.passes.step.interleave_micro_batches import InterleaveMicroBatches
 from zgraph.passes.step.recompute_activations import RecomputeActivations
 from zgraph.passes.step.split_updates import SplitUpdates
 from zgraph.passes.step.update_as_reduced import UpdateAsReduced
@@ -32,6 +32,7 @@ __all__ = [
     "FuseAttention",
     "FuseUpdates",
     "HoistStarts",
+    "InterleaveMicroBatches",
     "LoCo",
     "LowRank",
     "LowerGathers",

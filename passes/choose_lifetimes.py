@@ -72,7 +72,9 @@ class ChooseLifetimes(GraphPass):
         return before != [meta.lifetime(node) for node in gm.graph.nodes]
 
     def _run_on_step(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
-        kept: dict[fx.Node, None] = {}
+        kept = dict.fromkeys(
+            nodes.call_functions(gm.graph, lambda one: nodes.is_unshard(one) and meta.is_tagged_saved(one))
+        )
         repeated: tuple[tuple[fx.Node, fx.Node], ...] = ()
         if ctx.plan_bytes is not None and ctx.cost_of is not None:
             model = WholeStepModel(gm.graph, cost_of=ctx.cost_of, sharing=ctx.sharing, copies=self._copies(ctx))
@@ -81,7 +83,7 @@ class ChooseLifetimes(GraphPass):
             for value in found.offloaded:
                 meta.tag_offload(cast(fx.Node, model.base_of(value)))
             self._note(found, path.estimates[0], ctx)
-            kept = dict.fromkeys(
+            kept |= dict.fromkeys(
                 value.gather for value in found.gaps if value.gather is not None and value not in found.dropped
             )
             for gather in kept:

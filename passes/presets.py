@@ -23,6 +23,7 @@ from zgraph.passes.memory.stream_states import StreamStates
 from zgraph.passes.quantize_gathers import QuantizeGathers
 from zgraph.passes.schedule_overlap import RULES, ScheduleOverlap
 from zgraph.passes.step.fuse_updates import FuseUpdates
+from zgraph.passes.step.interleave_micro_batches import InterleaveMicroBatches
 from zgraph.passes.step.recompute_activations import RecomputeActivations
 from zgraph.passes.step.split_updates import SplitUpdates
 
@@ -33,6 +34,7 @@ def default(
     compression: CompressionMethod | TwoHop | LowRank | None = None,
     gather_compression: BlockMethod | None = None,
     offload_activations: bool = False,
+    interleave_micro_batches: bool = False,
     **unknown: Never,
 ) -> list[GraphPass]:
     """Return the default passes: bucketed and overlapped gathers and reductions for the ZeRO stage of each parameter.
@@ -49,13 +51,16 @@ def default(
             backward read quantized parameters, see `QuantizeGathers`. None: parameters are sent uncompressed.
         offload_activations: keep the activations saved for backward on the host, see `OffloadActivations`. If the
             target has a budget, only activations that are faster to copy than to recompute are kept there.
+        interleave_micro_batches: run all micro-batches of a captured step through a layer before the next layer, see
+            `InterleaveMicroBatches`: a step with k micro-batches then sends what one of them sends.
 
     Raises:
         TypeError: unknown argument. For "hardware" and similar names, the message says to pass a `zgraph.Target`.
     """
     _refuse("default", unknown)
     size = "auto" if bucket_bytes is None else bucket_bytes
-    bucketed = _bucketed(size, compression, gather_compression, offload_activations)
+    interleaving = InterleaveMicroBatches() if interleave_micro_batches else None
+    bucketed = _bucketed(size, compression, gather_compression, offload_activations, interleaving)
     return [*bucketed, *RULES, StreamStates()]
 
 
@@ -65,6 +70,7 @@ def planned(
     compression: CompressionMethod | TwoHop | LowRank | None = None,
     gather_compression: BlockMethod | None = None,
     offload_activations: bool = False,
+    interleave_micro_batches: bool | None = None,
     **unknown: Never,
 ) -> list[GraphPass]:
     """Return the passes of `default`, scheduled for the fastest step on the target's hardware within its budget.
@@ -76,12 +82,17 @@ def planned(
     Args:
         bucket_bytes: as for `default`. None: the size that suits the links of the target's hardware.
         compression, gather_compression, offload_activations: as for `default`.
+        interleave_micro_batches: as for `default`. None: if the step is then predicted to be faster, within the budget
+            of the target or, without a budget, a quarter more memory than otherwise.
 
     Raises:
         TypeError: as for `default`.
     """
     _refuse("planned", unknown)
-    bucketed = _bucketed(bucket_bytes, compression, gather_compression, offload_activations)
+    interleaving = None
+    if interleave_micro_batches is not False:
+        interleaving = InterleaveMicroBatches(when="always" if interleave_micro_batches else "faster")
+    bucketed = _bucketed(bucket_bytes, compression, gather_compression, offload_activations, interleaving)
     return [*bucketed, ScheduleOverlap(), StreamStates(updates="planned"), ScheduleCopies()]
 
 
@@ -99,6 +110,14 @@ def with_streams(passes: PassList | None) -> PassList:
     by_costs = any(isinstance(one, ScheduleOverlap) for one in found.passes)
     streams = [StreamStates(updates="planned"), ScheduleCopies()] if by_costs else [StreamStates()]
     return replace(found, passes=[*found.passes, *streams])
+
+
+def in_plain_order(passes: PassList | None) -> PassList | None:
+    """Return a list of passes without the choice to interleave micro-batches, which rounds gradients differently."""
+    if passes is None:
+        return None
+    kept = [one for one in passes.passes if not (isinstance(one, InterleaveMicroBatches) and one.when == "faster")]
+    return replace(passes, passes=kept)
 
 
 def _refuse(preset: str, unknown: Mapping[str, object]) -> None:
@@ -119,9 +138,11 @@ def _bucketed(
     compression: CompressionMethod | TwoHop | LowRank | None,
     gather_compression: BlockMethod | None,
     offload_activations: bool,
+    interleaving: InterleaveMicroBatches | None,
 ) -> list[GraphPass]:
     return [
         DedupeGathers(),
+        *([] if interleaving is None else [interleaving]),
         RecomputeActivations(),
         ChooseLifetimes(offload_least_bytes=OffloadActivations().least_bytes if offload_activations else None),
         *([OffloadActivations()] if offload_activations else []),

@@ -32,7 +32,7 @@ SEQUENCES = 2  # of a micro-batch
 
 _EPILOG = """\
 strategies, in the order in which a repetition runs them; all compute the same micro-batches:
-  ddp               DistributedDataParallel; all but the last micro-batch under no_sync; -bf16 with the hook of that name
+  ddp               DistributedDataParallel; no_sync for all but the last micro-batch; -bf16 with the hook of that name
   fsdp2             fully_shard of each block and of the rest, which gathers and reduces in each micro-batch
   fsdp2-last        the same, with set_requires_gradient_sync(False) for all but the last micro-batch
   fsdp2-kept        the same, and parameters stay gathered in between (stage 2)
@@ -120,9 +120,7 @@ def _fsdp2(param_dtype: torch.dtype | None, *, accumulates: bool, kept: bool) ->
         model: Any = setting.new_model()
         policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
         compiler = "inductor" if setting.lowering == "inductor" else None
-        shard_fully(
-            model, model.blocks, compiler, mesh=setting.mesh, mp_policy=policy, reshard_after_forward=not kept
-        )
+        shard_fully(model, model.blocks, compiler, mesh=setting.mesh, mp_policy=policy, reshard_after_forward=not kept)
         scope = partial(_FsdpWindow, model, kept) if accumulates else nullcontext
         return _trainer(_in_turn(model, adamw(model), scope))
 

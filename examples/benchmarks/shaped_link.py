@@ -150,7 +150,7 @@ def _ours(name: str, peers: tuple[str, ...], schedule: Schedule = planned, equal
 
 
 def set_up(rank: int, plan: dict[str, Any], table: Mapping[str, Strategy], config: ModelConfig) -> Setting:
-    """In a rank: the setting of strategies in `table`; this machine is measured if the plan has one that uses zgraph."""
+    """In a rank: the setting of strategies in `table`, with this machine measured if the plan has some of zgraph's."""
     mesh = init_device_mesh("cpu", (len(plan["addresses"]),), mesh_dim_names=("dp",))
     setting = Setting(config, mesh, plan["lowering"])
     if all(table[name].needs != "zgraph" for name in plan["strategies"]):

@@ -63,8 +63,10 @@ class PassList:
         self._check_contracts()
 
     @classmethod
-    def made_of(cls, given: object, where: str) -> PassList:
+    def made_of(cls, given: object, where: str, target: Target | None = None) -> PassList:
         """Convert an option's value, a PassList or a plain list of passes, to a PassList.
+
+        A plain list gets `target`.
 
         Raises:
             ValueError: the value is something else; the message names the option.
@@ -72,7 +74,7 @@ class PassList:
         if isinstance(given, PassList):
             return given
         if isinstance(given, list | tuple):
-            return cls(cast("Iterable[GraphPass]", given))
+            return cls(cast("Iterable[GraphPass]", given), target=target)
         raise ValueError(
             f"{where} is a {type(given).__name__}; write a list of passes, such as zgraph.passes.presets.default(), or "
             "zgraph.PassList([...], target=zgraph.Target(hardware=...))."

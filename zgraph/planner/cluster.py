@@ -68,11 +68,12 @@ class Cluster:
                 f"{name}: this process is in a process group already, and a plan needs one of its own; call it in a "
                 "process that was not started by torchrun, or after destroy_process_group()."
             )
-        machine = Hardware.preset(hardware) if isinstance(hardware, str) else hardware
-        chosen = PassList(presets.default()) if passes is None else PassList.made_of(passes, f"{name}: passes")
+        target = Target(hardware=Hardware.preset(hardware) if isinstance(hardware, str) else hardware)
+        chosen = PassList.made_of(presets.default() if passes is None else passes, f"{name}: passes", target)
         if chosen.target is None:
-            chosen = replace(chosen, target=Target(hardware=machine))
-        return cls(name, axes, ranks, machine, chosen)
+            chosen = replace(chosen, target=target)
+        assert chosen.target is not None
+        return cls(name, axes, ranks, chosen.target.hardware, chosen)
 
     @contextmanager
     def joined(self) -> Generator[tuple[DeviceMesh | None, Any]]:

@@ -28,6 +28,7 @@ from zgraph.optimizers import rounded_adam
 from zgraph.passes import presets
 from zgraph.passes.compress_gradients import CompressGradients
 from zgraph.passes.quantize_gathers import QuantizeGathers
+from zgraph.passes.step.interleave_micro_batches import InterleaveMicroBatches
 from zgraph.runtime.exchanges.changes import hash_of
 from zgraph.runtime.exchanges.steps import members_of, numbers_of, origin_of_parameter, shard_loaded_state
 from zgraph.runtime.exchanges.watch import announcing
@@ -108,6 +109,7 @@ def training_step(
         )
     if parsed.check:
         _check_comparable(parsed.passes, offloads=resting is not None)
+        parsed = replace(parsed, passes=presets.in_plain_order(parsed.passes))
     recorder = _recorder_of(module) if parsed.cuda_graph else None
     if resting is not None:
         resting.has_step = True
@@ -155,6 +157,7 @@ def _check_comparable(passes: PassList | None, *, offloads: bool) -> None:
     """
     entries = () if passes is None else passes.passes
     lossy = [entry.name for entry in entries if isinstance(entry, CompressGradients | QuantizeGathers)]
+    lossy += [one.name for one in entries if isinstance(one, InterleaveMicroBatches) and one.when == "always"]
     what = f"the pass {lossy[0]}, which they do not have" if lossy else ""
     if offloads:
         what = "zgraph.Offload, whose state they would move as well"

@@ -58,11 +58,15 @@ def overwritten(node: fx.Node) -> list[fx.Node]:
 
 
 def written_arguments(node: fx.Node) -> list[fx.Node]:
-    """Return the arguments of a node's call that its schema marks as written (torch 2.11 - 2.15: `_schema`)."""
+    """Return the arguments that a node's call writes: those that its schema marks, and statistics of a batch norm.
+
+    torch 2.11 - 2.15: `_schema`.
+    """
     if not isinstance(node.target, OpOverload):
         return []
     written: list[fx.Node] = []
-    for position, name in _written_places(node.target):
+    updates = argument_of(node, "training") is True
+    for position, name in (*_written_places(node.target), *(_statistics(node.target) if updates else ())):
         given = node.args[position] if position < len(node.args) else node.kwargs.get(name)
         items = given if isinstance(given, list | tuple) else (given,)
         written.extend(item for item in items if isinstance(item, fx.Node))
@@ -76,6 +80,18 @@ def _written_places(target: OpOverload) -> tuple[tuple[int, str], ...]:
         for position, argument in enumerate(target._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
+
+
+@functools.cache
+def _statistics(target: OpOverload) -> tuple[tuple[int, str], ...]:
+    """Return the places and names of arguments that an operator updates in training, although its schema is silent.
+
+    torch 2.11 - 2.15: `aten::native_batch_norm` and its kin; a graph that is not functionalized calls them.
+    """
+    if target._schema.name not in ("aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"):
+        return ()
+    names = [argument.name for argument in target._schema.arguments]
+    return tuple((names.index(name), name) for name in ("running_mean", "running_var"))
 
 
 def returns_alias(target: object) -> bool:
@@ -157,7 +173,7 @@ def over_lists(packet: OpOverloadPacket, overload: str) -> OpOverload:
 def is_pure(target: OpOverload) -> bool:
     """Return whether an operator is deterministic and writes nothing (torch 2.11 - 2.15: `_schema`, tags)."""
     random = {torch.Tag.nondeterministic_seeded, torch.Tag.nondeterministic_bitwise}
-    return not target._schema.is_mutable and not random.intersection(target.tags)
+    return not target._schema.is_mutable and not _statistics(target) and not random.intersection(target.tags)
 
 
 def is_tagged_random(target: OpOverload) -> bool:
@@ -239,9 +255,11 @@ def zero_each(targets: Sequence[Tensor]) -> None:
 
 
 def written_tensors(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Return the tensors that a call writes to, by the operator's schema (torch 2.11 - 2.15: `_schema`)."""
+    """Return the tensors that a call writes to, as `written_arguments` does (torch 2.11 - 2.15: `_schema`)."""
     written: list[Tensor] = []
-    for position, name in _written_places(func):
+    names = [argument.name for argument in func._schema.arguments] if _statistics(func) else []
+    updates = dict(zip(names, args, strict=False)).get("training", kwargs.get("training"))
+    for position, name in (*_written_places(func), *(_statistics(func) if updates else ())):
         given = args[position] if position < len(args) else kwargs.get(name)
         items = given if isinstance(given, list | tuple) else (given,)
         written.extend(item for item in items if isinstance(item, Tensor))

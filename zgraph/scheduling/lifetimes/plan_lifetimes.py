@@ -52,12 +52,23 @@ def greedy_frontier(model: LifetimeModel) -> Path:
     return Path(estimates + _frontier_from(model, model.estimate(parameters)) if parameters else estimates)
 
 
-def _frontier_from(model: LifetimeModel, estimate: StepEstimate) -> list[StepEstimate]:
-    """Return `estimate` and further estimates, each with more values dropped or offloaded and no higher peak."""
+def first_within(model: LifetimeModel, estimate: StepEstimate, limit_bytes: int) -> StepEstimate:
+    """Drop values, cheapest first, until a step fits; returns the step with the least memory if none does.
+
+    Finds less than `greedy_frontier`, in a fraction of its time.
+    """
+    return Path(_frontier_from(model, estimate, limit_bytes)).choose(limit_bytes)
+
+
+def _frontier_from(model: LifetimeModel, estimate: StepEstimate, enough_bytes: int = 0) -> list[StepEstimate]:
+    """Return `estimate` and further estimates, each with more values dropped or offloaded and no higher peak.
+
+    Ends when nothing is left to drop, or with the first peak of at most `enough_bytes`.
+    """
     estimates = [estimate]
     at_once = max(1, len(model.values) // MAX_ESTIMATES)
     barred: dict[Move, None] = {}
-    while moves := _moves(model, estimate, barred):
+    while estimate.peak_bytes > enough_bytes and (moves := _moves(model, estimate, barred)):
         count = at_once
         while (after := _after(model, estimate, moves[:count])).peak_bytes > estimate.peak_bytes:
             if count == 1:  # recomputing it needs more memory than dropping it frees

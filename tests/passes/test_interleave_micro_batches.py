@@ -1,0 +1,204 @@
+"""Micro-batches of a captured step that run together through each layer: the same sums, for the bytes of one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import zgraph
+from tests.support.micro_batches import (
+    Case,
+    Checkpointed,
+    Clipped,
+    Dropping,
+    Normed,
+    Scaled,
+    Several,
+    Skips,
+    Stepping,
+    Tasks,
+    TwoLosses,
+    Watched,
+    compiled,
+    differences,
+    tokens,
+)
+from tests.support.models import Language
+from tests.support.ranks import Ranks, worlds
+from zgraph.analysis.hardware import Link
+
+P = zgraph.passes
+H100 = zgraph.Hardware.preset("h100")
+BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+LOCO = {"compression": P.LoCo()}
+
+# Every value occurs with most others: stages, precision, windows, the number of micro-batches, what is recomputed,
+# planning, and loops that users write.
+EQUAL = {
+    "stage 3": Case(),
+    "stage 2, no windows": Case(stage=2, no_sync=False, k=4),
+    "stage 1, bf16": Case(stage=1, shard=BF16, recompute=False),
+    "stage 0, autocast": Case(stage=0, autocast=True, k=2),
+    "bf16, no windows, clipped": Case(loop=Clipped, shard=BF16, no_sync=False),
+    "autocast, kept": Case(autocast=True, recompute=False, k=5),
+    "planned, clipped": Case(loop=Clipped, target=zgraph.Target(hardware=H100)),
+    "planned, kept": Case(target=zgraph.Target(hardware=H100), recompute=False, stage=2, no_sync=False),
+    "a budget": Case(target=zgraph.Target(hardware=H100, budget_bytes=60_000), k=4),
+    "a loss scale": Case(loop=Scaled, stage=2),
+    "checkpointed": Case(build=Checkpointed, shard=BF16),
+    "statistics of batches": Case(build=Normed, k=4),
+    "skips": Case(build=Skips, stage=2, recompute=True),
+    "updates in between": Case(loop=Stepping, k=4, no_sync=False),
+}
+
+
+@worlds(2)
+@pytest.mark.parametrize("name", EQUAL)
+def test_results_are_those_of_gradients_summed_and_then_reduced(ranks: Ranks, name: str) -> None:
+    case = EQUAL[name]
+    stage = 0 if case.stage == 0 else 1  # fused AdamW rounds whole tensors and shards differently
+    for found, windows in ranks.run(differences, case, stage):
+        assert found == {}
+        assert windows == (2 if case.loop is Stepping else 1)
+
+
+@worlds(2)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(Case(preset=LOCO, k=2), id="loco"),
+        pytest.param(Case(preset={"compression": P.LowRank(rank=1, least_saving=1.0)}, stage=2), id="low rank"),
+        pytest.param(Case(preset={"gather_compression": P.NoFeedback(bits=8)}), id="coded parameters"),
+    ],
+)
+def test_compression_codes_the_sum(ranks: Ranks, case: Case) -> None:
+    for found in ranks.run(differences, case):
+        assert found == ({}, 1)
+
+
+@worlds(4)
+def test_replicas_of_shards(ranks: Ranks) -> None:
+    for found in ranks.run(differences, Case(replicas=True, k=2)):
+        assert found == ({}, 1)
+
+
+@worlds(2)
+@pytest.mark.parametrize(
+    ("case", "tolerance"),
+    [
+        pytest.param(Case(build=Language, sgd=True), 5e-7, id="tied weights"),
+        pytest.param(Case(loop=TwoLosses, k=2, sgd=True), 5e-7, id="two losses"),
+        pytest.param(Case(loop=Tasks, build=Several, k=4, no_sync=False, sgd=True), 5e-7, id="tasks"),
+        pytest.param(Case(inductor=True, k=2, sgd=True), 1e-6, id="inductor"),  # compiles C++
+        pytest.param(
+            Case(inductor=True, k=2, shard=BF16, sgd=True, recompute=False), 2e-3, id="inductor, bf16"
+        ),  # compiles C++; bf16 has 8 bits
+    ],
+)
+def test_other_sums_differ_by_rounding(ranks: Ranks, case: Case, tolerance: float) -> None:
+    for found, windows in ranks.run(differences, case, 3, case.no_sync):
+        assert windows == 1
+        assert found  # it was another order of additions
+        assert max(found.values()) < tolerance
+
+
+def reasons(case: Case) -> tuple[str, ...]:
+    """What the compile of the loop's second call has decided, or the error."""
+    loop, report = case.loop(case, case.stage, no_sync=case.no_sync), zgraph.Report()
+    step = compiled(loop, report=report)
+    try:
+        for number in range(2):
+            step([tokens(number, micro) for micro in range(case.k)])
+    except zgraph.ZgraphError as error:
+        return (str(error),)
+    return report.graphs[-1].decisions
+
+
+@worlds(2)
+def test_micro_batches_that_draw_are_refused(ranks: Ranks) -> None:
+    for (text,) in ranks.run(reasons, Case(build=Dropping)):
+        assert "3 micro-batches cannot run layer by layer, because they draw random numbers" in text
+        assert "set dropout to 0" in text
+
+
+@worlds(2)
+def test_a_gradient_that_is_read_in_between_ends_a_window(ranks: Ranks) -> None:
+    """Each norm is that of the sum so far: there is nothing to interleave."""
+    assert ranks.run(reasons, Case(loop=Watched, no_sync=False)) == [(), ()]
+    assert ranks.run(differences, Case(loop=Watched, no_sync=False), 3, False) == [({}, 0)] * 2
+
+
+# --- on paper ---------------------------------------------------------------------------------------------------------
+
+
+class Deep(torch.nn.Module):
+    """Six equal layers."""
+
+    def __init__(self, hidden: int = 512) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(
+            torch.nn.Sequential(*(torch.nn.Linear(*sizes, bias=False) for sizes in ((64, hidden), (hidden, 64))))
+            for _ in range(6)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for up, down in self.layers:
+            x = x + down(torch.tanh(up(x)))
+        return x.square().mean()
+
+
+def planned(k: int = 3, hidden: int = 512, rows: int = 32, **options: Any) -> Any:
+    """The plan of a step with k micro-batches on eight ranks with links of 1 Gbit/s."""
+    link = Link(latency_us=20.0, bytes_per_us=125)
+    hardware = replace(H100, inter_host=link, intra_host=link, ranks_per_host=1)
+
+    def step_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+        def step(x: torch.Tensor) -> torch.Tensor:
+            total = torch.zeros(())
+            for part in x.chunk(k):
+                loss = model(part) / k
+                loss.backward()
+                total = total + loss.detach()
+            optimizer.step()
+            optimizer.zero_grad()
+            return total
+
+        return step
+
+    passes = zgraph.PassList(P.presets.planned(**options), target=zgraph.Target(hardware=hardware))
+    return zgraph.plan(
+        lambda: Deep(hidden),
+        world_size=8,
+        batch=lambda: (torch.randn(rows * k, 64),),
+        passes=passes,
+        optimizer_fn=lambda model: torch.optim.AdamW(model.parameters(), fused=True),
+        step_fn=step_of,
+    )
+
+
+def sent_parts(plan: Any, hidden: int = 512) -> float:
+    """Bytes that a rank sends in a step, as a multiple of (N-1)/N of the parameters' bytes."""
+    parameters = 4 * sum(parameter.numel() for parameter in Deep(hidden).parameters())
+    (graph,) = plan.graphs
+    return graph.sent_bytes / (parameters * 7 / 8)
+
+
+def test_a_step_sends_what_one_micro_batch_sends() -> None:
+    once = 3 - 1 / 12  # backward does not read the first of 12 weights
+    assert sent_parts(planned(k=1, interleave_micro_batches=True)) == pytest.approx(once)
+    assert sent_parts(planned(interleave_micro_batches=False)) == pytest.approx(3 * once)
+    # Backward reads the first weight to recompute the first layer. In the last layer, forwards and backwards alternate,
+    # and read one gather of each of its two weights.
+    assert sent_parts(planned(interleave_micro_batches=True)) == pytest.approx(3 - 2 / 12)
+
+
+def test_the_plan_interleaves_where_that_is_faster_and_fits() -> None:
+    chosen, plain = planned(), planned(interleave_micro_batches=False)
+    assert sent_parts(chosen) < 3
+    assert chosen.step_us < 0.4 * plain.step_us
+    assert chosen.curves[-1].peak_bytes < 1.25 * plain.curves[-1].peak_bytes
+    # Here most of a layer's memory passes to the next layer, and every micro-batch would keep it.
+    assert sent_parts(planned(k=6, hidden=32, rows=64), 32) > 12

@@ -152,6 +152,7 @@ def _zgraph(zero_stage: int, param_dtype: torch.dtype | None, *, recompute: bool
     def build(setting: Setting) -> Trainer:
         import zgraph
 
+        assert setting.hardware is not None, "set_up measures it for zgraph's rows"
         model: Any = zgraph.shard(setting.new_model(), setting.mesh, zero_stage=zero_stage, param_dtype=param_dtype)
         optimizer: Any = adamw(model)
         target = zgraph.Target(hardware=setting.hardware, time_kernels=True)

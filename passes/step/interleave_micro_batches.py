@@ -145,8 +145,8 @@ def _within(graph: fx.Graph, ctx: PassContext, limit_bytes: int | None) -> StepE
     """Estimate a step whose backward gathers parameters again, and recomputes what the limit demands."""
     assert ctx.cost_of is not None, "the caller has asked"
     model = WholeStepModel(graph, cost_of=ctx.cost_of, sharing=ctx.sharing)
-    gathers = (value for value in model.values if value.gather is not None)
-    start = model.estimate(dict.fromkeys(value for value in gathers if not meta.is_tagged_saved(value.gather)))
+    gathers = ((value, value.gather) for value in model.values if value.gather is not None)
+    start = model.estimate(dict.fromkeys(value for value, gather in gathers if not meta.is_tagged_saved(gather)))
     return start if limit_bytes is None else first_within(model, start, limit_bytes)
 
 

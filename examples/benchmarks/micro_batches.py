@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from builders import Build, Setting, Trainer, adamw, hook_bf16, planned, shard_fully
+from builders import Build, Schedule, Setting, Trainer, adamw, hook_bf16, planned, shard_fully
 from links import Strategy, choose, options_of, parsed, run_as_command, train_in_turns
 from ranks import as_rank
 from shaped_link import LOSS_TOLERANCE, set_up
@@ -36,9 +36,9 @@ strategies, in the order in which a repetition runs them; all compute the same m
   fsdp2             fully_shard of each block and of the rest, which gathers and reduces in each micro-batch
   fsdp2-last        the same, with set_requires_gradient_sync(False) for all but the last micro-batch
   fsdp2-kept        the same, and parameters stay gathered in between (stage 2)
-  zgraph-2, -3      the whole step as one graph, planned for the measured machine, all but the last micro-batch under
-                    no_sync; -by-layer interleaves the micro-batches, and recomputes activations; -by-layer-kept
-                    interleaves them and keeps activations
+  zgraph-2, -3      the whole step as one graph, planned for the measured machine, no_sync for all but the last
+                    micro-batch; -by-layer interleaves the micro-batches, and recomputes as little as memory allows;
+                    -by-layer-least recomputes every layer, -by-layer-kept nothing
   ...-bf16          gathers bf16 and reduces fp32
 """
 
@@ -65,17 +65,19 @@ def strategies() -> dict[str, Strategy]:
     """Every row by name, in the order in which a repetition runs them."""
     peers = ("fsdp2", "fsdp2-last", "fsdp2-kept", "ddp", "zgraph-2", "zgraph-3")
     in_bf16 = ("fsdp2-bf16", "fsdp2-last-bf16", "fsdp2-kept-bf16", "ddp-bf16", "zgraph-2-bf16", "zgraph-3-bf16")
+    in_turn = partial(planned, interleave_micro_batches=False)
     rows = [Strategy("ddp", _ddp()), Strategy("ddp-bf16", _ddp(hook_bf16))]
     for suffix, dtype, against in (("", None, peers), ("-bf16", torch.bfloat16, in_bf16)):
         rows += [
             Strategy(f"fsdp2{suffix}", _fsdp2(dtype, accumulates=False, kept=False)),
             Strategy(f"fsdp2-last{suffix}", _fsdp2(dtype, accumulates=True, kept=False)),
             Strategy(f"fsdp2-kept{suffix}", _fsdp2(dtype, accumulates=True, kept=True)),
-            Strategy(f"zgraph-2{suffix}", _zgraph(2, dtype), needs="zgraph"),
-            Strategy(f"zgraph-3{suffix}", _zgraph(3, dtype), needs="zgraph"),
-            Strategy(f"zgraph-0-by-layer{suffix}", _zgraph(0, dtype, recompute=False), against, "zgraph"),
-            Strategy(f"zgraph-3-by-layer{suffix}", _zgraph(3, dtype, recompute=True), against, "zgraph"),
-            Strategy(f"zgraph-3-by-layer-kept{suffix}", _zgraph(3, dtype, recompute=False), against, "zgraph"),
+            Strategy(f"zgraph-2{suffix}", _zgraph(2, dtype, in_turn), needs="zgraph"),
+            Strategy(f"zgraph-3{suffix}", _zgraph(3, dtype, in_turn), needs="zgraph"),
+            Strategy(f"zgraph-0-by-layer{suffix}", _zgraph(0, dtype, _by_layer()), against, "zgraph"),
+            Strategy(f"zgraph-3-by-layer{suffix}", _zgraph(3, dtype, _by_layer()), against, "zgraph"),
+            Strategy(f"zgraph-3-by-layer-least{suffix}", _zgraph(3, dtype, _by_layer(True)), against, "zgraph"),
+            Strategy(f"zgraph-3-by-layer-kept{suffix}", _zgraph(3, dtype, _by_layer(False)), against, "zgraph"),
         ]
     return {row.name: row for row in rows}
 
@@ -146,9 +148,7 @@ class _FsdpWindow(AbstractContextManager[None]):
             self.model.set_reshard_after_backward(on)
 
 
-def _zgraph(zero_stage: int, param_dtype: torch.dtype | None, *, recompute: bool | None = None) -> Build:
-    """Plain order if `recompute` is None; else interleaved, with activations recomputed or kept."""
-
+def _zgraph(zero_stage: int, param_dtype: torch.dtype | None, schedule: Schedule) -> Build:
     def build(setting: Setting) -> Trainer:
         import zgraph
 
@@ -156,18 +156,24 @@ def _zgraph(zero_stage: int, param_dtype: torch.dtype | None, *, recompute: bool
         model: Any = zgraph.shard(setting.new_model(), setting.mesh, zero_stage=zero_stage, param_dtype=param_dtype)
         optimizer: Any = adamw(model)
         target = zgraph.Target(hardware=setting.hardware, time_kernels=True)
-        options = {"lowering": setting.lowering, "passes": zgraph.PassList(_passes(recompute), target=target)}
+        options = {"lowering": setting.lowering, "passes": zgraph.PassList(schedule(), target=target)}
         scope = partial(zgraph.no_sync, model)
         return _trainer(zgraph.training_step(model, optimizer, options=options)(_in_turn(model, optimizer, scope)))
 
     return build
 
 
-def _passes(recompute: bool | None) -> list[GraphPass]:
-    from zgraph.passes import InterleaveMicroBatches
+def _by_layer(recompute: bool | None = None) -> Schedule:
+    """Interleaved; costs decide what is recomputed if `recompute` is None."""
 
-    passes = planned()
-    return passes if recompute is None else [passes[0], InterleaveMicroBatches(recompute=recompute), *passes[1:]]
+    def schedule() -> list[GraphPass]:
+        from zgraph.passes import InterleaveMicroBatches
+
+        chosen = InterleaveMicroBatches(recompute=recompute)
+        passes = planned(interleave_micro_batches=True)
+        return [chosen if isinstance(one, InterleaveMicroBatches) else one for one in passes]
+
+    return schedule
 
 
 if __name__ == "__main__":

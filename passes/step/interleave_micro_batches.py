@@ -80,13 +80,14 @@ class InterleaveMicroBatches(GraphPass):
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
         if ctx.direction != "step" or not self._has_windows(gm.graph, ctx):
             return False
-        again: StepEstimate | None = None  # what backward recomputes, if that is planned by costs
-        if ctx.cost_of is not None and (self.when == "faster" or self.recompute is None):
+        by_costs = self.recompute is None and ctx.cost_of is not None
+        again: StepEstimate | None = None
+        if self.when == "faster" or (by_costs and ctx.plan_bytes is None):
             before, again = self._estimates(gm, ctx)
             if self.when == "faster" and not self._pays(before, again, ctx):
                 return False
-        found = interleave(gm.graph, recompute=again is None if self.recompute is None else self.recompute)
-        if again is not None and self.recompute is None and ctx.plan_bytes is None:
+        found = interleave(gm.graph, recompute=not by_costs if self.recompute is None else self.recompute)
+        if again is not None and by_costs and ctx.plan_bytes is None:  # with a budget, ChooseLifetimes does it
             by_name = {node.name: node for node in gm.graph.nodes}
             named = ([by_name[node.name] for node in of] for of in (again.recomputed, again.anchors))
             repeat_in_backward(gm.graph, zip(*named, strict=True))

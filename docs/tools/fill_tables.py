@@ -64,6 +64,19 @@ LABELS = (
     ("zgraph-3-step", "zgraph, stage 3, whole step"),
     ("zgraph-3-bf16-step", "zgraph, stage 3, bf16, whole step"),
 )
+# Rows of micro_batches.py; those of bf16 have "-bf16" after the name.
+ACCUMULATING = (
+    ("ddp", "DDP, `no_sync`"),
+    ("fsdp2", "FSDP2"),
+    ("fsdp2-last", "FSDP2, reduces in the last micro-batch"),
+    ("fsdp2-kept", "the same, and keeps parameters gathered"),
+    ("zgraph-2", "zgraph, stage 2, `no_sync`"),
+    ("zgraph-3", "zgraph, stage 3"),
+    ("zgraph-0-by-layer", "zgraph, stage 0, layer by layer"),
+    ("zgraph-3-by-layer", "zgraph, stage 3, layer by layer"),
+    ("zgraph-3-by-layer-least", "the same, every layer recomputed"),
+    ("zgraph-3-by-layer-kept", "the same, nothing recomputed"),
+)
 # What each column of the table of methods is made of; where two files have a row, the first one's is taken.
 METHODS = (
     ("shaped_link-2x33.7M-100mbit",),
@@ -121,6 +134,7 @@ def table(name: str) -> str:
         return gpu(load("gpu-h200"), name.removeprefix("gpu-"))
     kinds = {"convergence": convergence, "zoo": zoo, "offload_states": states}
     kinds |= {"offload_inference": inference, "offload_capacity": capacity, "many_shapes-fx": shapes}
+    kinds |= dict.fromkeys(("micro_batches-2x33.7M-1gbit", "micro_batches-2x33.7M-1gbit-bf16"), accumulating)
     kinds |= {"first_step-fx": first_steps, "first_step-inductor": first_steps}
     return kinds.get(name, steps)(load(name))
 
@@ -145,6 +159,20 @@ def steps(result: dict[str, Any]) -> str:
         peak = [f"{row['peak_bytes'] / 2**20:.0f}"] if has_peaks else []
         spread = f"{row['step_ms_median']:.0f} ({row['step_ms_low']:.0f}-{row['step_ms_high']:.0f})"
         rows.append((label, spread, f"{row['sent_bytes'] / 1e6:.1f}", *peak, "; ".join(compared)))
+    return markdown(heads, rows) + provenance([result])
+
+
+def accumulating(result: dict[str, Any]) -> str:
+    """Steps of several micro-batches, and how many times as fast as two peers each row is."""
+    suffix = "-bf16" if "ddp-bf16" in result["rows"] else ""
+    heads = ("", "step ms (quartiles)", "sent MB", "peak MiB", "times as fast as FSDP2", "as DDP")
+    rows: list[tuple[str, ...]] = []
+    for name, label in ACCUMULATING:
+        row = result["rows"][name + suffix]
+        spread = f"{row['step_ms_median']:.0f} ({row['step_ms_low']:.0f}-{row['step_ms_high']:.0f})"
+        ratios = (result["rows"][peer + suffix]["step_ms_median"] / row["step_ms_median"] for peer in ("fsdp2", "ddp"))
+        numbers = f"{row['sent_bytes'] / 1e6:.1f}", f"{row['peak_bytes'] / 2**20:.0f}"
+        rows.append((label, spread, *numbers, *(f"{ratio:.2f}" for ratio in ratios)))
     return markdown(heads, rows) + provenance([result])
 
 

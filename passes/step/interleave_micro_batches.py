@@ -13,10 +13,17 @@ from zgraph.analysis.cost import FREE
 from zgraph.compiler.graph_pass import Fact, GraphPass, PassContext, Phase
 from zgraph.errors import ZgraphError, check_choice
 from zgraph.graph import dataflow, edits, meta, nodes, traits
-from zgraph.graph.operator_arguments import ReduceArgs
+from zgraph.graph.operator_arguments import ReduceArgs, UnshardArgs
 from zgraph.passes.common.repeat_in_backward import repeat_in_backward
 from zgraph.passes.dedupe_gathers import plan_shared_gathers
-from zgraph.scheduling.layer_order import Layers, MicroBatch, StepParts, by_layer, drawing, reductions_by_parameter
+from zgraph.scheduling.layer_order import (
+    Layers,
+    MicroBatch,
+    StepParts,
+    by_layer,
+    drawn_in_another_order,
+    reductions_by_parameter,
+)
 from zgraph.scheduling.lifetimes.lifetime_model import StepEstimate, Value
 from zgraph.scheduling.lifetimes.plan_lifetimes import first_within
 from zgraph.scheduling.lifetimes.whole_step_model import WholeStepModel
@@ -101,11 +108,12 @@ class InterleaveMicroBatches(GraphPass):
         Raises:
             ZgraphError: they cannot, although they should be.
         """
-        windows = [one for one in StepParts(graph).windows() if len(one) > 1]
+        parts = StepParts(graph)
+        windows = [one for one in parts.windows() if len(one) > 1]
         for window in windows:
-            draws = drawing(window)
+            draws = drawn_in_another_order(window, _layers_of(window, parts))
             if draws is not None:
-                what = f"they draw random numbers ({meta.label(draws)}), in an order that would change"
+                what = f"their layers draw random numbers ({meta.label(draws)}), which would be drawn in another order"
             elif any(meta.is_tagged_skipped(node) for one in window for node in one.reductions()):
                 what = "ranks may skip modules of them (zgraph.shard(optional=...))"
             else:
@@ -113,7 +121,7 @@ class InterleaveMicroBatches(GraphPass):
             if self.when == "always":
                 raise ZgraphError(
                     f"interleave_micro_batches: {len(window)} micro-batches cannot run layer by layer, because {what}. "
-                    "Leave out the pass, or set dropout to 0."
+                    "Leave out the pass; for random numbers also: set dropout to 0, or draw before the first layer."
                 )
             ctx.note(self, f"micro-batches run one after the other, because {what}", is_decision=True)
             return False
@@ -158,19 +166,23 @@ def interleave(graph: fx.Graph, *, recompute: bool) -> list[str]:
     for window in parts.windows():
         if len(window) < 2:
             continue
-        layers = Layers.of(window[0], parts, len(window) if recompute else 0)
-        layer_of: dict[fx.Node, int] = {}
-        for one in window:
-            layer_of |= layers.of_nodes(one, parts)
+        layer_of = _layers_of(window, parts)
+        last = max(layer_of.values())
         edits.relink(by_layer(list(graph.nodes), window, layer_of))
         _join_parts(graph, window)
         for markers in reductions_by_parameter(window):
             _reduce_once(graph, markers, layer_of)
-        _keep_in_last_layer(graph, layer_of, layers.last)
-        again = _recompute(graph, window[0].part, layer_of, layers.last) if recompute else 0
+        _keep_in_last_layer(graph, layer_of, last)
+        again = _recompute(graph, window[0].part, layer_of, last) if recompute else 0
         recomputed = f"; backward recomputes {again} activations" if again else ""
-        done.append(f"{len(window)} micro-batches run each of {layers.last + 1} layers together{recomputed}")
+        done.append(f"{len(window)} micro-batches run each of {last + 1} layers together{recomputed}")
     return done
+
+
+def _layers_of(window: Sequence[MicroBatch], parts: StepParts) -> dict[fx.Node, int]:
+    """Return the layer of each node of a window; layers are those of its first micro-batch."""
+    layers = Layers.of(window[0], parts)
+    return {node: layer for one in window for node, layer in layers.of_nodes(one, parts).items()}
 
 
 def _join_parts(graph: fx.Graph, window: Sequence[MicroBatch]) -> None:
@@ -182,7 +194,7 @@ def _join_parts(graph: fx.Graph, window: Sequence[MicroBatch]) -> None:
             meta.set_part(node, window[0].part + 1)
     for duplicate, first in plan_shared_gathers(graph):
         duplicate.replace_all_uses_with(first)
-        graph.erase_node(duplicate)
+        edits.erase_dead(graph, [duplicate, UnshardArgs.of(duplicate).shard])
 
 
 def _keep_in_last_layer(graph: fx.Graph, layer_of: Mapping[fx.Node, int], last: int) -> None:

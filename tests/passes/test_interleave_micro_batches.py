@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,11 +10,14 @@ import pytest
 import torch
 
 import zgraph
+from tests.support.graphs import Keep
 from tests.support.micro_batches import (
+    Averaged,
     Case,
     Checkpointed,
     Clipped,
     Dropping,
+    Noisy,
     Normed,
     Scaled,
     Several,
@@ -22,13 +26,17 @@ from tests.support.micro_batches import (
     Tasks,
     TwoLosses,
     Watched,
+    Wide,
     compiled,
     differences,
+    peaks,
     tokens,
 )
 from tests.support.models import Language
 from tests.support.ranks import Ranks, worlds
 from zgraph.analysis.hardware import Link
+from zgraph.graph import nodes
+from zgraph.graph.sizes import tensor_bytes, tensors_of
 
 P = zgraph.passes
 H100 = zgraph.Hardware.preset("h100")
@@ -51,6 +59,9 @@ EQUAL = {
     "checkpointed": Case(build=Checkpointed, shard=BF16),
     "statistics of batches": Case(build=Normed, k=4),
     "skips": Case(build=Skips, stage=2, recompute=True),
+    "at rest on the host": Case(shard={"offload": zgraph.Offload(params="host", optimizer="host")}, k=2),
+    "an average of weights": Case(loop=Averaged, stage=2, k=2),
+    "noise": Case(loop=Noisy, stage=2, k=2),
     "updates in between": Case(loop=Stepping, k=4, no_sync=False),
 }
 
@@ -120,7 +131,7 @@ def reasons(case: Case) -> tuple[str, ...]:
 @worlds(2)
 def test_micro_batches_that_draw_are_refused(ranks: Ranks) -> None:
     for (text,) in ranks.run(reasons, Case(build=Dropping)):
-        assert "3 micro-batches cannot run layer by layer, because they draw random numbers" in text
+        assert "3 micro-batches cannot run layer by layer, because their layers draw random numbers" in text
         assert "set dropout to 0" in text
 
 
@@ -129,6 +140,13 @@ def test_a_gradient_that_is_read_in_between_ends_a_window(ranks: Ranks) -> None:
     """Each norm is that of the sum so far: there is nothing to interleave."""
     assert ranks.run(reasons, Case(loop=Watched, no_sync=False)) == [(), ()]
     assert ranks.run(differences, Case(loop=Watched, no_sync=False), 3, False) == [({}, 0)] * 2
+
+
+@worlds(2)
+@pytest.mark.parametrize("recompute", [True, False])
+def test_the_peak_is_the_predicted_one(ranks: Ranks, recompute: bool) -> None:
+    for predicted, measured in ranks.run(peaks, Case(build=Wide, k=4, recompute=recompute)):
+        assert measured == pytest.approx(predicted, rel=0.05)
 
 
 # --- on paper ---------------------------------------------------------------------------------------------------------
@@ -150,7 +168,14 @@ class Deep(torch.nn.Module):
         return x.square().mean()
 
 
-def planned(k: int = 3, hidden: int = 512, rows: int = 32, **options: Any) -> Any:
+def planned(
+    k: int = 3,
+    hidden: int = 512,
+    rows: int = 32,
+    offload: zgraph.Offload | None = None,
+    more: Sequence[zgraph.GraphPass] = (),
+    **options: Any,
+) -> Any:
     """The plan of a step with k micro-batches on eight ranks with links of 1 Gbit/s."""
     link = Link(latency_us=20.0, bytes_per_us=125)
     hardware = replace(H100, inter_host=link, intra_host=link, ranks_per_host=1)
@@ -168,7 +193,7 @@ def planned(k: int = 3, hidden: int = 512, rows: int = 32, **options: Any) -> An
 
         return step
 
-    passes = zgraph.PassList(P.presets.planned(**options), target=zgraph.Target(hardware=hardware))
+    passes = zgraph.PassList([*P.presets.planned(**options), *more], target=zgraph.Target(hardware=hardware))
     return zgraph.plan(
         lambda: Deep(hidden),
         world_size=8,
@@ -176,6 +201,7 @@ def planned(k: int = 3, hidden: int = 512, rows: int = 32, **options: Any) -> An
         passes=passes,
         optimizer_fn=lambda model: torch.optim.AdamW(model.parameters(), fused=True),
         step_fn=step_of,
+        offload=offload,
     )
 
 
@@ -202,3 +228,19 @@ def test_the_plan_interleaves_where_that_is_faster_and_fits() -> None:
     assert chosen.curves[-1].peak_bytes < 1.25 * plain.curves[-1].peak_bytes
     # Here most of a layer's memory passes to the next layer, and every micro-batch would keep it.
     assert sent_parts(planned(k=6, hidden=32, rows=64), 32) > 12
+
+
+def brought_bytes(k: int, *, interleaves: bool) -> int:
+    """Bytes that a step copies from disk."""
+    keep = Keep()
+    at_rest = zgraph.Offload(params="disk", optimizer="disk", path="scratch")  # a plan makes no file
+    planned(k, offload=at_rest, more=[keep], interleave_micro_batches=interleaves)
+    brought = nodes.call_functions(keep.kept["step"].graph, nodes.is_reload)
+    return sum(tensor_bytes(tensor) for start in brought for tensor in tensors_of(start))
+
+
+def test_layers_come_from_disk_once() -> None:
+    """Once for all forwards, and once for all backwards; state comes once in any case."""
+    once = brought_bytes(1, interleaves=False)
+    assert brought_bytes(4, interleaves=True) <= 1.15 * once
+    assert brought_bytes(4, interleaves=False) > 2 * once

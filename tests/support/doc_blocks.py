@@ -367,6 +367,11 @@ def _stepped_whole(names: dict[str, Any]) -> None:
     assert all(int(state["step"]) == len(names["batches"]) for state in names["opt"].state.values())
 
 
+def _interleaved(names: dict[str, Any]) -> None:
+    assert names["step"](names["batches"]).isfinite()
+    assert "3 micro-batches run each of" in str(zgraph.explain(names["model"]))
+
+
 def _both_stepped(names: dict[str, Any]) -> None:
     for _ in range(2):
         assert all(loss.isfinite() for loss in names["step"](torch.ones(2, 3), torch.ones(2, 4)))
@@ -490,6 +495,7 @@ SETTINGS = [
     Setting("model = nn.ModuleDict({str(index): chunk})", None, _stage_saved),
     # training-step.md
     Setting("@zgraph.training_step(model, opt,", _sharded, _stepped_whole),
+    Setting("passes = zgraph.passes.presets.default(interleave", _sharded, _interleaved),
     Setting("@zgraph.training_step(model, [opt_d", _adversaries, _both_stepped),
     Setting("opt = torch.optim.AdamW(model.parameters(), lr=torch.tensor(", _sharded_on_gpu, _replayed, on="a GPU"),
     # compression.md

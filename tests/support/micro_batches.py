@@ -15,6 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import zgraph
+from tests.support.memory import gloo_buffers
+from tests.support.memory.allocations import Count, counted, steady_rise
 from tests.support.models import VOCABULARY, Block
 from tests.support.whole_tensors import whole
 
@@ -40,6 +42,13 @@ class Stack(nn.Module):
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
         return self.head(self.norm(x))
+
+
+class Wide(Stack):
+    """Large enough for its tensors to be most of what is allocated."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=3, width=128)
 
 
 class Checkpointed(Stack):
@@ -226,6 +235,13 @@ class TwoLosses(Loop):
         return loss.detach()
 
 
+class Noisy(Loop):
+    """Tokens are drawn anew at random places, before each forward."""
+
+    def logits(self, batch: Tensor) -> Tensor:
+        return self.model(torch.where(torch.rand(batch.shape) < 0.2, torch.zeros_like(batch), batch)).float()
+
+
 class Several(nn.Module):
     """A trunk, and a head for each of two tasks."""
 
@@ -266,6 +282,23 @@ class Stepping(Loop):
         return torch.stack(losses)
 
 
+class Averaged(Loop):
+    """With an average of the weights."""
+
+    def __init__(self, case: Case, stage: int, *, no_sync: bool) -> None:
+        super().__init__(case, stage, no_sync=no_sync)
+        self.average = torch.optim.swa_utils.AveragedModel(self.model)
+
+    def step(self, batches: list[Tensor]) -> Tensor:
+        total = super().step(batches)
+        self.average.update_parameters(self.model)
+        return total
+
+    def left(self) -> dict[str, Tensor]:
+        averages = {f"average of {name}": whole(value) for name, value in self.average.named_parameters()}
+        return super().left() | averages
+
+
 def compiled(loop: Loop, *, interleaves: bool = True, report: zgraph.Report | None = None) -> Any:
     """The loop's step, captured."""
     case = loop.case
@@ -303,7 +336,10 @@ def differences(case: Case, stage: int = 1, no_sync: bool = True) -> tuple[dict[
     found: dict[str, float] = {}
     for number in range(STEPS):
         batches = [tokens(number, micro) for micro in range(case.k)]
-        results = {"result": step(batches), **ours.left()}, {"result": expect(batches), **plain.left()}
+        results: list[dict[str, Tensor]] = []
+        for run, loop in ((step, ours), (expect, plain)):
+            torch.manual_seed(number)
+            results.append({"result": run(batches), **loop.left()})
         assert results[0].keys() == results[1].keys()
         for name, value in results[0].items():
             other = results[1][name]
@@ -311,3 +347,20 @@ def differences(case: Case, stage: int = 1, no_sync: bool = True) -> tuple[dict[
                 found[f"{name}, step {number}"] = float((value.float() - other.float()).abs().max())
     lines = [text for graph in report.graphs[-1:] for text in graph.decisions]
     return found, sum("layers together" in text for text in lines)
+
+
+def peaks(case: Case) -> tuple[int, int]:
+    """Predicted and measured peak of an interleaved step, in bytes above what the rank holds; called on all ranks."""
+    loop, report = case.loop(case, case.stage, no_sync=case.no_sync), zgraph.Report()
+    step = compiled(loop, report=report)
+    batches = [tokens(0, micro) for micro in range(case.k)]
+    step(batches)
+    counts: list[Count] = []
+    for _ in range(3):
+        gloo_buffers.flush()
+        with counted() as count:
+            step(batches)
+        counts.append(count)
+    peak = report.graphs[-1].peak
+    assert peak is not None
+    return peak.bytes, steady_rise(counts)

@@ -348,7 +348,8 @@ def evaluate(node: fx.Node) -> object:
 
     args = map_arg(node.args, load)
     kwargs = map_arg(node.kwargs, load)
-    mode = fake_mode_of([argument.meta.get(_VALUE) for argument in node.all_input_nodes])
+    # A node without inputs, such as one that draws random numbers, has a value of its own that tells the mode.
+    mode = fake_mode_of([one.meta.get(_VALUE) for one in (*node.all_input_nodes, node)])
     target = cast(Any, node.target)
     if mode is None:
         return target(*args, **kwargs)

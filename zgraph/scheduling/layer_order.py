@@ -6,7 +6,7 @@ import heapq
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain
 
 from torch import fx
 
@@ -112,30 +112,18 @@ class Layers:
         return len(self.begins)
 
     @classmethod
-    def of(cls, one: MicroBatch, parts: StepParts, micro_batches: int = 0) -> Layers:
+    def of(cls, one: MicroBatch, parts: StepParts) -> Layers:
         """Cut a forward before nodes that read a new parameter, where fewer bytes pass than at the places around.
 
-        Args:
-            one: the micro-batch whose forward is cut.
-            parts: parts of the step.
-            micro_batches: number of micro-batches that keep what passes the cuts, while everything inside layers is
-                recomputed. More cuts keep more, and leave less alive within a layer: every n-th place is cut, with the
-                n that needs the fewest bytes. 0: every place is cut.
+        Ranks whose batches differ in size find the same layers.
         """
-        places, passing = _narrow_places(one.forward, parts)
-        if micro_batches:
-            layer_bytes = _LayerBytes.of(one.forward, parts)
-            every = [places[n - 1 :: n] for n in range(1, len(places) + 2)]
-            kept = [micro_batches * sum(passing[place] for place in cuts) for cuts in every]
-            needed = [kept[n] + layer_bytes.most_between([0, *cuts, len(one.forward)]) for n, cuts in enumerate(every)]
-            places = every[needed.index(min(needed))]
-        known: set[fx.Node] = set()
+        asked = list(_first_reads(one.forward, parts))
+        passing = _passing_bytes(one.forward, parts)
+        around = [math.inf, *(passing[place] for place, _ in asked[1:]), math.inf]
         begins: dict[fx.Node, int] = {}
-        for place, node in enumerate(one.forward):
-            new = [handle for handle in parts.parameters(node) if handle not in known]
-            known.update(new)
-            if place in places:
-                begins[new[0]] = len(begins) + 1
+        for number, (place, handle) in enumerate(asked[1:]):
+            if passing[place] <= min(around[number], around[number + 2]):
+                begins[handle] = len(begins) + 1
         return cls(begins)
 
     def of_nodes(self, one: MicroBatch, parts: StepParts) -> dict[fx.Node, int]:
@@ -164,8 +152,18 @@ class Layers:
         return found
 
 
-def _narrow_places(forward: Sequence[fx.Node], parts: StepParts) -> tuple[list[int], list[int]]:
-    """Return the places for cuts, and for each place of a forward the bytes of activations that pass it."""
+def _first_reads(forward: Sequence[fx.Node], parts: StepParts) -> Iterator[tuple[int, fx.Node]]:
+    """Yield the place of each node that reads a new parameter, and the parameter's handle."""
+    known: set[fx.Node] = set()
+    for place, node in enumerate(forward):
+        new = [handle for handle in parts.parameters(node) if handle not in known]
+        known.update(new)
+        if new:
+            yield place, new[0]
+
+
+def _passing_bytes(forward: Sequence[fx.Node], parts: StepParts) -> list[int]:
+    """Return for each place of a forward the bytes of activations that earlier nodes have made and later ones read."""
     place_of = {node: place for place, node in enumerate(forward)}
     last: dict[fx.Node, int] = {}
     for place, node in enumerate(forward):
@@ -173,53 +171,10 @@ def _narrow_places(forward: Sequence[fx.Node], parts: StepParts) -> tuple[list[i
     change = [0] * (len(forward) + 1)
     for source, end in last.items():
         if source in place_of and source not in parts.gathered:
-            change[place_of[source] + 1] += _bytes_of(source)
-            change[end + 1] -= _bytes_of(source)
-    passing = list(accumulate(change))
-    known: set[fx.Node] = set()
-    asked: list[int] = []
-    for place, node in enumerate(forward):
-        new = {*parts.parameters(node)} - known
-        if new and known:
-            asked.append(place)
-        known |= new
-    around = [math.inf, *(passing[place] for place in asked), math.inf]
-    narrow = [place for number, place in enumerate(asked) if passing[place] <= min(around[number], around[number + 2])]
-    return narrow, passing
-
-
-@dataclass(frozen=True)
-class _LayerBytes:
-    """Bytes that a forward makes up to each node, and the bytes of the parameters that each node reads."""
-
-    made: Sequence[int]
-    read: Sequence[Mapping[fx.Node, int]]
-
-    @classmethod
-    def of(cls, forward: Sequence[fx.Node], parts: StepParts) -> _LayerBytes:
-        read: list[dict[fx.Node, int]] = []
-        for node in forward:
-            gathered = [source for source in node.all_input_nodes if source in parts.gathered]
-            read.append({parts.gathered[source]: _bytes_of(source) for source in gathered})
-        return cls([0 if node in parts.gathered else _made_bytes(node) for node in forward], read)
-
-    def most_between(self, edges: Sequence[int]) -> int:
-        """Most bytes of a layer between two edges: its activations, its parameters, their gradients and the sum."""
-        most = 0
-        for begin, end in pairwise(edges):
-            parameters: dict[fx.Node, int] = {}
-            for one in self.read[begin:end]:
-                parameters |= one
-            most = max(most, sum(self.made[begin:end]) + 3 * sum(parameters.values()))
-        return most
-
-
-def _bytes_of(node: fx.Node) -> int:
-    return sum(map(tensor_bytes, tensors_of(node)))
-
-
-def _made_bytes(node: fx.Node) -> int:
-    return 0 if traits.is_view(node) or nodes.is_getitem(node) else _bytes_of(node)
+            size = sum(map(tensor_bytes, tensors_of(source)))
+            change[place_of[source] + 1] += size
+            change[end + 1] -= size
+    return list(accumulate(change))
 
 
 def by_layer(order: Sequence[fx.Node], window: Sequence[MicroBatch], layer_of: Mapping[fx.Node, int]) -> list[fx.Node]:
@@ -279,10 +234,16 @@ def _may_swap(earlier: fx.Node, node: fx.Node) -> bool:
     return all(nodes.is_collective(one) or traits.has_zero_dropout(one) for one in (earlier, node))
 
 
-def drawing(window: Iterable[MicroBatch]) -> fx.Node | None:
-    """Return the first node of a window that draws random numbers."""
-    every = (node for one in window for node in (*one.forward, *one.backward()))
-    return next((node for node in every if traits.is_random(node) and not traits.has_zero_dropout(node)), None)
+def drawn_in_another_order(window: Sequence[MicroBatch], layer_of: Mapping[fx.Node, int]) -> fx.Node | None:
+    """Return a node that would draw random numbers in another order if micro-batches ran layer by layer, or None.
+
+    Draws before the first parameter is read, such as the noise of a diffusion model, keep their order.
+    """
+    for one in window:
+        for node in (*one.forward, *one.backward()):
+            if traits.is_random(node) and not traits.has_zero_dropout(node) and layer_of[node]:
+                return node
+    return None
 
 
 def reductions_by_parameter(window: Iterable[MicroBatch]) -> list[list[fx.Node]]:

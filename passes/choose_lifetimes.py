@@ -12,7 +12,7 @@ from zgraph.analysis.cost import NodeCost
 from zgraph.compiler.graph_pass import Fact, GraphPass, PassContext, Phase
 from zgraph.graph import dataflow, edits, meta, nodes
 from zgraph.graph.operator_arguments import UnshardArgs
-from zgraph.passes.common.repeat_gathers import repeat_gathers
+from zgraph.passes.common.gathers_per_part import repeat_gathers
 from zgraph.passes.common.repeat_in_backward import repeat_in_backward
 from zgraph.scheduling.lifetimes.lifetime_model import HostLinks, StepEstimate
 from zgraph.scheduling.lifetimes.partitioned_model import PartitionedModel

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -11,7 +10,8 @@ from torch import fx
 
 from zgraph.compiler.graph_pass import Fact, GraphPass, PassContext, Phase
 from zgraph.graph import dataflow, edits, meta, nodes
-from zgraph.graph.operator_arguments import ReduceArgs, UnshardArgs
+from zgraph.graph.operator_arguments import ReduceArgs
+from zgraph.passes.common.gathers_per_part import share_gathers
 
 aten = torch.ops.aten
 
@@ -33,36 +33,14 @@ class DedupeGathers(GraphPass):
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
         whole_step = ctx.direction == "step"
-        shared = plan_shared_gathers(gm.graph)
-        for duplicate, first in shared:
-            duplicate.replace_all_uses_with(first)
-            edits.erase_dead(gm.graph, [duplicate, UnshardArgs.of(duplicate).shard])
+        shared = share_gathers(gm.graph)
         folded = 0
         while not whole_step and (fold := next_fold(gm.graph)) is not None:
             _fold(gm.graph, *fold)
             folded += 1
         if not shared and not folded:
             ctx.note(self, "every parameter is read once")
-        return bool(shared) or folded > 0
-
-
-def plan_shared_gathers(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
-    """Return pairs (duplicate, first) of gathers such that `first` can replace `duplicate`."""
-    first: dict[tuple[object, ...], fx.Node] = {}
-    plan: list[tuple[fx.Node, fx.Node]] = []
-    writes: Counter[fx.Node] = Counter()
-    for node in graph.nodes:
-        writes.update(dataflow.written_sources(node))
-        if not nodes.is_unshard(node):
-            continue
-        args = UnshardArgs.of(node)
-        part = meta.part(node) if args.layout.zero_stage in (0, 3) else None
-        shard = dataflow.without_views(args.shard)
-        key = (replace(args, shard=shard), writes[shard], part)
-        kept = first.setdefault(key, node)
-        if kept is not node:
-            plan.append((node, kept))
-    return plan
+        return shared > 0 or folded > 0
 
 
 def next_fold(graph: fx.Graph) -> tuple[fx.Node, fx.Node, fx.Node] | None:

@@ -13,9 +13,9 @@ from zgraph.analysis.cost import FREE
 from zgraph.compiler.graph_pass import Fact, GraphPass, PassContext, Phase
 from zgraph.errors import ZgraphError, check_choice
 from zgraph.graph import dataflow, edits, meta, nodes, traits
-from zgraph.graph.operator_arguments import ReduceArgs, UnshardArgs
+from zgraph.graph.operator_arguments import ReduceArgs
+from zgraph.passes.common.gathers_per_part import share_gathers
 from zgraph.passes.common.repeat_in_backward import repeat_in_backward
-from zgraph.passes.dedupe_gathers import plan_shared_gathers
 from zgraph.scheduling.layer_order import (
     Layers,
     MicroBatch,
@@ -192,9 +192,7 @@ def _join_parts(graph: fx.Graph, window: Sequence[MicroBatch]) -> None:
             meta.set_part(node, window[0].part)
         for node in one.backward():
             meta.set_part(node, window[0].part + 1)
-    for duplicate, first in plan_shared_gathers(graph):
-        duplicate.replace_all_uses_with(first)
-        edits.erase_dead(graph, [duplicate, UnshardArgs.of(duplicate).shard])
+    share_gathers(graph)
 
 
 def _keep_in_last_layer(graph: fx.Graph, layer_of: Mapping[fx.Node, int], last: int) -> None:

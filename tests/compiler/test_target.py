@@ -12,7 +12,7 @@ from tests.support.graphs import deep, fake_world, traced
 from zgraph import Hardware, PassContext, PassList, Target
 from zgraph.analysis.hardware import Link
 from zgraph.compiler.target import sharing_of
-from zgraph.passes import StreamStates, presets
+from zgraph.passes import InterleaveMicroBatches, StreamStates, presets
 from zgraph.tiers.lanes import Lane
 
 CPU = Hardware.preset("cpu")
@@ -76,6 +76,7 @@ def test_a_preset_says_where_hardware_goes(preset: str) -> None:
 
 def test_planned_preset_differs_only_in_ordering_passes() -> None:
     *planned, overlap, streams, copies = presets.planned(bucket_bytes=77)
+    assert planned.pop(1) == InterleaveMicroBatches(when="faster")
     assert [*planned, streams] == [*presets.default(bucket_bytes=77)[:-4], StreamStates(updates="planned")]
     assert presets.default()[-1] == StreamStates()
     assert (overlap.name, streams.name, copies.name) == ("schedule_overlap", "stream_states", "schedule_copies")

@@ -17,7 +17,7 @@ from zgraph.analysis.liveness import memory_curve
 from zgraph.compiler.graph_pass import PassContext
 from zgraph.graph import dataflow, meta, nodes
 from zgraph.passes import DedupeGathers, RecomputeActivations
-from zgraph.passes.common.repeat_gathers import repeat_gathers
+from zgraph.passes.common.gathers_per_part import repeat_gathers
 from zgraph.step.capture.capture import capture
 from zgraph.step.capture.lifted import Lifted
 from zgraph.torch_compat.fake_values import fake_storage_key

@@ -340,7 +340,7 @@ def test_it_is_refused_without_a_target() -> None:
         r"schedule_overlap plans by costs, and the list of passes has no target; write .*Target\(hardware=zgraph.calibr"
     )
     with pytest.raises(PreconditionError, match=message):
-        PassList(zgraph.passes.presets.planned(bucket_bytes=77))
+        PassList(zgraph.passes.presets.planned(bucket_bytes=77, interleave_micro_batches=False))
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,10 @@ def test_a_model_leads_to_its_report(ranks: Ranks) -> None:
     for found in ranks.run(summaries):
         assert found["before"] == (2, 0)
         assert found["after"] == (3, 1)  # evaluation is a graph of its own
-        assert found["phases"] == ["agreement", "lowering", "passes", "predicting", "tracing"] and found["positive"]
+        assert (
+            found["phases"] == ["agreement", "cache", "lowering", "passes", "predicting", "tracing"]
+            and found["positive"]
+        )
         assert found["text"].startswith("zgraph compiled 3 graphs of 1 frame, 1 recompile, 3 buckets")
         assert "compiling took" in found["text"]
         assert found["given"]

@@ -26,7 +26,7 @@ from zgraph.analysis.liveness import memory_curve
 from zgraph.compiler.graph_pass import PassContext
 from zgraph.graph import edits, nodes
 from zgraph.passes import ChooseLifetimes, DedupeGathers, presets
-from zgraph.passes.common.repeat_gathers import repeat_gathers
+from zgraph.passes.common.gathers_per_part import repeat_gathers
 from zgraph.passes.common.repeat_in_backward import repeat_in_backward
 from zgraph.scheduling.lifetimes.whole_step_model import WholeStepModel
 from zgraph.scheduling.timeline import Sharing

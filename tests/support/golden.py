@@ -34,6 +34,7 @@ from zgraph.passes import (
     FuseAttention,
     FuseUpdates,
     HoistStarts,
+    InterleaveMicroBatches,
     LoCo,
     LowerGathers,
     LowerReductions,
@@ -163,6 +164,7 @@ class OfStep:
         at_rest: where parameters and optimizer state rest.
         target: what passes plan for, if they do.
         calls: of the step; the last graph is shown.
+        micro_batches: forwards and backwards before the update.
     """
 
     about: str
@@ -175,6 +177,7 @@ class OfStep:
     at_rest: zgraph.Offload | None = None
     target: zgraph.Target | None = None
     calls: int = 1
+    micro_batches: int = 1
 
     def texts(self) -> tuple[str, str]:
         """The graph before, and the graph after."""
@@ -184,7 +187,8 @@ class OfStep:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1, **many)
 
             def step(x: Tensor) -> None:
-                model(x).sum().backward()
+                for _ in range(self.micro_batches):
+                    model(x).sum().backward()
                 if self.clips:
                     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=True)
                 optimizer.step()
@@ -366,6 +370,17 @@ CASES: tuple[Case | OfStep | Unsharded, ...] = (
         graph_pass=RecomputeActivations(least_bytes=0),
         before=(DedupeGathers(),),
         build=rectified,
+    ),
+    OfStep(
+        about="two micro-batches share the gathers of three weights, and one reduction of each gradient",
+        graph_pass=InterleaveMicroBatches(),
+        before=(DedupeGathers(),),
+        micro_batches=2,
+    ),
+    OfStep(
+        about="there is one micro-batch",
+        graph_pass=InterleaveMicroBatches(),
+        before=(DedupeGathers(),),
     ),
     OfStep(about="one call updates three weights", graph_pass=SplitUpdates(), before=LOWERED),
     OfStep(about="one reduction, one update", graph_pass=SplitUpdates(), before=IN_ONE_BUCKET),

@@ -1,13 +1,42 @@
-"""Repeats gathers of stage 0 and 3 parameters in the graph of a whole training step, once in each backward."""
+"""How often a parameter is gathered: once for all reads in a forward or backward, and again in each backward."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
+from dataclasses import replace
 
 from torch import fx
 
-from zgraph.graph import dataflow, meta, nodes
+from zgraph.graph import dataflow, edits, meta, nodes
 from zgraph.graph.operator_arguments import UnshardArgs
+
+
+def share_gathers(graph: fx.Graph) -> int:
+    """Let all reads of a parameter share one gather; in a whole training step, all reads in one forward or backward.
+
+    Reads in different dtypes, and reads before and after an update, do not share. Parameters of stages 1 and 2 are
+    gathered once for all forwards and backwards.
+
+    Returns:
+        The number of gathers that were removed.
+    """
+    first: dict[tuple[object, ...], fx.Node] = {}
+    writes: Counter[fx.Node] = Counter()
+    removed = 0
+    for node in list(graph.nodes):
+        writes.update(dataflow.written_sources(node))
+        if not nodes.is_unshard(node):
+            continue
+        args = UnshardArgs.of(node)
+        part = meta.part(node) if args.layout.zero_stage in (0, 3) else None
+        shard = dataflow.without_views(args.shard)
+        kept = first.setdefault((replace(args, shard=shard), writes[shard], part), node)
+        if kept is not node:
+            node.replace_all_uses_with(kept)
+            edits.erase_dead(graph, [node, args.shard])
+            removed += 1
+    return removed
 
 
 def repeat_gathers(graph: fx.Graph, kept: Collection[fx.Node] = ()) -> int:

@@ -168,7 +168,9 @@ def accumulating(result: dict[str, Any]) -> str:
     heads = ("", "step ms (quartiles)", "sent MB", "peak MiB", "times as fast as FSDP2", "as DDP")
     rows: list[tuple[str, ...]] = []
     for name, label in ACCUMULATING:
-        row = result["rows"][name + suffix]
+        row = result["rows"].get(name + suffix)
+        if row is None:
+            continue
         spread = f"{row['step_ms_median']:.0f} ({row['step_ms_low']:.0f}-{row['step_ms_high']:.0f})"
         ratios = (result["rows"][peer + suffix]["step_ms_median"] / row["step_ms_median"] for peer in ("fsdp2", "ddp"))
         numbers = f"{row['sent_bytes'] / 1e6:.1f}", f"{row['peak_bytes'] / 2**20:.0f}"

@@ -55,7 +55,7 @@ class InterleaveMicroBatches(GraphPass):
     come from two layers.
 
     Leaves alone: micro-batches between which a parameter changes, or whose forward reads an earlier gradient; results
-    of attention, which are kept; reductions that another node reads than the sum of a parameter's gradients.
+    of attention, which are kept; reductions whose result is read by more than the sum of a parameter's gradients.
 
     Source: layered gradient accumulation (Lamy-Poirier 2021, arXiv 2106.02679), which GreedySnake (2025, arXiv
     2512.17570) calls the vertical schedule.
@@ -65,8 +65,7 @@ class InterleaveMicroBatches(GraphPass):
         when: "always", or "faster": only if the step is then predicted to be faster and to fit this memory.
 
     Raises:
-        ZgraphError: with when="always", the micro-batches draw random numbers, as in dropout, or reduce gradients of
-            modules that ranks may skip.
+        ZgraphError: with when="always", layers of the micro-batches draw random numbers, as in dropout.
     """
 
     recompute: bool | None = None
@@ -103,28 +102,27 @@ class InterleaveMicroBatches(GraphPass):
         return True
 
     def _has_windows(self, graph: fx.Graph, ctx: PassContext) -> bool:
-        """Whether micro-batches can be interleaved.
+        """Whether there are micro-batches that can be interleaved.
 
         Raises:
-            ZgraphError: they cannot, although they should be.
+            ZgraphError: there are some that cannot, although they should be.
         """
         parts = StepParts(graph)
         windows = [one for one in parts.windows() if len(one) > 1]
         for window in windows:
             draws = drawn_in_another_order(window, _layers_of(window, parts))
-            if draws is not None:
-                what = f"their layers draw random numbers ({meta.label(draws)}), which would be drawn in another order"
-            elif any(meta.is_tagged_skipped(node) for one in window for node in one.reductions()):
-                what = "ranks may skip modules of them (zgraph.shard(optional=...))"
-            else:
+            if draws is None:
                 continue
+            what = f"their layers draw random numbers ({meta.label(draws)}), which would be drawn in another order"
             if self.when == "always":
                 raise ZgraphError(
                     f"interleave_micro_batches: {len(window)} micro-batches cannot run layer by layer, because {what}. "
-                    "Leave out the pass; for random numbers also: set dropout to 0, or draw before the first layer."
+                    "Set dropout to 0, draw before the first layer, or leave out the pass."
                 )
             ctx.note(self, f"micro-batches run one after the other, because {what}", is_decision=True)
             return False
+        if not windows:
+            ctx.note(self, "no two micro-batches come between updates")
         return bool(windows)
 
     def _estimates(self, gm: fx.GraphModule, ctx: PassContext) -> tuple[StepEstimate, StepEstimate]:

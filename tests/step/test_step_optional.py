@@ -323,6 +323,10 @@ def compressed(model: Any, last: bool) -> None:
     whole(model, plain, passes=P.presets.default(compression=P.LoCo()))(*batch(last))
 
 
+def interleaved(model: Any, last: bool) -> None:
+    whole(model, plain, passes=P.presets.default(interleave_micro_batches=True))(*batch(last))
+
+
 def read_on_one_rank(model: Any, last: bool) -> None:
     def lines(loss: Tensor, runs: bool) -> None:
         loss.backward()
@@ -353,6 +357,7 @@ REFUSALS = (
     (under_no_sync, "Leave out no_sync", ""),
     (planned, "leave out target", ""),
     (compressed, "leave out compression", ""),
+    (interleaved, "leave out interleave_micro_batches", ""),
     (read_on_one_rank, "another rank has refused this step", "reads a tensor's value"),
     (backward_twice_on_one_rank, "in different numbers in one step, 1 to 2 times", ""),
     (too_many_graphs, "2 graphs were made on another rank", "2 graphs were made on this rank"),

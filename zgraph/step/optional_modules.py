@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from zgraph.driver.options import CompileOptions
 from zgraph.errors import ZgraphError
 from zgraph.passes.compress_gradients import CompressGradients
+from zgraph.passes.step.interleave_micro_batches import InterleaveMicroBatches
 from zgraph.sharding.model.optional_in_steps import Reached
 from zgraph.sharding.model.optional_parameters import OptionalParameters
 from zgraph.step.capture.lifted import Lifted
@@ -26,6 +27,8 @@ def check_options(options: CompileOptions, lifted: Lifted) -> None:
         what, instead = "passes with a zgraph.Target, by whose costs ranks would plan differently", "leave out target"
     elif passes is not None and any(isinstance(one, CompressGradients) for one in passes.passes):
         what, instead = "compressed gradients", "leave out compression"
+    elif passes is not None and any(isinstance(one, InterleaveMicroBatches) for one in passes.passes):
+        what, instead = "interleaved micro-batches, in which ranks would differ", "leave out interleave_micro_batches"
     elif lifted.resting is not None:
         what, instead = "zgraph.Offload", "leave out offload"
     elif options.cuda_graph:

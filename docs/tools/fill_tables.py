@@ -174,7 +174,8 @@ def accumulating(result: dict[str, Any]) -> str:
         spread = f"{row['step_ms_median']:.0f} ({row['step_ms_low']:.0f}-{row['step_ms_high']:.0f})"
         ratios = (result["rows"][peer + suffix]["step_ms_median"] / row["step_ms_median"] for peer in ("fsdp2", "ddp"))
         numbers = f"{row['sent_bytes'] / 1e6:.1f}", f"{row['peak_bytes'] / 2**20:.0f}"
-        rows.append((label, spread, *numbers, *(f"{ratio:.2f}" for ratio in ratios)))
+        shown = "DDP, bf16 hook, `no_sync`" if name + suffix == "ddp-bf16" else label
+        rows.append((shown, spread, *numbers, *(f"{ratio:.2f}" for ratio in ratios)))
     return markdown(heads, rows) + provenance([result])
 
 

@@ -32,7 +32,7 @@ from zgraph.scheduling.timeline import Sharing
 aten = torch.ops.aten
 
 LEAST_GAIN = 0.03  # of a step's time: the estimate of a step is a lower bound, and no better than this
-MOST_MEMORY = 1.25  # of the plain order's peak, if there is no budget: a layer more is alive, and what passes layers
+MOST_MEMORY = 1.25  # of the plain order's peak, without a budget: for another layer, and for inputs of all layers
 When = Literal["always", "faster"]
 
 
@@ -54,8 +54,8 @@ class InterleaveMicroBatches(GraphPass):
     in each backward and sum the means, which rounds differently. So does the gradient of a tied weight, whose addends
     come from two layers.
 
-    Leaves alone: micro-batches between which a parameter changes, or whose forward reads an earlier gradient; results
-    of attention, which are kept; reductions whose result is read by more than the sum of a parameter's gradients.
+    Leaves alone: micro-batches with an update between them, or with a forward that reads an earlier gradient; results
+    of attention, which are kept; reductions with another reader than the sum of a parameter's gradients.
 
     Source: layered gradient accumulation (Lamy-Poirier 2021, arXiv 2106.02679), which GreedySnake (2025, arXiv
     2512.17570) calls the vertical schedule.
@@ -278,6 +278,7 @@ def _inside_layers(model: WholeStepModel, part: int, layer_of: Mapping[fx.Node, 
         can_make = nodes.is_unshard(node) or (
             traits.is_repeatable(node)
             and node not in model.spoiled
+            and model.spoiled.isdisjoint(model.reads[node])  # what they held in forward has been overwritten
             and all(source in there or _comes_from_outside(source, model) for source in model.reads[node])
         )
         for number in model.makes.get(node, ()) if can_make and layer < last else ():
@@ -290,7 +291,5 @@ def _inside_layers(model: WholeStepModel, part: int, layer_of: Mapping[fx.Node, 
 
 
 def _comes_from_outside(source: fx.Node, model: WholeStepModel) -> bool:
-    """Whether backward can read a value that is an unchanged input, or a parameter that is gathered once."""
-    if source.op != "call_function":
-        return source not in model.spoiled
-    return {*model.lies_in[source]} <= model.gathered_once
+    """Whether backward can read a value that is an input, or a parameter that is gathered once."""
+    return source.op != "call_function" or {*model.lies_in[source]} <= model.gathered_once

@@ -19,6 +19,7 @@ from tests.support.micro_batches import (
     Dropping,
     Noisy,
     Normed,
+    Recurrent,
     Scaled,
     Several,
     Skips,
@@ -101,6 +102,7 @@ def test_replicas_of_shards(ranks: Ranks) -> None:
     ("case", "tolerance"),
     [
         pytest.param(Case(build=Language, sgd=True), 5e-7, id="tied weights"),
+        pytest.param(Case(build=Recurrent, k=2, sgd=True), 5e-7, id="gates overwritten in place"),
         pytest.param(Case(loop=TwoLosses, k=2, sgd=True), 5e-7, id="two losses"),
         pytest.param(Case(loop=Tasks, build=Several, k=4, no_sync=False, sgd=True), 5e-7, id="tasks"),
         pytest.param(Case(inductor=True, k=2, sgd=True), 1e-6, id="inductor"),  # compiles C++
@@ -117,7 +119,7 @@ def test_other_sums_differ_by_rounding(ranks: Ranks, case: Case, tolerance: floa
 
 
 def reasons(case: Case) -> tuple[str, ...]:
-    """What the compile of the loop's second call has decided, or the error."""
+    """Decisions of the compile of the loop's second call, or its error."""
     loop, report = case.loop(case, case.stage, no_sync=case.no_sync), zgraph.Report()
     step = compiled(loop, report=report)
     try:

@@ -77,6 +77,25 @@ class Normed(nn.Module):
         return self.head(x)
 
 
+class Recurrent(nn.Module):
+    """A cell that overwrites its gates in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 8)
+        self.cell = nn.GRUCell(8, 8)
+        self.middle = nn.Linear(8, 8)
+        self.head = nn.Linear(8, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        state = self.embed(tokens[:, 0])
+        states: list[Tensor] = []
+        for place in range(3):
+            state = self.cell(self.embed(tokens[:, place]), state)
+            states.append(torch.tanh(self.middle(state)))
+        return self.head(torch.stack(states, 1))
+
+
 class Skips(nn.Module):
     """A U-Net in small: later layers also read what earlier ones have made, of other widths."""
 
@@ -117,7 +136,7 @@ class Case:
         shard: more options of `zgraph.shard`.
         preset: more options of the preset.
         autocast: whether forwards run under autocast.
-        target: of the passes, which then plan by costs.
+        target: target of passes that plan by costs; None: passes go by rules.
         recompute: as for `InterleaveMicroBatches`.
         inductor: whether Inductor compiles the interleaved step.
         sgd: whether SGD steps, whose updates are as close as the gradients are.
@@ -183,7 +202,7 @@ class Loop:
             return self.model(batch).float()
 
     def loss(self, logits: Tensor, batch: Tensor) -> Tensor:
-        return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1 : logits.shape[1]].flatten())
 
     def left(self) -> dict[str, Tensor]:
         """Weights, buffers and state after a step."""

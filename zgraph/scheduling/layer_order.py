@@ -181,7 +181,7 @@ def by_layer(order: Sequence[fx.Node], window: Sequence[MicroBatch], layer_of: M
     """Return the nodes of a graph, with the micro-batches of a window interleaved layer by layer.
 
     In the last layer, the backward of each micro-batch follows its forward, so that one loss at a time is alive.
-    Nodes that access the same memory, of which one writes, keep their order.
+    Accesses to the same memory keep their order if one of them writes.
 
     Args:
         order: all nodes of the graph.

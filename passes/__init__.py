@@ -19,6 +19,7 @@ from zgraph.passes.schedule_overlap import ScheduleOverlap
 from zgraph.passes.sink_waits import SinkWaits
 from zgraph.passes.step.fuse_updates import FuseUpdates
 from zgraph.passes.step.interleave_micro_batches import InterleaveMicroBatches
+from zgraph.passes.step.orthogonalize_on_owners import OrthogonalizeOnOwners
 from zgraph.passes.step.recompute_activations import RecomputeActivations
 from zgraph.passes.step.split_updates import SplitUpdates
 from zgraph.passes.step.update_as_reduced import UpdateAsReduced
@@ -39,6 +40,7 @@ __all__ = [
     "LowerReductions",
     "NoFeedback",
     "OffloadActivations",
+    "OrthogonalizeOnOwners",
     "QuantizeGathers",
     "RecomputeActivations",
     "RngKey",

@@ -24,6 +24,7 @@ from zgraph.passes.quantize_gathers import QuantizeGathers
 from zgraph.passes.schedule_overlap import RULES, ScheduleOverlap
 from zgraph.passes.step.fuse_updates import FuseUpdates
 from zgraph.passes.step.interleave_micro_batches import InterleaveMicroBatches
+from zgraph.passes.step.orthogonalize_on_owners import OrthogonalizeOnOwners
 from zgraph.passes.step.recompute_activations import RecomputeActivations
 from zgraph.passes.step.split_updates import SplitUpdates
 
@@ -151,6 +152,7 @@ def _bucketed(
         *([] if compression is None else [CompressGradients(method=compression)]),
         LowerReductions(),
         BucketCollectives(bucket_bytes=bucket_bytes),
+        OrthogonalizeOnOwners(),
         SplitUpdates(),
         FuseUpdates(),
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -39,7 +39,9 @@ class Updates:
 
     @classmethod
     def of(cls, order: Sequence[fx.Node]) -> Updates:
-        before = hazards(order)
+        before = dict(hazards(order))
+        for wait, start in _started_before(order):
+            before[wait] = [*before.get(wait, ()), start]
         alone = _arrivals_alone(order)
         arrival: dict[fx.Node, int] = {}
         reading: dict[fx.Node, None] = {}
@@ -96,6 +98,22 @@ class Updates:
 def carries_parameter(node: fx.Node) -> bool:
     """Return whether a node belongs to the communication of a parameter or its gradient."""
     return nodes.is_communication(node) and bool(meta.parameters(node))
+
+
+def _started_before(order: Sequence[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Yield each wait for a collective of the step's own lines, with the last such collective that starts before it.
+
+    A wait that was placed after the start of another collective, to overlap them, stays after it.
+    """
+    last: fx.Node | None = None
+    own = (node for node in order if node.op == "call_function" and not meta.parameters(node))
+    for node in own:
+        if nodes.is_collective(node):
+            last = node
+        elif nodes.is_wait(node) and nodes.is_collective(nodes.start_of(node)):
+            assert last is not None  # its start precedes it
+            if last is not nodes.start_of(node):
+                yield node, last
 
 
 def _arrivals_alone(order: Sequence[fx.Node]) -> dict[fx.Node, int]:

@@ -141,7 +141,8 @@ class OfMatrices(Script):
 
 
 def muon(groups: Any) -> optim.Optimizer:
-    return optim.Muon([{"params": [one for group in groups for one in group["params"]]}], lr=LR)
+    matrices = [one for group in groups for one in group["params"]]
+    return zgraph.step_on_shards(optim.Muon([{"params": matrices}], lr=LR))
 
 
 @worlds(2)

@@ -48,7 +48,7 @@ class Lion(optim.Optimizer):
 
 
 def _on_shards(make: Callable[[Groups], optim.Optimizer]) -> Callable[[Groups], optim.Optimizer]:
-    """For those that DTensor has no rules for."""
+    """For those that DTensor has no rules for, or rounds differently."""
     return lambda groups: zgraph.step_on_shards(make(groups))
 
 
@@ -68,7 +68,7 @@ OPTIMIZERS: dict[str, Callable[[Groups], optim.Optimizer]] = {
     "rmsprop": lambda groups: optim.RMSprop(groups, **DECAY, momentum=0.9, centered=True),
     "rprop": _on_shards(lambda groups: optim.Rprop(groups, lr=LR)),
     "asgd": _on_shards(lambda groups: optim.ASGD(groups, **DECAY, foreach=False)),
-    "muon": lambda groups: optim.Muon(groups, lr=LR),  # with AdamW for what is not a matrix
+    "muon": _on_shards(lambda groups: optim.Muon(groups, lr=LR)),  # with AdamW for what is not a matrix
     "own": Lion,
 }
 

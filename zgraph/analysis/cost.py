@@ -20,6 +20,7 @@ from zgraph.graph.sizes import size_hint, tensors_of
 from zgraph.graph.traffic import transfers_of
 from zgraph.runtime.chunks import payload_bytes
 from zgraph.runtime.groups import group_stride
+from zgraph.runtime.owned_matrices import ORTHOGONAL_DTYPE, newton_schulz_flops
 from zgraph.tiers.devices import kind_of_backend
 from zgraph.tiers.lanes import COMPUTE, HOST_UPDATES, Lane
 from zgraph.tiers.tier import HOST, Transit
@@ -80,7 +81,7 @@ class CostModel:
         """
         if traits.is_free(node) and meta.transit(node) is None:
             return FREE
-        if nodes.is_collective(node) or nodes.is_marker(node):
+        if nodes.is_collective(node) or nodes.is_marker(node) or nodes.is_orthogonalize(node):
             return self._communication(node)
         where = meta.transit(node), meta.longest_bytes(node), meta.beside(node) is not None
         key = (node.target, self._key(node), self._key(node.args), self._key(node.kwargs), where)
@@ -122,7 +123,7 @@ class CostModel:
                 launch_us = self.hardware.collective_us(transfer.kind, 0, transfer.group_size, stride)
                 us += (len(nodes.sent_by(node)) - 1) * launch_us
             sent += sent_bytes
-        if nodes.is_marker(node):  # its kernel also casts, pads and sums, one after another
+        if not nodes.is_collective(node):  # a marker's kernel also casts, pads and sums, one after another
             local = self._kernel(node)
             if not found:
                 return local
@@ -151,6 +152,8 @@ class CostModel:
             return FREE
         if nodes.is_sum_ranks(node):
             return self._sum_ranks(node)
+        if nodes.is_for_owners(node):
+            return self._for_owners(node)
         return self._kernel(node)
 
     def _copied_bytes(self, node: fx.Node) -> int:
@@ -206,10 +209,23 @@ class CostModel:
             moved += passes * FACTOR_DTYPE.itemsize * args.numel
             flops = products * 2 * args.rank * args.numel
         dtype = next((value.dtype for source in node.all_input_nodes for value in tensors_of(source)), torch.float32)
+        if nodes.is_orthogonalize(node):
+            dtype = ORTHOGONAL_DTYPE
         us = self.hardware.compute_us(flops, moved, dtype)
         if nodes.is_low_rank_right(node):  # products, after many small kernels that orthogonalize
             launches, swept = orthonormalize_work(operator_arguments.LowRankArgs.of(node).layout)
             us, moved = us + self.hardware.compute_us(0, swept, FACTOR_DTYPE, launches), moved + swept
+        return NodeCost(COMPUTE, us, flops, moved)
+
+    def _for_owners(self, node: fx.Node) -> NodeCost:
+        """Return the cost of packing matrices for their owners, or of an owner's work: on the rank with the most."""
+        args = operator_arguments.OwnersArgs.of(node)
+        layout, sent = args.layout, sum(map(_bytes, tensors_of(node)))
+        works = [[layout.work(number, args.steps) for number in layout.owned_by(rank)] for rank in range(layout.world)]
+        flops = max(sum(flops for flops, _ in work) for work in works)
+        moved = max(sum(numel for _, numel in work) for work in works) * ORTHOGONAL_DTYPE.itemsize
+        moved += 3 * sent  # its rows are read in fp32 or, by the owner, copied into matrices
+        us = self.hardware.compute_us(flops, moved, ORTHOGONAL_DTYPE)
         return NodeCost(COMPUTE, us, flops, moved)
 
     def _sum_ranks(self, node: fx.Node) -> NodeCost:
@@ -234,6 +250,9 @@ class CostModel:
         return NodeCost(COMPUTE, self.hardware.compute_us(0, moved, wire.dtype, launches), 0, moved)
 
     def _flops(self, node: fx.Node) -> Any:
+        if nodes.is_orthogonalize(node):
+            args = operator_arguments.OrthogonalizeArgs.of(node)
+            return newton_schulz_flops(*args.shape, args.steps)
         target = next((like for target, like in _COUNTED_LIKE if target is node.target), node.target)
         count = _grouped_flops if target is aten._grouped_mm.default else flop_formula(target)
         if count is None:

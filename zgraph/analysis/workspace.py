@@ -21,7 +21,9 @@ from torch import Tensor, fx
 from zgraph.analysis.cuda_workspace import workspace_on_cuda
 from zgraph.dialect.wire_dtypes import accumulate_dtype
 from zgraph.graph import meta, nodes
+from zgraph.graph.operator_arguments import OwnersArgs
 from zgraph.runtime.groups import group_backend
+from zgraph.runtime.owned_matrices import ORTHOGONAL_DTYPE
 from zgraph.tiers.staging import staging_bytes as pinned_bytes
 from zgraph.torch_compat.fake_values import hint_of
 from zgraph.torch_compat.operators import OpOverload, is_binary, written_arguments
@@ -221,6 +223,13 @@ def _low_rank_left(node: fx.Node, threads: int) -> int:
     return max((_bytes(grad, torch.float32) for grad in grads if grad.dtype != torch.float32), default=0)
 
 
+def _orthogonalize_owned(node: fx.Node, threads: int) -> int:
+    """Return the bytes of the largest matrix before and after an iteration, and of the two square products."""
+    layout = OwnersArgs.of(node).layout
+    shapes = zip(layout.rows, layout.columns, strict=True)
+    return max(2 * rows * columns + 2 * min(rows, columns) ** 2 for rows, columns in shapes) * ORTHOGONAL_DTYPE.itemsize
+
+
 def _promotion(node: fx.Node) -> int:
     """Return the bytes of operands converted to their common dtype.
 
@@ -251,6 +260,8 @@ _TABLE: Mapping[str, Callable[[fx.Node, int], int]] = MappingProxyType(
         "aten.sum": _reduction,
         "aten.linalg_vector_norm": _reduction,
         "zgraph.low_rank_left": _low_rank_left,
+        "zgraph.orthogonalize_owned": _orthogonalize_owned,
+        "zgraph.orthogonalize_whole": _orthogonalize_owned,
         "zgraph.sum_ranks": _sum_ranks,
     }
 )

@@ -7,6 +7,7 @@ from zgraph.dialect import (
     grouped_gathers,
     low_rank,
     markers,
+    orthogonalize,
     sum_ranks,
     window_ops,
 )
@@ -18,6 +19,7 @@ __all__ = [
     "grouped_gathers",
     "low_rank",
     "markers",
+    "orthogonalize",
     "sum_ranks",
     "window_ops",
 ]

@@ -9,7 +9,7 @@ from torch import fx
 
 from zgraph.compiler.frame import Frame
 from zgraph.driver.compile_frame import FrameCompiler
-from zgraph.driver.options import CompileOptions
+from zgraph.driver.options import OF_STEPS, CompileOptions
 from zgraph.sharding.written_in_graphs import refuse_written_weights, watch_outputs
 from zgraph.torch_compat.dynamo import raise_through_dynamo
 
@@ -41,18 +41,13 @@ def zgraph(
         parsed = CompileOptions.parse(options)
     except ValueError as error:
         raise_through_dynamo(str(error))
-    if parsed.cuda_graph:
-        raise_through_dynamo(
-            "zgraph: cuda_graph requires a whole step; torch.compile gives separate forward and backward graphs. Write "
-            '@zgraph.training_step(model, opt, options={"cuda_graph": True}) above the function that holds the lines '
-            "of the step."
-        )
-    if parsed.check:
-        raise_through_dynamo(
-            "zgraph: check requires a whole step; torch.compile gives separate forward and backward graphs. Write "
-            '@zgraph.training_step(model, opt, options={"check": True}) above the function that holds the lines of the '
-            "step."
-        )
+    for name in OF_STEPS:
+        if getattr(parsed, name):
+            raise_through_dynamo(
+                f"zgraph: {name} requires a whole step; torch.compile gives separate forward and backward graphs. "
+                f'Write @zgraph.training_step(model, opt, options={{"{name}": True}}) above the function that holds '
+                "the lines of the step."
+            )
     frame = Frame.of_dynamo(gm)
     frame.check_batch()
     handles = frame.handle_names()

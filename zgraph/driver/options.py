@@ -14,6 +14,7 @@ from zgraph.errors import check_kind, renamed
 from zgraph.reporting.summary import Report
 
 LOWERINGS = ("inductor", "fx")
+OF_STEPS = ("cuda_graph", "check", "embeddings_by_muon")  # options of `zgraph.training_step`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,8 @@ class CompileOptions:
         cuda_graph: launch the whole step with one host call; only for `zgraph.training_step`, on GPUs.
         check: only for `zgraph.training_step`: in the first two calls, also run the step uncompiled and compare
             bitwise. A number k: in every k-th call as well. 0 or False: never.
+        embeddings_by_muon: only for `zgraph.training_step`: let `torch.optim.Muon` step embeddings and output heads
+            too, which are otherwise refused.
     """
 
     passes: PassList | None = None
@@ -39,6 +42,7 @@ class CompileOptions:
     agreement_timeout_s: float = 120.0
     cuda_graph: bool = False
     check: bool | int = False
+    embeddings_by_muon: bool = False
 
     def __post_init__(self) -> None:
         if self.lowering not in LOWERINGS:
@@ -55,8 +59,9 @@ class CompileOptions:
                 f"zgraph: agreement_timeout_s={self.agreement_timeout_s} leaves no time; write a positive number "
                 "of seconds."
             )
-        if not isinstance(self.cuda_graph, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ValueError(f"zgraph: cuda_graph must be True or False, not {self.cuda_graph!r}.")
+        for name in ("cuda_graph", "embeddings_by_muon"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"zgraph: {name} must be True or False, not {getattr(self, name)!r}.")
         if not isinstance(self.check, int) or self.check < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(
                 f"zgraph: check={self.check!r} is neither a bool nor a number of calls; write True, or 100 for every "

@@ -35,6 +35,21 @@ def is_marker(node: fx.Node) -> bool:
     return is_unshard(node) or is_reduce_grad(node)
 
 
+def is_orthogonalize(node: fx.Node) -> bool:
+    """Whether the node orthogonalizes a matrix on all its ranks, until a pass gives the matrix an owner."""
+    return node.target is torch.ops.zgraph.orthogonalize.default
+
+
+def is_for_owners(node: fx.Node) -> bool:
+    """Whether the node packs matrices for their owners, or orthogonalizes those that this rank owns."""
+    ops, target = torch.ops.zgraph, node.target
+    return (
+        target is ops.send_to_owners.default
+        or target is ops.orthogonalize_owned.default
+        or target is ops.orthogonalize_whole.default
+    )
+
+
 def is_sum_ranks(node: fx.Node) -> bool:
     return node.target is torch.ops.zgraph.sum_ranks.default
 

@@ -13,6 +13,8 @@ from zgraph.compression.low_rank import FactorLayout
 from zgraph.dialect.marker_policy import MarkerPolicy
 from zgraph.graph import meta
 from zgraph.graph.nodes import is_low_rank_left, is_quantize, is_quantize_shards, is_unshard, sent_by
+from zgraph.runtime.groups import group_size
+from zgraph.runtime.owned_matrices import OwnedMatrices
 from zgraph.runtime.shard_layout import ShardLayout
 
 
@@ -121,6 +123,66 @@ class LowRankArgs:
     def numel(self) -> int:
         """Number of elements of all matrices together."""
         return sum(rows * columns for rows, columns in zip(self.rows, self.columns, strict=True))
+
+
+@dataclass(frozen=True)
+class OrthogonalizeArgs:
+    """Arguments of a `zgraph::orthogonalize` node, by name."""
+
+    marker: fx.Node
+    update: fx.Node
+    rows: int
+    is_sharded: bool
+    group_name: str
+    coefficients: tuple[float, ...]
+    steps: int
+    eps: object
+
+    @classmethod
+    def of(cls, node: fx.Node) -> OrthogonalizeArgs:
+        update, rows, is_sharded, group_name, coefficients, steps, eps = cast("tuple[Any, ...]", node.args)
+        return cls(node, update, rows, is_sharded, group_name, tuple(coefficients), steps, eps)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[rows, columns] of the whole matrix."""
+        return self.rows, meta.tensor_value(self.update).shape[1]
+
+    @property
+    def options(self) -> tuple[object, ...]:
+        """The last arguments of the operators that compute."""
+        return self.coefficients, self.steps, self.eps
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What matrices of one exchange have in common."""
+        return self.is_sharded, self.group_name, meta.tensor_value(self.update).device, *self.options
+
+
+@dataclass(frozen=True)
+class OwnersArgs:
+    """Arguments of an operator that works for the owners of matrices, by name.
+
+    Attributes:
+        layout: layout of its buffer.
+        steps: iterations for each matrix; 0 if the operator only packs.
+    """
+
+    layout: OwnedMatrices
+    steps: int
+
+    @classmethod
+    def of(cls, node: fx.Node) -> OwnersArgs:
+        ops, args = torch.ops.zgraph, cast("tuple[Any, ...]", node.args)
+        if node.target is ops.orthogonalize_owned.default:
+            _, rows, columns, owners, group_name, _, steps, _ = args
+            return cls(OwnedMatrices.of(rows, columns, owners, group_size(group_name)), steps)
+        rows, columns = zip(*(meta.tensor_value(one).shape for one in args[0]), strict=True)
+        if node.target is ops.send_to_owners.default:
+            _, whole_rows, owners, world = args
+            return cls(OwnedMatrices.of(whole_rows, columns, owners, world), 0)
+        _, owners, group_name, _, steps, _ = args
+        return cls(OwnedMatrices.of(rows, columns, owners, group_size(group_name), is_sharded=False), steps)
 
 
 def layout_of(marker: fx.Node) -> ShardLayout:

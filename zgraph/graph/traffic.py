@@ -10,8 +10,9 @@ from torch import fx
 
 from zgraph.dialect.wire_dtypes import accumulate_dtype, mean_dtype_of, wire_dtype_of
 from zgraph.graph import meta, nodes, operator_arguments
-from zgraph.runtime.chunks import Chunk, payload_bytes
+from zgraph.runtime.chunks import Chunk, chunk_rows, payload_bytes
 from zgraph.runtime.groups import group_size
+from zgraph.runtime.owned_matrices import ORTHOGONAL_DTYPE
 from zgraph.runtime.window_state import OPEN
 
 
@@ -47,16 +48,22 @@ class Transfer:
 
 def transfers(graph: fx.Graph) -> Iterator[Transfer]:
     """Yield every collective of a graph, in program order."""
-    for node in nodes.call_functions(graph, lambda node: nodes.is_collective(node) or nodes.is_marker(node)):
+    for node in nodes.call_functions(graph, _communicates):
         yield from transfers_of(node)
 
 
+def _communicates(node: fx.Node) -> bool:
+    return nodes.is_collective(node) or nodes.is_marker(node) or nodes.is_orthogonalize(node)
+
+
 def transfers_of(node: fx.Node) -> Iterator[Transfer]:
-    """Yield the collectives that a node runs; an unshard or reduce_grad node may run several."""
+    """Yield the collectives that a node runs: a marker may run several, or none."""
     if nodes.is_unshard(node):
         yield from _unshard_transfers(node)
     elif nodes.is_reduce_grad(node):
         yield from _reduce_transfers(node)
+    elif nodes.is_orthogonalize(node):
+        yield from _orthogonalize_transfers(node)
     else:
         yield _start_transfer(node)
 
@@ -107,6 +114,15 @@ def _reduce_transfers(node: fx.Node) -> Iterator[Transfer]:
         yield gather(layout.replica_chunk)
     if layout.world > 1 and not layout.is_sharded:
         yield gather(layout.grad_chunk)
+
+
+def _orthogonalize_transfers(node: fx.Node) -> Iterator[Transfer]:
+    args = operator_arguments.OrthogonalizeArgs.of(node)
+    world = group_size(args.group_name)
+    if args.is_sharded and world > 1:
+        rows, columns = args.shape
+        payload = chunk_rows(rows, world) * columns * ORTHOGONAL_DTYPE.itemsize
+        yield _transfer(node, "all_gather_into_tensor", args.group_name, ORTHOGONAL_DTYPE, payload)
 
 
 def _transfer(node: fx.Node, kind: str, group_name: str, dtype: torch.dtype, payload: int) -> Transfer:

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, optim
 from torch.distributed.tensor import DTensor
 
+from zgraph.optimizers.muon import matrices_of, on_owners, step_matrices
 from zgraph.torch_compat.dtensor import dtensor_like, local_of
+from zgraph.torch_compat.modules import step_hooks
 
 Optimizer = TypeVar("Optimizer", bound=optim.Optimizer)
 
@@ -47,8 +49,11 @@ def step_on_shards(optimizer: Optimizer) -> Optimizer:
     A step still runs on DTensors if it runs inside torch.compile, if the optimizer is differentiable, or if gradients
     have other placements than their parameters. A copied or unpickled optimizer needs its own call of this function.
 
+    `torch.optim.Muon` orthogonalizes each matrix on one rank, with the bits of a model on a single rank; on DTensors,
+    all ranks compute all matrices, and round differently.
+
     Args:
-        optimizer: one of torch.optim's element-wise optimizers; its parameters may be sharded or not.
+        optimizer: one of torch.optim's element-wise optimizers, or Muon; its parameters may be sharded or not.
 
     Returns:
         The same optimizer.
@@ -56,16 +61,23 @@ def step_on_shards(optimizer: Optimizer) -> Optimizer:
     Raises:
         ValueError: the optimizer's class is none of these classes; subclasses do not count.
     """
-    if type(optimizer) not in ELEMENT_WISE:
-        known = ", ".join(sorted(kind.__name__ for kind in ELEMENT_WISE))
+    if type(optimizer) not in ELEMENT_WISE | {optim.Muon}:
+        known = ", ".join(sorted(kind.__name__ for kind in ELEMENT_WISE | {optim.Muon}))
         raise ValueError(
             f"zgraph.step_on_shards: {type(optimizer).__name__} is not known to update each element by itself; step it "
             f"without this call, on DTensors, or use one of torch.optim's {known}."
         )
+    if steps_on_shards(optimizer):
+        return optimizer
     stand_in = _StandIn()
     optimizer.register_step_pre_hook(stand_in.enter)
     optimizer.register_step_post_hook(stand_in.leave)
     return optimizer
+
+
+def steps_on_shards(optimizer: optim.Optimizer) -> bool:
+    """Return whether `step_on_shards` has been called for an optimizer."""
+    return any(isinstance(getattr(hook, "__self__", None), _StandIn) for hook in step_hooks(optimizer))
 
 
 class _StandIn:
@@ -89,12 +101,15 @@ class _StandIn:
             with torch.enable_grad():
                 loss = closure()
             given = (lambda: loss,)
-        found = shards_of(optimizer)
-        if found is None:
+        found, matrices = shards_of(optimizer), matrices_of(optimizer)
+        if found is None or (matrices is None and type(optimizer) not in ELEMENT_WISE):
             return (optimizer, *given), {}
         self.taken, state = found
         groups = [{**group, "params": shards} for group, shards in zip(optimizer.param_groups, self.taken, strict=True)]
         self.present = stand_in = object.__new__(type(optimizer))
+        if matrices is not None:
+            step_matrices(groups, state, matrices, on_owners)
+            groups = []  # nothing is left for the step itself
         stand_in.__dict__ = {**optimizer.__dict__, "param_groups": groups, "state": state}
         return (stand_in, *given), {}
 

@@ -25,6 +25,8 @@ from zgraph.driver.garbage import rarely_collected
 from zgraph.driver.options import CompileOptions
 from zgraph.errors import ZgraphError
 from zgraph.optimizers import rounded_adam
+from zgraph.optimizers.local_step import step_on_shards
+from zgraph.optimizers.muon import check_embeddings
 from zgraph.passes import presets
 from zgraph.passes.compress_gradients import CompressGradients
 from zgraph.passes.quantize_gathers import QuantizeGathers
@@ -84,10 +86,11 @@ def training_step(
     Args:
         model: a model sharded by `zgraph.shard`, compiled or not.
         optimizer: optimizer of the model's parameters; a list if the function steps several. Element-wise optimizers of
-            torch.optim step on local shards, all others on DTensors. Float and tensor options, such as the learning
-            rate, are inputs of the graph.
+            torch.optim and Muon step on local shards, all others on DTensors. Float and tensor options, such as the
+            learning rate, are inputs of the graph.
         options: options of `torch.compile(model, backend="zgraph")`, `{"cuda_graph": True}`, and `{"check": True}`,
-            which compares the first calls with the undecorated function.
+            which compares the first calls with the undecorated function. `torch.optim.Muon` may step embeddings and
+            output heads with `{"embeddings_by_muon": True}`.
         recompile_limit: maximum number of graphs; a call that needs another graph is refused.
 
     Returns:
@@ -101,6 +104,10 @@ def training_step(
     optimizers = (optimizer,) if isinstance(optimizer, optim.Optimizer) else tuple(optimizer)
     for one in optimizers:
         check_optimizer(one)
+        if type(one) is optim.Muon:
+            if not parsed.embeddings_by_muon:
+                check_embeddings(module, one)
+            step_on_shards(one)  # plain lines then compute the same: on DTensors Muon rounds differently
     resting = Lifted.of(module, optimizers).resting
     if resting is not None and parsed.cuda_graph:
         raise ValueError(

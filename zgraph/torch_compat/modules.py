@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, cast
 
 import torch
@@ -168,3 +168,20 @@ def apply_keeping(base: type[nn.Module], attribute: str) -> Callable[..., Any]:
         return result
 
     return apply
+
+
+def newton_schulz(matrix: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
+    """Orthogonalize a matrix by the quintic iteration of `torch.optim.Muon`, in bf16; a bf16 matrix is overwritten.
+
+    torch 2.11 - 2.15: `_zeropower_via_newtonschulz`.
+    """
+    from torch.optim._muon import _zeropower_via_newtonschulz
+
+    return _zeropower_via_newtonschulz(matrix, cast(Any, tuple(coefficients)), steps, eps)
+
+
+def muon_rate(lr: Any, adjust: str | None, shape: Sequence[int]) -> Any:
+    """Return the learning rate of `torch.optim.Muon` for a matrix of this shape (torch 2.11 - 2.15: `_adjust_lr`)."""
+    from torch.optim._muon import _adjust_lr
+
+    return _adjust_lr(lr, adjust, torch.Size(shape))

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from zgraph.errors import ZgraphError
 from zgraph.optimizers.local_step import ELEMENT_WISE, SCALARS
+from zgraph.optimizers.muon import marked, matrices_of, step_matrices
 from zgraph.optimizers.rounded_adam import Drawn, rounded_step
 from zgraph.step.capture.lifted import LiftedOptimizer, local
 from zgraph.step.capture.option_inputs import with_inputs
@@ -71,7 +72,7 @@ class TracedOptimizer:
         found = cls(lifted, watch, parameters, shards, groups, drawn=drawn)
         for position, key, value in lifted.state_entries():
             entry = next(state) if isinstance(value, Tensor) else value
-            if isinstance(value, DTensor) and not found.is_element_wise:
+            if isinstance(value, DTensor) and not found.is_on_shards:
                 entry = dtensor_like(entry, value)
             found.state[found.stepped_on[position]][key] = entry
         found.known = {one: dict(entries) for one, entries in found.state.items()}
@@ -81,16 +82,17 @@ class TracedOptimizer:
         self.known: dict[Tensor, dict[str, Any]] = {}
         self.own = list(dict.fromkeys(self.lifted.positions()))
         self.before = [_options(group) for group in self.groups]
+        self.matrices = matrices_of(self.lifted.optimizer)
 
     @property
-    def is_element_wise(self) -> bool:
-        """Whether the optimizer computes element by element, and can therefore step on local shards."""
-        return type(self.lifted.optimizer) in ELEMENT_WISE
+    def is_on_shards(self) -> bool:
+        """Whether the optimizer steps on local shards: if it is element-wise, or Muon with ordinary layouts."""
+        return type(self.lifted.optimizer) in ELEMENT_WISE or self.matrices is not None
 
     @property
     def stepped_on(self) -> Sequence[Tensor]:
-        """Tensors to step on, by parameter index: local shards if the optimizer is element-wise, else parameters."""
-        return self.shards if self.is_element_wise else self.parameters
+        """Tensors to step on, by parameter index: local shards, or parameters if the optimizer needs them."""
+        return self.shards if self.is_on_shards else self.parameters
 
     @contextlib.contextmanager
     def in_place(self, clear: Callable[[Sequence[int], bool], None]) -> Generator[None]:
@@ -138,7 +140,7 @@ class TracedOptimizer:
     def _keep(self, position: int, key: str, value: Any) -> None:
         """Keep an entry that a line of the step has put into the state."""
         self.keeps_state = True
-        if self.is_element_wise and isinstance(value, Tensor):
+        if self.is_on_shards and isinstance(value, Tensor):
             parameter = self.parameters[position]
             if not _lies_like(value, parameter):
                 raise refusal(
@@ -170,7 +172,7 @@ class TracedOptimizer:
 
     def layout_of(self, position: int, key: str, value: Tensor) -> DTensor | None:
         """Return a DTensor with the layout of a new state entry; None if each rank has the whole entry."""
-        if not self.is_element_wise:
+        if not self.is_on_shards:
             return value if isinstance(value, DTensor) else None
         parameter = self.parameters[position]
         return parameter if isinstance(parameter, DTensor) and key not in SCALARS else None
@@ -230,9 +232,11 @@ class TracedOptimizer:
         attributes = dict(optimizer.__dict__)
         with (
             self.watch.reading_values(optimizer),
-            contextlib.nullcontext() if self.is_element_wise else own_placements(),
+            contextlib.nullcontext() if self.is_on_shards else own_placements(),
         ):
-            if self.drawn is None:
+            if self.matrices is not None:
+                step_matrices(groups, state, self.matrices, marked)
+            elif self.drawn is None:
                 plain_step(optimizer)(stand_in)
             else:
                 drawn = {given[position]: self.drawn[position] for position in self.own}

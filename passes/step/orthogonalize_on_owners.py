@@ -128,18 +128,18 @@ class _Exchange:
             self.started = self._exchange(packed, f"momenta_{self.number}")
 
     def compute(self) -> None:
-        layout, options = self.layout, self.members[0].options
+        layout, options, name = self.layout, self.members[0].options, f"orthogonalize_{self.number}"
         if self.started is not None:
             received = self._node(wait_op(), self.started, name=f"wait_momenta_{self.number}")
             arguments = (received, layout.rows, layout.columns, layout.owners, self.group_name, *options)
-            computed = self._node(dialect.orthogonalize_owned.default, *arguments)
+            computed = self._node(dialect.orthogonalize_owned.default, *arguments, name=name)
             self.started = self._exchange(computed, f"updates_{self.number}")
         else:
             updates = [one.update for one in self.members]
             arguments = (updates, layout.owners, self.group_name, *options)
-            part = self._node(dialect.orthogonalize_whole.default, *arguments)
-            name = f"all_gather_updates_{self.number}"
-            self.started = self._node(all_gather_op(), part, layout.world, self.group_name, name=name)
+            part = self._node(dialect.orthogonalize_whole.default, *arguments, name=name)
+            gather = f"all_gather_updates_{self.number}"
+            self.started = self._node(all_gather_op(), part, layout.world, self.group_name, name=gather)
 
     def receive(self) -> None:
         layout = self.layout

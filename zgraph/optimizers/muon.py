@@ -73,7 +73,8 @@ class Momentum:
 
 def matrices_of(optimizer: optim.Optimizer) -> list[Matrix] | None:
     """Return all matrices of a Muon, group by group; None if it must step on DTensors."""
-    if type(optimizer) is not optim.Muon or optimizer.defaults.keys() != OPTIONS:
+    # A loaded state dict adds "differentiable" to the defaults.
+    if type(optimizer) is not optim.Muon or optimizer.defaults.keys() - {"differentiable"} != OPTIONS:
         return None
     found = [Matrix.of(one) for group in optimizer.param_groups for one in group["params"]]
     return None if any(one is None for one in found) else [one for one in found if one is not None]

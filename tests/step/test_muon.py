@@ -1,0 +1,237 @@
+"""Muon by owners: the bits of one rank, an equal share of the work for each rank, and few bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import fx, nn, optim
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import zgraph
+from tests.support import muon
+from tests.support.graphs import Keep
+from tests.support.muon import Case, Training, Twin, differences, relative, ulps
+from tests.support.ranks import Ranks, RanksPool, worlds
+from tests.support.whole_tensors import whole
+from zgraph.graph import nodes
+from zgraph.graph.traffic import transfers_of
+from zgraph.runtime.owned_matrices import assign_owners, newton_schulz_flops, plan_buckets
+from zgraph.torch_compat.groups import fake_world
+
+P = zgraph.passes
+H100 = zgraph.Hardware.preset("h100")
+BF16 = {"param_dtype": torch.bfloat16}
+STEPS = 5  # of Newton-Schulz
+
+EQUAL = {
+    "stage 3": Case(),
+    "stage 2, four micro-batches": Case(stage=2, k=4, clips=True),
+    "stage 1, bf16, four under no_sync": Case(stage=1, shard=BF16, k=4, waits=True),
+    "stage 0, autocast": Case(stage=0, autocast=True, k=2),
+    "stage 0, planned": Case(stage=0, target=zgraph.Target(hardware=H100)),
+    "planned, many buckets": Case(target=zgraph.Target(hardware=H100), bucket_bytes=64, autocast=True),
+    "a budget": Case(target=zgraph.Target(hardware=H100, budget_bytes=60_000), shard=BF16, bucket_bytes=64),
+    "interleaved, many buckets": Case(preset={"interleave_micro_batches": True}, k=4, bucket_bytes=64),
+    "compressed": Case(preset={"compression": P.LoCo()}, stage=2, bucket_bytes=64),
+    "other options": Case(muon={"nesterov": False, "adjust_lr_fn": "match_rms_adamw", "ns_steps": 3}, clips=True),
+    "at rest on the host": Case(shard={"offload": zgraph.Offload(params="host", optimizer="host")}),
+    "plain lines": Case(captured=False, k=2),
+    "plain lines, stage 0": Case(captured=False, stage=0, clips=True),
+}
+
+
+@worlds(2)
+@pytest.mark.parametrize("name", EQUAL)
+def test_results_are_those_of_one_rank(ranks: Ranks, name: str) -> None:
+    assert ranks.run(differences, EQUAL[name]) == [{}] * ranks.world
+
+
+@worlds(1, 3)
+@pytest.mark.parametrize("name", ["stage 2, four micro-batches", "stage 0, autocast", "planned, many buckets"])
+def test_the_number_of_ranks_does_not_matter(ranks: Ranks, name: str) -> None:
+    assert ranks.run(differences, EQUAL[name]) == [{}] * ranks.world
+
+
+@worlds(4)
+@pytest.mark.parametrize("stage", [3, 0])
+def test_replicas_of_shards_compute_the_same(ranks: Ranks, stage: int) -> None:
+    assert ranks.run(differences, Case(stage=stage, replicas=2, bucket_bytes=64)) == [{}] * 4
+
+
+@worlds(2)
+def test_state_on_disk(ranks: Ranks, tmp_path: Path) -> None:
+    case = Case(shard={"offload": zgraph.Offload(optimizer="disk", path=tmp_path)})
+    assert ranks.run(differences, case) == [{}] * 2
+
+
+# torch rounds the sum of bf16 weights and a transposed update differently from that with a contiguous one.
+@worlds(2)
+def test_bf16_weights_are_rounded_once_more(ranks: Ranks) -> None:
+    assert max(ranks.run(ulps, Case(dtype=torch.bfloat16))) <= 2
+
+
+# Newton-Schulz rounds to bf16: gradients that are nearly equal give updates that are within a few percent.
+@worlds(2)
+@pytest.mark.parametrize(
+    ("case", "other"),
+    [
+        (Case(stage=2, lowering="inductor", autocast=True), None),  # compiles C++
+        (Case(k=1), Case(k=4)),
+        (Case(k=4, waits=True), Case(k=4, preset={"interleave_micro_batches": True})),
+    ],
+    ids=["inductor", "accumulation", "interleaved"],
+)
+def test_updates_from_nearly_equal_gradients_are_close(ranks: Ranks, case: Case, other: Case | None) -> None:
+    assert max(ranks.run(relative, case, other)) < 0.02
+
+
+def saved(path: Path) -> Path:
+    training = Training(Case())
+    training.train(0)
+    return zgraph.save_checkpoint(path, training.model, [training.muon, training.adamw], step=1)
+
+
+def resumed(path: Path, stage: int) -> dict[str, float]:
+    """Differences of a resumed run's next step from that of the twin."""
+    training = Training(Case(stage=stage))
+    zgraph.load_checkpoint(path, training.model, [training.muon, training.adamw])
+    training.plain = training.values()
+    twin = Twin(training)
+    for name, one in training.matrices.items():
+        momentum = whole(training.muon.state[one]["momentum_buffer"]).clone()
+        twin.muon.state[twin.matrices[name]]["momentum_buffer"] = momentum
+    twin.step(training.train(1))
+    found = training.values()
+    return {
+        name: (found[name] - one).abs().max().item()
+        for name, one in twin.matrices.items()
+        if not torch.equal(found[name], one)
+    }
+
+
+@worlds(3)
+@pytest.mark.parametrize("stage", [2, 0])
+def test_another_number_of_ranks_resumes(pool: RanksPool, ranks: Ranks, tmp_path: Path, stage: int) -> None:
+    path = pool.of(2).run(saved, tmp_path)[0]
+    assert ranks.run(resumed, path, stage) == [{}] * 3
+
+
+# --- refused, or stepped on DTensors
+
+
+class Language(nn.Module):
+    def __init__(self, *, tied: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.hidden = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 11, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+
+@pytest.mark.parametrize(("tied", "named"), [(False, r"embed\.weight and head\.weight"), (True, r"embed\.weight,")])
+def test_embeddings_and_heads_are_refused_by_name(tied: bool, named: str) -> None:
+    with fake_world(2):
+        model = zgraph.shard(Language(tied=tied))
+        every = optim.Muon([one for one in model.parameters() if one.ndim == 2])
+        with pytest.raises(ValueError, match=f"Muon steps {named}.*embeddings_by_muon"):
+            zgraph.training_step(model, every)
+        zgraph.training_step(model, every, options={"embeddings_by_muon": True})
+        zgraph.training_step(model, optim.Muon([model.hidden.weight]))
+
+
+def split_by_tensor_parallelism() -> list[float]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, 36, bias=False), nn.Tanh(), nn.Linear(36, 24, bias=False))
+    before = [one.detach().clone() for one in model.parameters()]
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    zgraph.shard(model, mesh["dp"])
+    opt = optim.Muon(model.parameters(), lr=0.02)
+
+    @zgraph.training_step(model, opt, options={"lowering": "fx"})
+    def step(x: torch.Tensor) -> None:
+        model(x).square().mean().backward()
+        opt.step()
+
+    step(torch.randn(64, 24, generator=torch.Generator().manual_seed(dist.get_rank() // 2)))
+    plain = [nn.Parameter(one.clone()) for one in before]
+    for one, found in zip(plain, model.parameters(), strict=True):
+        one.grad = found.grad.full_tensor()  # type: ignore[union-attr]
+    optim.Muon(plain, lr=0.02).step()
+    found = [one.full_tensor() for one in model.parameters()]  # type: ignore[operator]
+    pairs = zip(found, plain, before, strict=True)
+    return [((one - right).norm() / (right - old).norm()).item() for one, right, old in pairs]
+
+
+@worlds(4)
+def test_matrices_split_by_tensor_parallelism_are_stepped_on_dtensors(ranks: Ranks) -> None:
+    for shares in ranks.run(split_by_tensor_parallelism):
+        assert max(shares) < 0.05  # DTensor sums parts of products in bf16
+
+
+# --- the work, the bytes, the order
+
+
+def gpt(layers: int, width: int) -> list[tuple[int, int]]:
+    """Shapes of the matrices of a GPT, in the order in which gradients arrive."""
+    return [(width, 4 * width), (4 * width, width), (width, width), (3 * width, width)] * layers
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 8])
+def test_ranks_share_the_work(world: int) -> None:
+    shapes = gpt(12, 64)
+    whole_work = sum(newton_schulz_flops(*shape, STEPS) for shape in shapes)
+    loads = [0] * world
+    for bucket in plan_buckets(shapes, world, is_sharded=True, least_numel=64 * 64 * 12, steps=STEPS):
+        for member, owner in zip(bucket.members, bucket.layout.owners, strict=True):
+            loads[owner] += newton_schulz_flops(*shapes[member], STEPS)
+    assert sum(loads) == whole_work
+    assert max(loads) <= 1.2 * whole_work / world
+
+
+def test_the_largest_matrices_get_owners_first() -> None:
+    assert assign_owners([1, 8, 4, 3], [1, 8, 4, 3], [0, 0]) == [1, 0, 1, 1]
+    assert assign_owners([1, 1], [1, 1], [5, 0]) == [1, 1]
+
+
+def kept_step(case: Case) -> dict[str, Any]:
+    keep = Keep()
+    muon.graph_of(case, [keep])
+    return described(keep.kept["step"].graph)
+
+
+def described(graph: fx.Graph) -> dict[str, Any]:
+    """Bytes of the exchanges of matrices, and the order of the main nodes by name."""
+    exchanges = [
+        node for node in nodes.call_functions(graph, nodes.is_collective) if nodes.is_for_owners(nodes.sent_by(node)[0])
+    ]
+    computes = list(nodes.call_functions(graph, nodes.is_for_owners))
+    sent = sum(transfer.sent_bytes for start in exchanges for transfer in transfers_of(start))
+    kinds = [node.name for node in graph.nodes if node in (*exchanges, *computes) or "mm" in node.name]
+    return {"sent": sent, "order": kinds}
+
+
+@worlds(2)
+def test_rows_travel_once_each_way_in_bf16(ranks: Ranks) -> None:
+    numel = sum(one.numel() for one in muon.Layers().parameters() if one.ndim == 2)
+    for found in ranks.run(kept_step, Case(bucket_bytes=64)):
+        assert 2 * 2 * numel / 2 <= found["sent"] <= 1.125 * 2 * 2 * numel / 2
+    for found in ranks.run(kept_step, Case(stage=0, bucket_bytes=64)):
+        assert 2 * numel / 2 <= found["sent"] <= 2 * 2 * numel / 2  # parts are as long as the longest
+
+
+@worlds(2)
+def test_a_bucket_is_computed_when_the_next_is_on_its_way(ranks: Ranks) -> None:
+    # Each gradient is reduced by itself.
+    for found in ranks.run(kept_step, Case(bucket_bytes=64, preset={"bucket_bytes": 1})):
+        order = found["order"]
+        place = {name: number for number, name in enumerate(order)}
+        assert place["all_to_all_momenta_1"] < place["orthogonalize_0"]
+        # Before backward has ended.
+        assert place["orthogonalize_0"] < max(number for name, number in place.items() if name.startswith("mm"))

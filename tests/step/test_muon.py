@@ -207,14 +207,11 @@ def kept_step(case: Case) -> dict[str, Any]:
 
 
 def described(graph: fx.Graph) -> dict[str, Any]:
-    """Bytes of the exchanges of matrices, and the order of the main nodes by name."""
-    exchanges = [
-        node for node in nodes.call_functions(graph, nodes.is_collective) if nodes.is_for_owners(nodes.sent_by(node)[0])
-    ]
-    computes = list(nodes.call_functions(graph, nodes.is_for_owners))
-    sent = sum(transfer.sent_bytes for start in exchanges for transfer in transfers_of(start))
-    kinds = [node.name for node in graph.nodes if node in (*exchanges, *computes) or "mm" in node.name]
-    return {"sent": sent, "order": kinds}
+    """Bytes of the exchanges of matrices, and the order of all collectives and of the owners' work by name."""
+    starts = list(nodes.call_functions(graph, nodes.is_collective))
+    exchanges = [start for start in starts if nodes.is_for_owners(nodes.sent_by(start)[0])]
+    order = [node.name for node in graph.nodes if node in starts or nodes.is_for_owners(node)]
+    return {"sent": sum(one.sent_bytes for start in exchanges for one in transfers_of(start)), "order": order}
 
 
 @worlds(2)
@@ -230,8 +227,5 @@ def test_rows_travel_once_each_way_in_bf16(ranks: Ranks) -> None:
 def test_a_bucket_is_computed_when_the_next_is_on_its_way(ranks: Ranks) -> None:
     # Each gradient is reduced by itself.
     for found in ranks.run(kept_step, Case(bucket_bytes=64, preset={"bucket_bytes": 1})):
-        order = found["order"]
-        place = {name: number for number, name in enumerate(order)}
-        assert place["all_to_all_momenta_1"] < place["orthogonalize_0"]
-        # Before backward has ended.
-        assert place["orthogonalize_0"] < max(number for name, number in place.items() if name.startswith("mm"))
+        place = {name: number for number, name in enumerate(found["order"])}
+        assert place["all_to_all_momenta_1"] < place["orthogonalize_0"] < place["all_to_all_layers_0_weight"]

@@ -82,7 +82,7 @@ def strategies() -> dict[str, Strategy]:
     return {row.name: row for row in rows}
 
 
-def _in_turn(called: Callable[[Tensor], Tensor], optimizer: Any, accumulating: Scope) -> Callable[[Tensor], Tensor]:
+def in_turn_of(called: Callable[[Tensor], Tensor], optimizer: Any, accumulating: Scope) -> Callable[[Tensor], Tensor]:
     """A step of several micro-batches, all but the last in the scope `accumulating`; returns the mean loss."""
 
     def step(tokens: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ def _in_turn(called: Callable[[Tensor], Tensor], optimizer: Any, accumulating: S
     return step
 
 
-def _trainer(step: Callable[[Tensor], Tensor]) -> Trainer:
+def trainer_of(step: Callable[[Tensor], Tensor]) -> Trainer:
     nothing_left = torch.optim.SGD([torch.zeros(1)])
     return Trainer(step, nothing_left, backward=lambda loss: None)
 
@@ -112,7 +112,7 @@ def _ddp(register: Callable[[DistributedDataParallel], None] | None = None) -> B
         if register is not None:
             register(model)
         called: Any = torch.compile(model) if setting.lowering == "inductor" else model
-        return _trainer(_in_turn(called, adamw(model), model.no_sync))
+        return trainer_of(in_turn_of(called, adamw(model), model.no_sync))
 
     return build
 
@@ -124,7 +124,7 @@ def _fsdp2(param_dtype: torch.dtype | None, *, accumulates: bool, kept: bool) ->
         compiler = "inductor" if setting.lowering == "inductor" else None
         shard_fully(model, model.blocks, compiler, mesh=setting.mesh, mp_policy=policy, reshard_after_forward=not kept)
         scope = partial(_FsdpWindow, model, kept) if accumulates else nullcontext
-        return _trainer(_in_turn(model, adamw(model), scope))
+        return trainer_of(in_turn_of(model, adamw(model), scope))
 
     return build
 
@@ -158,7 +158,7 @@ def _zgraph(zero_stage: int, param_dtype: torch.dtype | None, schedule: Schedule
         target = zgraph.Target(hardware=setting.hardware, time_kernels=True)
         options = {"lowering": setting.lowering, "passes": zgraph.PassList(schedule(), target=target)}
         scope = partial(zgraph.no_sync, model)
-        return _trainer(zgraph.training_step(model, optimizer, options=options)(_in_turn(model, optimizer, scope)))
+        return trainer_of(zgraph.training_step(model, optimizer, options=options)(in_turn_of(model, optimizer, scope)))
 
     return build
 

@@ -26,11 +26,11 @@ class OrthogonalizeOnOwners(GraphPass):
     """Assign each matrix that Muon orthogonalizes to an owner, which receives its rows and returns the result's.
 
     Every `zgraph::orthogonalize` gathers a matrix on all ranks, and each computes all of it. With owners, N ranks share
-    the work: each computes about 1/N of the flops, and sends (N-1)/N of the matrices' elements twice, as bf16. Matrices
-    whose gradients arrive one after another form a bucket with one exchange each way. A bucket is computed when the
-    rows of the next one are on their way, and awaited one bucket later, so that backward and the exchanges overlap.
-    If every rank has whole matrices (stage 0), only results travel. With replicas of shards (hybrid sharding), each
-    replica computes all matrices. Results are bitwise equal.
+    the work: each computes about 1/N of the flops, and sends (N-1)/N of its rows to the owners and as many results
+    back, in bf16. Matrices whose gradients arrive one after another form a bucket with one exchange each way. A bucket
+    is computed once the rows of the next one are on their way, and its results are awaited one bucket later, so that
+    backward and the exchanges overlap. If every rank has whole matrices (stage 0), only results travel. With replicas
+    of shards (hybrid sharding), each replica computes all matrices. Results are bitwise equal.
     Leaves alone: matrices that a single rank holds; forward and backward.
 
     Attributes:

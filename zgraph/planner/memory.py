@@ -64,7 +64,7 @@ def rest_on_paper(model: nn.Module, offload: Offload | None) -> Resting | None:
 
 def plan_ledger(
     model: nn.Module,
-    optimizer: optim.Optimizer | None,
+    optimizers: Sequence[optim.Optimizer] | None,
     resting: Resting | None,
     curves: Sequence[MemoryCurve],
     *,
@@ -74,7 +74,7 @@ def plan_ledger(
 
     Args:
         model: sharded model.
-        optimizer: optimizer with its state; None: two moments of each trained element are counted instead.
+        optimizers: optimizers with their state; None: two moments of each trained element are counted instead.
         resting: record of the memory space of each offloaded tensor; None: there is no offload.
         curves: memory curves of the step's frames.
         pinned: whether host memory is pinned, as with GPUs.
@@ -85,7 +85,7 @@ def plan_ledger(
         space = DEVICE if resting is None else resting.space_of(value)
         found[space.name, False] = found.get((space.name, False), 0) + _bytes(value, pinned and space == HOST)
     dtype = None if resting is None else resting.options.moments_dtype
-    for value, count in _state_of(model, optimizer, dtype):
+    for value, count in _state_of(model, optimizers, dtype):
         space = tier if value.ndim else DEVICE
         found[space.name, True] = found.get((space.name, True), 0) + count * _bytes(value, pinned and space == HOST)
     return tuple(
@@ -134,20 +134,20 @@ def _alive(curve: MemoryCurve, space: str) -> Sequence[int]:
 
 
 def _state_of(
-    model: nn.Module, optimizer: optim.Optimizer | None, dtype: torch.dtype | None
+    model: nn.Module, optimizers: Sequence[optim.Optimizer] | None, dtype: torch.dtype | None
 ) -> Iterator[tuple[Tensor, int]]:
     """Yield (tensor, count): this rank's optimizer state contains `count` tensors of the size of `tensor`.
 
     Args:
         model: sharded model.
-        optimizer: optimizer with its state; None: two moments are assumed for each parameter.
+        optimizers: optimizers with their state; None: two moments are assumed for each parameter.
         dtype: dtype of assumed moments; None: the dtype of their parameters.
     """
-    if optimizer is None:
+    if optimizers is None:
         trained = [_local(value) for value in model.parameters() if value.requires_grad]
         yield from ((torch.empty_like(value, dtype=dtype, device="meta"), ADAM_MOMENTS) for value in trained)
         return
-    for entries in optimizer.state.values():
+    for entries in (entries for one in optimizers for entries in one.state.values()):
         yield from ((_local(value), 1) for value in entries.values() if isinstance(value, Tensor))
 
 

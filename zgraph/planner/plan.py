@@ -20,7 +20,7 @@ from zgraph.planner.plan_pipeline import OPTIONS as OF_PIPELINES
 from zgraph.planner.plan_pipeline import check_of_steps, plan_pipeline
 from zgraph.planner.planned_step import Plan
 from zgraph.planner.schedules.axes import Axes
-from zgraph.planner.whole_step import StepMaker, loop_body, plan_whole_step
+from zgraph.planner.whole_step import Optimizers, StepMaker, as_tuple, loop_body, plan_whole_step
 from zgraph.sharding.shard import shard
 from zgraph.tiers.offload import Offload
 from zgraph.tiers.placement.host_budget import check_host_budget
@@ -38,7 +38,7 @@ def plan(
     passes: PassList | Sequence[GraphPass] | None = None,
     allocator: Allocator = EXACT,
     offload: Offload | None = None,
-    optimizer_fn: Callable[[nn.Module], optim.Optimizer] | None = None,
+    optimizer_fn: Callable[[nn.Module], Optimizers] | None = None,
     step_fn: StepMaker | None = None,
     **before: Any,
 ) -> Plan:
@@ -68,9 +68,11 @@ def plan(
         offload: where parameters and the optimizer's state are stored between uses, as for `zgraph.shard`; only if
             shard_fn sets no offload. No file is made. None: as shard_fn sets it, else on the device.
         optimizer_fn: returns the optimizer of the sharded model, such as
-            `lambda model: torch.optim.AdamW(model.parameters())`. None: only forward and backward are planned.
-        step_fn: called with model and optimizer; returns the function that `zgraph.training_step` decorates, whose
-            arguments come from batch. None: forward, backward, `optimizer.step()`, `optimizer.zero_grad()`.
+            `lambda model: torch.optim.AdamW(model.parameters())`, or a list of several. None: only forward and backward
+            are planned.
+        step_fn: called with the model and the result of optimizer_fn; returns the function that `zgraph.training_step`
+            decorates, whose arguments come from batch. None: forward, backward, a step of each optimizer,
+            `model.zero_grad()`.
 
     Raises:
         ValueError: world_size, world, hardware, model_fn, batch, the result of batch, or offload is invalid; shard_fn
@@ -118,15 +120,19 @@ def plan(
         host_budget_bytes = None if resting is None else resting.options.host_budget_bytes
         streaming = presets.with_streams(cluster.passes)
         planner = FramePlanner(machine, streaming, allocator, axes, host_budget_bytes, update)
-        optimizer = None if optimizer_fn is None else optimizer_fn(model)
-        if optimizer is not None:
+        optimizers: tuple[optim.Optimizer, ...] | None = None
+        if optimizer_fn is not None:
+            given_optimizers = optimizer_fn(model)
+            optimizers = as_tuple(given_optimizers)
             if resting is not None and machine.is_gpu:
-                resting.options.check_updates(optimizer)
-            plan_whole_step((step_fn or loop_body)(model, optimizer), model, optimizer, inputs, planner.compiler_of)
+                for optimizer in optimizers:
+                    resting.options.check_updates(optimizer)
+            step = (step_fn or loop_body)(model, given_optimizers)
+            plan_whole_step(step, model, optimizers, inputs, planner.compiler_of)
         else:
             planner.compile(model, inputs)  # plans forward and backward together
         cublas_bytes, communicator_bytes = cluster.libraries_bytes()
-        ledger = plan_ledger(model, optimizer, resting, planner.curves, pinned=machine.is_gpu)
+        ledger = plan_ledger(model, optimizers, resting, planner.curves, pinned=machine.is_gpu)
     if not planner.graphs:
         raise ZgraphError("zgraph.plan: nothing was compiled; the model's forward is disabled for torch.compile.")
     cluster.check_tensor_parallel(planner.graphs)
@@ -149,7 +155,7 @@ def plan(
         graphs=tuple(planner.graphs),
         curves=tuple(planner.curves),
         compiled=planner.report,
-        optimizer="" if optimizer is None else type(optimizer).__name__,
+        optimizer=" and ".join(type(one).__name__ for one in optimizers or ()),
         host_budget_bytes=host_budget_bytes,
         axes=axes,
     )

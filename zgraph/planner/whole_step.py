@@ -18,11 +18,18 @@ from zgraph.step.capture.outputs import NewState, values_of
 from zgraph.step.lines.refusals import check_function, check_optimizer
 from zgraph.torch_compat.dtensor import dtensor_like
 
-StepMaker = Callable[[nn.Module, optim.Optimizer], Callable[..., Any]]
+Optimizers = optim.Optimizer | Sequence[optim.Optimizer]
+StepMaker = Callable[[nn.Module, Any], Callable[..., Any]]
 
 
-def loop_body(model: nn.Module, optimizer: optim.Optimizer) -> Callable[..., Any]:
+def as_tuple(optimizers: Optimizers) -> tuple[optim.Optimizer, ...]:
+    """Return one optimizer or several as a tuple."""
+    return (optimizers,) if isinstance(optimizers, optim.Optimizer) else tuple(optimizers)
+
+
+def loop_body(model: nn.Module, optimizers: Optimizers) -> Callable[..., Any]:
     """Return a training step for a model whose forward returns the loss, or an object with an attribute `loss`."""
+    stepped = as_tuple(optimizers)
 
     def step(*inputs: Any) -> Any:
         returned = model(*inputs)
@@ -33,8 +40,9 @@ def loop_body(model: nn.Module, optimizer: optim.Optimizer) -> Callable[..., Any
                 "step_fn, which makes the function that holds the lines of your loop."
             )
         (loss if loss.ndim == 0 else loss.sum()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in stepped:
+            optimizer.step()
+        model.zero_grad()
         return loss.detach()
 
     return step
@@ -43,7 +51,7 @@ def loop_body(model: nn.Module, optimizer: optim.Optimizer) -> Callable[..., Any
 def plan_whole_step(
     function: Callable[..., Any],
     model: nn.Module,
-    optimizer: optim.Optimizer,
+    optimizers: Sequence[optim.Optimizer],
     inputs: Sequence[Any],
     compiler_of: Callable[[Frame], FrameCompiler],
 ) -> None:
@@ -52,22 +60,23 @@ def plan_whole_step(
     Args:
         function: function with the lines of the training loop.
         model: model with fake tensors.
-        optimizer: optimizer of the model; its state is created.
+        optimizers: optimizers of the model; their state is created.
         inputs: inputs of the function.
         compiler_of: function that returns the compiler of a frame.
     """
-    check_optimizer(optimizer)
-    check_function(function, [optimizer])
-    lifted = Lifted.of(model, [optimizer])
-    if lifted.drawn() is not None:
-        check_rounded(optimizer)
+    check_function(function, optimizers)
+    lifted = Lifted.of(model, optimizers)
+    for optimizer in optimizers:
+        check_optimizer(optimizer)
+        if lifted.drawn() is not None:
+            check_rounded(optimizer)
     captured = capture(function, lifted, inputs, {})
     if not captured.effects.steps:
         raise ZgraphError("zgraph.plan: the step does not call optimizer.step(); call it, or leave out the optimizer.")
     if captured.effects.makes_state:
         _put_state(captured, lifted)
         lifted.settle()
-        lifted = Lifted.of(model, [optimizer])
+        lifted = Lifted.of(model, optimizers)
         captured = capture(function, lifted, inputs, {})
     frame = Frame(name="step/0", reason="", inputs=lifted.tensors(), is_step=True)
     compiler_of(frame).compile_step(captured.gm)

@@ -209,7 +209,7 @@ def compile_resting(case: Rest) -> list[Copies]:
             state.scope.resting.has_step = True  # as training_step says
             if case.what == "step":
                 planned = replace(options, lowering="fx")  # its capture is not decomposed
-                plan_whole_step(step, model, optimizer, (x,), lambda frame: compiler_of(frame, planned))
+                plan_whole_step(step, model, [optimizer], (x,), lambda frame: compiler_of(frame, planned))
             if case.what == "first step" or case.lowering == "inductor":
                 found.clear()
                 lifted = Lifted.of(model, [optimizer])

@@ -17,6 +17,7 @@ from zgraph.analysis.cuda_workspace import COMMUNICATOR_BYTES
 from zgraph.graph import nodes
 from zgraph.passes import BucketCollectives, presets
 from zgraph.planner.planned_step import Plan
+from zgraph.planner.whole_step import loop_body
 from zgraph.reporting.tables import size
 from zgraph.tiers.lanes import Lane
 
@@ -182,12 +183,17 @@ def clipped(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     return step
 
 
-def captured_for_real(zero_stage: int) -> tuple[int, int]:
+def muon_and_adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
+    *hidden, last = model.parameters()
+    return [torch.optim.Muon(hidden), torch.optim.AdamW([last], fused=True)]
+
+
+def captured_for_real(zero_stage: int, make: Any = adamw, lines: Any = None) -> tuple[int, int]:
     model = zgraph.shard(build(), zero_stage=zero_stage)
-    optimizer = adamw(model)
+    optimizer = make(model)
     report = zgraph.Report()
     options = {"lowering": "fx", "report": report}
-    step: Any = zgraph.training_step(model, optimizer, options=options)(clipped(model, optimizer))
+    step: Any = zgraph.training_step(model, optimizer, options=options)((lines or clipped)(model, optimizer))
     for _ in range(2):
         step(torch.zeros(8, WIDTH))
     last = report.graphs[-1]
@@ -200,6 +206,16 @@ def test_plan_with_an_optimizer_covers_the_whole_step(ranks: Ranks, zero_stage: 
     (graph,) = found.graphs
     assert graph.direction == "step"
     assert (graph.nodes, found.sent_bytes) == ranks.run(captured_for_real, zero_stage)[0]
+
+
+@pytest.mark.parametrize("zero_stage", [3, 0])
+def test_plan_takes_several_optimizers(ranks: Ranks, zero_stage: int) -> None:
+    found = planned(2, zero_stage=zero_stage, optimizer_fn=muon_and_adamw)
+    (graph,) = found.graphs
+    with_lines = ranks.run(captured_for_real, zero_stage, muon_and_adamw, loop_body)[0]
+    assert (graph.nodes, found.sent_bytes) == with_lines
+    assert found.optimizer == "Muon and AdamW"
+    assert found.moment_bytes < planned(2, zero_stage=zero_stage).moment_bytes  # one moment of a matrix instead of two
 
 
 def test_the_step_of_a_plan_includes_its_optimizer() -> None:

@@ -121,6 +121,32 @@ def test_another_number_of_ranks_resumes(pool: RanksPool, ranks: Ranks, tmp_path
     assert ranks.run(resumed, path, stage) == [{}] * 3
 
 
+def with_new_options(captured: bool) -> dict[str, float]:
+    """Differences from the twin where every option changes between steps."""
+    training = Training(Case(captured=captured))
+    twin = Twin(training)
+    for number in range(4):
+        for optimizer in (training.muon, twin.muon):
+            for group in optimizer.param_groups:
+                group |= {
+                    "lr": 0.01 * (1 + number),
+                    "weight_decay": 0.1 * number,
+                    "momentum": 0.9 + 0.01 * number,
+                    "ns_coefficients": (3.0, -4.0, 2.0) if number == 2 else (3.4445, -4.7750, 2.0315),
+                    "eps": 10.0 if number == 3 else 1e-7,
+                    "nesterov": number != 1,
+                }
+        twin.step(training.train(number))
+    found = training.values()
+    return {name: 1.0 for name, one in twin.matrices.items() if not torch.equal(found[name], one)}
+
+
+@worlds(2)
+@pytest.mark.parametrize("captured", [True, False])
+def test_options_may_change_between_steps(ranks: Ranks, captured: bool) -> None:
+    assert ranks.run(with_new_options, captured) == [{}] * 2
+
+
 # --- refused, or stepped on DTensors
 
 
@@ -187,11 +213,13 @@ def gpt(layers: int, width: int) -> list[tuple[int, int]]:
 def test_ranks_share_the_work(world: int) -> None:
     shapes = gpt(12, 64)
     whole_work = sum(newton_schulz_flops(*shape, STEPS) for shape in shapes)
-    loads = [0] * world
+    loads, sent = [0] * world, 0
     for bucket in plan_buckets(shapes, world, is_sharded=True, least_numel=64 * 64 * 12, steps=STEPS):
         for member, owner in zip(bucket.members, bucket.layout.owners, strict=True):
             loads[owner] += newton_schulz_flops(*shapes[member], STEPS)
+        sent += world * world * bucket.layout.part_numel
     assert sum(loads) == whole_work
+    assert sent <= 4 / 3 * sum(rows * columns for rows, columns in shapes)  # all parts are as long as the longest
     assert max(loads) <= 1.2 * whole_work / world
 
 
@@ -218,9 +246,9 @@ def described(graph: fx.Graph) -> dict[str, Any]:
 def test_rows_travel_once_each_way_in_bf16(ranks: Ranks) -> None:
     numel = sum(one.numel() for one in muon.Layers().parameters() if one.ndim == 2)
     for found in ranks.run(kept_step, Case(bucket_bytes=64)):
-        assert 2 * 2 * numel / 2 <= found["sent"] <= 1.125 * 2 * 2 * numel / 2
+        assert numel <= found["sent"] <= 1.5 * numel  # half of half the rows, twice; some are padded
     for found in ranks.run(kept_step, Case(stage=0, bucket_bytes=64)):
-        assert 2 * numel / 2 <= found["sent"] <= 2 * 2 * numel / 2  # parts are as long as the longest
+        assert numel <= found["sent"] <= 2 * numel  # half of the results; parts are as long as the longest
 
 
 @worlds(2)
@@ -228,4 +256,5 @@ def test_a_bucket_is_computed_when_the_next_is_on_its_way(ranks: Ranks) -> None:
     # Each gradient is reduced by itself.
     for found in ranks.run(kept_step, Case(bucket_bytes=64, preset={"bucket_bytes": 1})):
         place = {name: number for number, name in enumerate(found["order"])}
-        assert place["all_to_all_momenta_1"] < place["orthogonalize_0"] < place["all_to_all_layers_0_weight"]
+        assert place["all_to_all_momenta_1"] < place["orthogonalize_0"]
+        assert place["all_to_all_momenta_0"] < place["all_to_all_layers_0_weight"]  # backward has not ended

@@ -41,6 +41,7 @@ from zgraph.passes import (
     LowRank,
     NoFeedback,
     OffloadActivations,
+    OrthogonalizeOnOwners,
     QuantizeGathers,
     RecomputeActivations,
     ScheduleCopies,
@@ -165,6 +166,7 @@ class OfStep:
         target: what passes plan for, if they do.
         calls: of the step; the last graph is shown.
         micro_batches: forwards and backwards before the update.
+        zero_stage, muon: the stage, and whether Muon takes the place of SGD.
     """
 
     about: str
@@ -178,13 +180,17 @@ class OfStep:
     target: zgraph.Target | None = None
     calls: int = 1
     micro_batches: int = 1
+    zero_stage: int = 3
+    muon: bool = False
 
     def texts(self) -> tuple[str, str]:
         """The graph before, and the graph after."""
         with fake_world(2):
-            model = zgraph.shard(self.build(), zero_stage=3, offload=self.at_rest)
+            model = zgraph.shard(self.build(), zero_stage=self.zero_stage, offload=self.at_rest)
             many = {"fused": True} if self.fused else {"foreach": self.foreach}
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, **many)
+            optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1, **many)
+            if self.muon:
+                optimizer = torch.optim.Muon(model.parameters(), lr=0.1)
 
             def step(x: Tensor) -> None:
                 for _ in range(self.micro_batches):
@@ -433,6 +439,21 @@ CASES: tuple[Case | OfStep | Unsharded, ...] = (
         before=(*LOWERED, SplitUpdates(), ScheduleOverlap(), StreamStates()),
         build=one,
         target=zgraph.Target(hardware=SLOW_COPIES),
+    ),
+    OfStep(
+        about="each of two ranks gets the rows of one matrix, and computes it",
+        graph_pass=OrthogonalizeOnOwners(bucket_bytes=2),
+        before=LOWERED,
+        build=two,
+        muon=True,
+    ),
+    OfStep(
+        about="stage 0: owners return whole matrices",
+        graph_pass=OrthogonalizeOnOwners(bucket_bytes=2),
+        before=LOWERED,
+        build=two,
+        zero_stage=0,
+        muon=True,
     ),
     Case(
         about="what forward saves leaves for the host where it is made",

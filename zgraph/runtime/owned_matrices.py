@@ -13,7 +13,7 @@ from torch import Tensor
 from zgraph.runtime.chunks import chunk_rows, local_rows
 
 MOST_PADDING = 1.125  # sent elements for each element of a bucket's matrices
-MOST_BUCKETFULS = 8  # of elements, in a bucket that has more padding, or no work for some rank
+MOST_MATRICES = 4  # for each rank, in a bucket that has more padding, or no work for some rank
 ORTHOGONAL_DTYPE = torch.bfloat16  # in which torch's Newton-Schulz iteration computes, and in which rows travel
 
 
@@ -139,14 +139,14 @@ def plan_buckets(
 ) -> list[Bucket]:
     """Cut a sequence of matrices into buckets, and choose an owner for each matrix.
 
-    A bucket ends once it has `least_numel` elements, work for every rank, and at most `MOST_PADDING`. Ranks' loads are
-    balanced over all buckets.
+    A bucket ends once it has `least_numel` elements and, for every rank, work in parts of nearly equal size or
+    `MOST_MATRICES`. Ranks' loads are balanced over all buckets.
 
     Args:
         shapes: [rows, columns] of each matrix, in the order in which their gradients arrive.
         world: number of ranks.
         is_sharded: see `OwnedMatrices`.
-        least_numel: least elements of a bucket; a bucket with `MOST_BUCKETFULS` times as many ends in any case.
+        least_numel: least elements of a bucket.
         steps: iterations for each matrix.
     """
     found: list[Bucket] = []
@@ -158,8 +158,8 @@ def plan_buckets(
         sizes = [math.prod(shapes[one]) for one in members]
         layout = OwnedMatrices.of(rows, columns, assign_owners(flops, sizes, loads), world, is_sharded=is_sharded)
         is_good = len(set(layout.owners)) == world and layout.padding <= MOST_PADDING
-        full = sum(sizes) / least_numel
-        if full >= MOST_BUCKETFULS or (full >= 1 and is_good) or number == len(shapes) - 1:
+        is_full = sum(sizes) >= least_numel and (is_good or len(members) >= MOST_MATRICES * world)
+        if is_full or number == len(shapes) - 1:
             found.append(Bucket(tuple(members), layout))
             for owner, work in zip(layout.owners, flops, strict=True):
                 loads[owner] += work

@@ -372,6 +372,13 @@ def _interleaved(names: dict[str, Any]) -> None:
     assert "3 micro-batches run each of" in str(zgraph.explain(names["model"]))
 
 
+def _muon_stepped(names: dict[str, Any]) -> None:
+    before = [one.full_tensor().clone() for one in names["hidden"]]
+    assert len(before) > 2
+    names["step"](*names["batches"][0])
+    assert all(not torch.equal(one.full_tensor(), old) for one, old in zip(names["hidden"], before, strict=True))
+
+
 def _both_stepped(names: dict[str, Any]) -> None:
     for _ in range(2):
         assert all(loss.isfinite() for loss in names["step"](torch.ones(2, 3), torch.ones(2, 4)))
@@ -496,6 +503,7 @@ SETTINGS = [
     # training-step.md
     Setting("@zgraph.training_step(model, opt,", _sharded, _stepped_whole),
     Setting("passes = zgraph.passes.presets.default(interleave", _sharded, _interleaved),
+    Setting("hidden = [p for name, p in model.named_parameters()", _sharded, _muon_stepped),
     Setting("@zgraph.training_step(model, [opt_d", _adversaries, _both_stepped),
     Setting("opt = torch.optim.AdamW(model.parameters(), lr=torch.tensor(", _sharded_on_gpu, _replayed, on="a GPU"),
     # compression.md

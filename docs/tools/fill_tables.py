@@ -132,7 +132,7 @@ def table(name: str) -> str:
         return methods([[load(name) for name in names] for names in METHODS])
     if name.startswith("gpu-"):
         return gpu(load("gpu-h200"), name.removeprefix("gpu-"))
-    kinds = {"convergence": convergence, "zoo": zoo, "offload_states": states}
+    kinds = {"convergence": convergence, "convergence-muon": convergence, "zoo": zoo, "offload_states": states}
     kinds |= {"offload_inference": inference, "offload_capacity": capacity, "many_shapes-fx": shapes}
     kinds |= dict.fromkeys(("micro_batches-2x33.7M-1gbit", "micro_batches-2x33.7M-1gbit-bf16"), accumulating)
     kinds |= {"first_step-fx": first_steps, "first_step-inductor": first_steps}

@@ -12,7 +12,9 @@ seed, and differ in nothing but the mean gradient.
 Noise of any kind leads to another loss, at times to a better one, by some tenths of a percent. So what counts is the
 mean over seeds of the difference to none, and its 95 % interval; a tenth of a percent takes more seeds than methods
 that differ by much: `--methods none "LoCo()" --seeds 16`. "bf16" rounds gradients to bfloat16 and compresses nothing;
-"PowerSGD hook" is PyTorch's, which differs from LowRank by where it keeps the ranks' differences.
+"PowerSGD hook" is PyTorch's, which differs from LowRank by where it keeps the ranks' differences. "Muon" compresses
+nothing, and steps the matrices of the blocks by torch.optim.Muon, whose updates are as large as AdamW's, with MUON_LR
+times the learning rate.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from record import parser_of, table
+from record import about, parser_of, table
 from simulated import CompressedMean, HookMean, LowRankMean, Mean
 from torch import Tensor
 
@@ -42,6 +44,7 @@ from zgraph.compression.methods import CompressionMethod, ErrorFeedback, LoCo, N
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from train_gpt import GPT, cut, evaluate, lr_factor, make_optimizer, read_sources
 
+MUON_LR = (1, 2)
 SMALLEST = 4096  # elements of a tensor that is compressed
 FINAL_SHARE = 0.05  # of the steps, over which the final loss is a mean
 WINDOWS = 1024  # held out
@@ -58,6 +61,7 @@ def methods(ranks_per_host: int) -> dict[str, Callable[[Sequence[int], int], Mea
     return {
         "none": None,
         "bf16": None,
+        **{_muon(factor): None for factor in MUON_LR},
         "NoFeedback()": codes(NoFeedback()),
         "ErrorFeedback()": codes(ErrorFeedback()),
         "LoCo(rotate=False)": codes(LoCo(rotate=False)),
@@ -67,6 +71,23 @@ def methods(ranks_per_host: int) -> dict[str, Callable[[Sequence[int], int], Mea
            for rank in (1, 2, 4)},
         **{f"PowerSGD hook, {rank}": lambda _, world, rank=rank: HookMean(world, rank=rank) for rank in (1, 4)},
     }  # fmt: skip
+
+
+def _muon(factor: int) -> str:
+    return f"Muon, {factor} x lr"
+
+
+def optimizers_of(name: str, model: GPT, lr: float) -> list[torch.optim.Optimizer]:
+    """Those of a method: AdamW, or Muon for the matrices of the blocks and AdamW for the rest."""
+    adamw = make_optimizer(model, lr)
+    factor = next((factor for factor in MUON_LR if name == _muon(factor)), None)
+    if factor is None:
+        return [adamw]
+    hidden = {id(one): one for one in model.blocks.parameters() if one.ndim == 2}
+    for group in adamw.param_groups:
+        group["params"] = [one for one in group["params"] if id(one) not in hidden]
+    muon = torch.optim.Muon(hidden.values(), lr=factor * lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    return [adamw, muon]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,8 +143,10 @@ def train(name: str, seed: int, sizes: Sizes) -> Run:
     text, held_out_text = read_sources()
     torch.manual_seed(seed)
     model = GPT(sizes.layers, sizes.width, sizes.heads, sizes.sequence)
-    optimizer = make_optimizer(model, sizes.lr)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, sizes.steps))
+    optimizers = optimizers_of(name, model, sizes.lr)
+    schedulers = [
+        torch.optim.lr_scheduler.LambdaLR(one, lambda step: lr_factor(step, sizes.steps)) for one in optimizers
+    ]
     batches = [torch.Generator().manual_seed(1000 * seed + rank) for rank in range(sizes.ranks)]
 
     parameters = list(model.parameters())
@@ -136,7 +159,7 @@ def train(name: str, seed: int, sizes: Sizes) -> Run:
         grads: list[list[Tensor]] = []
         total = 0.0
         for random in batches:
-            optimizer.zero_grad()
+            model.zero_grad()
             starts = torch.randint(len(text) - sizes.sequence, (sizes.batch,), generator=random)
             loss = model(*cut(text, starts, sizes.sequence))
             loss.backward()
@@ -154,8 +177,8 @@ def train(name: str, seed: int, sizes: Sizes) -> Run:
             parameter.grad = mean
         if sizes.clip:
             torch.nn.utils.clip_grad_norm_(parameters, sizes.clip)
-        optimizer.step()
-        scheduler.step()
+        for one in (*optimizers, *schedulers):
+            one.step()
 
     windows = torch.linspace(0, len(held_out_text) - sizes.sequence - 1, WINDOWS).long().view(-1, 32)
     held_out = evaluate(model, held_out_text, windows, sizes.sequence)
@@ -184,6 +207,26 @@ def mean_and_half(values: Sequence[float]) -> tuple[float, float]:
         return statistics.fmean(values), math.inf
     t = T_95[len(values) - 2] if len(values) - 2 < len(T_95) else 2.1
     return statistics.fmean(values), t * statistics.stdev(values) / len(values) ** 0.5
+
+
+def rows(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Final and held-out losses of each method: means over the seeds, and shares above none."""
+    found: list[dict[str, Any]] = []
+    for name in dict.fromkeys(run.method for run in runs):
+        mine = [run for run in runs if run.method == name]
+        shares, held_out = (differences(runs, name, "none", held_out=choice) for choice in (False, True))
+        compared = bool(shares) and name != "none"
+        found.append(
+            {
+                "method": name,
+                "loss": statistics.fmean(run.final for run in mine),
+                "relative": statistics.fmean(shares) if compared else None,
+                "relative_by_seed": shares if compared else [],
+                "held_out_loss": statistics.fmean(run.held_out for run in mine),
+                "held_out_relative": statistics.fmean(held_out) if compared else None,
+            }
+        )
+    return found
 
 
 def show(runs: Sequence[Run], names: Sequence[str]) -> None:
@@ -244,7 +287,9 @@ def load(path: Path) -> tuple[Sizes, list[Run]]:
 def save(path: Path, sizes: Sizes, runs: Sequence[Run]) -> None:
     """All or nothing: whoever stops the program loses no run."""
     written = path.with_suffix(".writing")
-    written.write_text(json.dumps({"sizes": asdict(sizes), "runs": [asdict(run) for run in runs]}))
+    ordered = sorted(runs, key=lambda run: run.seed)
+    content = about() | {"sizes": asdict(sizes), "rows": rows(ordered), "runs": [asdict(run) for run in runs]}
+    written.write_text(json.dumps(content))
     written.replace(path)
 
 

@@ -254,6 +254,16 @@ class TwoLosses(Loop):
         return loss.detach()
 
 
+class Preferences(Loop):
+    """Two forwards for each backward, of two halves of the batch that are compared."""
+
+    def run(self, number: int, batch: Tensor) -> Tensor:
+        better, worse = (self.loss(self.logits(half), half) for half in (batch, batch.flip(1)))
+        loss = F.softplus(better - worse)
+        (loss / self.case.k).backward()
+        return loss.detach()
+
+
 class Noisy(Loop):
     """Tokens are drawn anew at random places, before each forward."""
 

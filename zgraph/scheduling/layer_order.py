@@ -100,16 +100,15 @@ class Layers:
     """The layers of a model, as cut out of one of its forwards.
 
     Attributes:
-        begins: for each layer but the first, which has the number 0: handle of a parameter that is first read there,
-            and the number of the layer.
+        of_parameters: number of the layer that first reads each parameter, by the parameter's handle.
     """
 
-    begins: Mapping[fx.Node, int]
+    of_parameters: Mapping[fx.Node, int]
 
     @property
     def last(self) -> int:
-        """Number of the last layer."""
-        return len(self.begins)
+        """Number of the last layer; the first has the number 0."""
+        return max(self.of_parameters.values(), default=0)
 
     @classmethod
     def of(cls, one: MicroBatch, parts: StepParts) -> Layers:
@@ -120,22 +119,32 @@ class Layers:
         asked = list(_first_reads(one.forward, parts))
         passing = _passing_bytes(one.forward, parts)
         around = [math.inf, *(passing[place] for place, _ in asked[1:]), math.inf]
-        begins: dict[fx.Node, int] = {}
-        for number, (place, handle) in enumerate(asked[1:]):
-            if passing[place] <= min(around[number], around[number + 2]):
-                begins[handle] = len(begins) + 1
-        return cls(begins)
+        found: dict[fx.Node, int] = dict.fromkeys(asked[0][1], 0)
+        layer = 0
+        for number, (place, handles) in enumerate(asked[1:]):
+            layer += passing[place] <= min(around[number], around[number + 2])
+            found |= dict.fromkeys(handles, layer)
+        return cls(found)
 
     def of_nodes(self, one: MicroBatch, parts: StepParts) -> dict[fx.Node, int]:
-        """Return the layer of each node of a micro-batch: it only rises in forward, and only falls in backward."""
+        """Return the layer of each node of a micro-batch.
+
+        It rises in program order in forward, and falls in backward. A forward may pass through the model several times,
+        as for a preference loss: the layer starts again where a parameter is read together with values of earlier
+        layers only, in backward where values of later layers are read.
+        """
         found: dict[fx.Node, int] = {}
+        least: dict[fx.Node, int] = {}  # by what a node needs
         layer = 0
         for node in one.forward:
-            layer = max([layer, *(self.begins.get(handle, 0) for handle in parts.parameters(node))])
+            read = [self.of_parameters.get(handle, 0) for handle in parts.parameters(node)]
+            least[node] = max([0, *read, *(least[source] for source in node.all_input_nodes if source in least)])
+            layer = least[node] if read else max(layer, least[node])
             found[node] = layer
         for node in reversed(one.forward):
-            if node in parts.gathered:  # just before it is used
-                found[node] = min((found[user] for user in node.users if user in found), default=found[node])
+            users = [found[user] for user in node.users if user in found]
+            # A gather comes just before its use, and so does what precedes another pass.
+            found[node] = min([*users, *([] if node in parts.gathered and users else [found[node]])])
         # What backward reads was saved by a reader in forward, or by the node that made it: by the last one, as
         # backward has passed the layers after it.
         saved_by = dict(found)
@@ -144,22 +153,38 @@ class Layers:
                 if source in saved_by:
                     saved_by[source] = max(saved_by[source], found[node])
         for backward in one.backwards:
-            layer = self.last
-            for node in backward:
-                read = [saved_by[source] for source in node.all_input_nodes if source in saved_by]
-                layer = min(layer, max(read, default=layer))
-                found[node] = layer
+            found |= self._descend(backward, saved_by)
+        return found
+
+    def _descend(self, backward: Sequence[fx.Node], saved_by: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
+        """Return the layers of one backward's nodes.
+
+        Args:
+            backward: the nodes.
+            saved_by: for each node of forward, the layer that saved its value.
+        """
+        found: dict[fx.Node, int] = {}
+        most: dict[fx.Node, int] = {}  # by what a node needs
+        layer = self.last
+        for node in backward:
+            read = [saved_by[source] for source in node.all_input_nodes if source in saved_by]
+            made = (most[source] for source in node.all_input_nodes if source in most)
+            most[node] = min([max(read, default=self.last), *made])
+            layer = most[node] if read else min(layer, most[node])
+            found[node] = layer
+        for node in reversed(backward):
+            found[node] = max([found[node], *(found[user] for user in node.users if user in found)])
         return found
 
 
-def _first_reads(forward: Sequence[fx.Node], parts: StepParts) -> Iterator[tuple[int, fx.Node]]:
-    """Yield the place of each node that reads a new parameter, and the parameter's handle."""
+def _first_reads(forward: Sequence[fx.Node], parts: StepParts) -> Iterator[tuple[int, list[fx.Node]]]:
+    """Yield the place of each node that reads new parameters, and the parameters' handles."""
     known: set[fx.Node] = set()
     for place, node in enumerate(forward):
         new = [handle for handle in parts.parameters(node) if handle not in known]
         known.update(new)
         if new:
-            yield place, new[0]
+            yield place, new
 
 
 def _passing_bytes(forward: Sequence[fx.Node], parts: StepParts) -> list[int]:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import fx, nn, optim
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.utils import parametrizations
 
 import zgraph
 from tests.support import muon
@@ -40,6 +41,8 @@ EQUAL = {
     "compressed": Case(preset={"compression": P.LoCo()}, stage=2, bucket_bytes=64),
     "other options": Case(muon={"nesterov": False, "adjust_lr_fn": "match_rms_adamw", "ns_steps": 3}, clips=True),
     "at rest on the host": Case(shard={"offload": zgraph.Offload(params="host", optimizer="host")}),
+    "a layer of each rank's own": Case(ignores=True, bucket_bytes=64),
+    "a layer of each rank's own, plain lines": Case(ignores=True, captured=False, stage=0),
     "plain lines": Case(captured=False, k=2),
     "plain lines, stage 0": Case(captured=False, stage=0, clips=True),
 }
@@ -96,8 +99,8 @@ def saved(path: Path) -> Path:
     return zgraph.save_checkpoint(path, training.model, [training.muon, training.adamw], step=1)
 
 
-def resumed(path: Path, stage: int) -> dict[str, float]:
-    """Differences of a resumed run's next step from that of the twin."""
+def resumed(path: Path, stage: int) -> list[str]:
+    """Matrices that differ from the twin's after the next step of a resumed run."""
     training = Training(Case(stage=stage))
     zgraph.load_checkpoint(path, training.model, [training.muon, training.adamw])
     training.plain = training.values()
@@ -106,23 +109,18 @@ def resumed(path: Path, stage: int) -> dict[str, float]:
         momentum = whole(training.muon.state[one]["momentum_buffer"]).clone()
         twin.muon.state[twin.matrices[name]]["momentum_buffer"] = momentum
     twin.step(training.train(1))
-    found = training.values()
-    return {
-        name: (found[name] - one).abs().max().item()
-        for name, one in twin.matrices.items()
-        if not torch.equal(found[name], one)
-    }
+    return different(training, twin)
 
 
 @worlds(3)
 @pytest.mark.parametrize("stage", [2, 0])
 def test_another_number_of_ranks_resumes(pool: RanksPool, ranks: Ranks, tmp_path: Path, stage: int) -> None:
     path = pool.of(2).run(saved, tmp_path)[0]
-    assert ranks.run(resumed, path, stage) == [{}] * 3
+    assert ranks.run(resumed, path, stage) == [[]] * 3
 
 
-def with_new_options(captured: bool) -> dict[str, float]:
-    """Differences from the twin where every option changes between steps."""
+def with_new_options(captured: bool) -> list[str]:
+    """Matrices that differ from the twin's where every option changes between steps."""
     training = Training(Case(captured=captured))
     twin = Twin(training)
     for number in range(4):
@@ -137,14 +135,57 @@ def with_new_options(captured: bool) -> dict[str, float]:
                     "nesterov": number != 1,
                 }
         twin.step(training.train(number))
-    found = training.values()
-    return {name: 1.0 for name, one in twin.matrices.items() if not torch.equal(found[name], one)}
+    return different(training, twin)
 
 
 @worlds(2)
 @pytest.mark.parametrize("captured", [True, False])
 def test_options_may_change_between_steps(ranks: Ranks, captured: bool) -> None:
-    assert ranks.run(with_new_options, captured) == [{}] * 2
+    assert ranks.run(with_new_options, captured) == [[], []]
+
+
+def different(training: Training, twin: Twin) -> list[str]:
+    found = training.values()
+    return [name for name, one in twin.matrices.items() if not torch.equal(found[name], one)]
+
+
+def with_a_hook() -> list[str]:
+    """A hook before the step halves gradients; registered after `step_on_shards`."""
+    training = Training(Case(captured=False))
+    twin = Twin(training)
+
+    def halve(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for group in optimizer.param_groups:
+            for one in group["params"]:
+                one.grad.mul_(0.5)
+
+    training.muon.register_step_pre_hook(halve)
+    for number in range(2):
+        twin.step(training.train(number))  # which returns the halved gradients
+    return different(training, twin)
+
+
+def with_state_of_one_rank(captured: bool) -> list[str]:
+    """The state dict is that of a Muon without ranks."""
+    training = Training(Case(captured=captured))
+    twin = Twin(training)
+    twin.step({name: torch.ones_like(one) for name, one in twin.matrices.items()})
+    training.muon.load_state_dict(twin.muon.state_dict())
+    for name, one in twin.matrices.items():
+        one.data.copy_(training.plain[name])
+    twin.step(training.train(0))
+    return different(training, twin)
+
+
+@worlds(2)
+def test_hooks_before_a_plain_step_come_first(ranks: Ranks) -> None:
+    assert ranks.run(with_a_hook) == [[], []]
+
+
+@worlds(2)
+@pytest.mark.parametrize("captured", [True, False])
+def test_state_of_one_rank_is_loaded(ranks: Ranks, captured: bool) -> None:
+    assert ranks.run(with_state_of_one_rank, captured) == [[], []]
 
 
 # --- refused, or stepped on DTensors
@@ -169,6 +210,12 @@ def test_embeddings_and_heads_are_refused_by_name(tied: bool, named: str) -> Non
             zgraph.training_step(model, every)
         zgraph.training_step(model, every, options={"embeddings_by_muon": True})
         zgraph.training_step(model, optim.Muon([model.hidden.weight]))
+
+
+def test_an_embedding_whose_weight_is_computed_is_no_obstacle() -> None:
+    with fake_world(2):
+        model = nn.Sequential(parametrizations.weight_norm(nn.Embedding(11, 8)), nn.Linear(8, 8))
+        zgraph.training_step(zgraph.shard(model), optim.Muon([model[1].weight]))
 
 
 def split_by_tensor_parallelism() -> list[float]:

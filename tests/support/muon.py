@@ -49,6 +49,7 @@ class Case:
         captured: as a whole step; else plain lines with `zgraph.step_on_shards`.
         muon: options of Muon.
         clips: clip gradients.
+        ignores: each rank keeps its own values of a layer.
     """
 
     stage: int = 3
@@ -65,6 +66,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     muon: Mapping[str, Any] = field(default_factory=dict[str, Any])
     clips: bool = False
+    ignores: bool = False
 
 
 class Training:
@@ -78,7 +80,8 @@ class Training:
         if case.replicas > 1:
             shape = (case.replicas, dist.get_world_size() // case.replicas)
             mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replica", "dp"))
-        zgraph.shard(self.model, mesh, zero_stage=case.stage, **case.shard)
+        ignored = [self.model.layers[1]] if case.ignores else []
+        zgraph.shard(self.model, mesh, zero_stage=case.stage, ignored=ignored, **case.shard)
         self.matrices = {name: one for name, one in self.model.named_parameters() if one.ndim == 2}
         others = [one for one in self.model.parameters() if one.ndim != 2]
         first, *rest = self.matrices.values()

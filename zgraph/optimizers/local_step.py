@@ -7,7 +7,8 @@ but for one parameter at a time, and would compute the placements of every resul
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, optim
 from torch.distributed.tensor import DTensor
 
-from zgraph.optimizers.muon import matrices_of, on_owners, step_matrices
+from zgraph.optimizers.muon import matrices_of, on_owners, shared_of, step_matrices
 from zgraph.torch_compat.dtensor import dtensor_like, local_of
 from zgraph.torch_compat.modules import step_hooks
 
@@ -44,7 +45,7 @@ def step_on_shards(optimizer: Optimizer) -> Optimizer:
     """Make `optimizer.step()` run on this rank's local shards: faster than on DTensors, with bitwise equal results.
 
     Only hooks are added to the optimizer. Its class, parameters, groups, state dicts, schedulers and scalers work as
-    before, its state still consists of DTensors, and a step that raises an error changes nothing.
+    before, its state still consists of DTensors, and a step that raises an error changes nothing but Muon's momenta.
 
     A step still runs on DTensors if it runs inside torch.compile, if the optimizer is differentiable, or if gradients
     have other placements than their parameters. A copied or unpickled optimizer needs its own call of this function.
@@ -101,15 +102,14 @@ class _StandIn:
             with torch.enable_grad():
                 loss = closure()
             given = (lambda: loss,)
-        found, matrices = shards_of(optimizer), matrices_of(optimizer)
+        found, matrices = shards_of(optimizer), matrices_of(optimizer, shared_of(optimizer))
         if found is None or (matrices is None and type(optimizer) not in ELEMENT_WISE):
             return (optimizer, *given), {}
         self.taken, state = found
         groups = [{**group, "params": shards} for group, shards in zip(optimizer.param_groups, self.taken, strict=True)]
         self.present = stand_in = object.__new__(type(optimizer))
         if matrices is not None:
-            step_matrices(groups, state, matrices, on_owners)
-            groups = []  # nothing is left for the step itself
+            groups = _Instead(partial(step_matrices, groups, state, matrices, on_owners))
         stand_in.__dict__ = {**optimizer.__dict__, "param_groups": groups, "state": state}
         return (stand_in, *given), {}
 
@@ -118,6 +118,18 @@ class _StandIn:
         self.present, self.taken = None, []
         if stand_in is not None and args[0] is stand_in:
             take_over(optimizer, taken, stand_in.state)
+
+
+class _Instead(list[dict[str, Any]]):
+    """Empty parameter groups. A step that iterates over them, after all hooks before it, calls a function instead."""
+
+    def __init__(self, step: Callable[[], None]) -> None:
+        super().__init__()
+        self._step = step
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        self._step()
+        return super().__iter__()
 
 
 def take_over(

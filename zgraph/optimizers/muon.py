@@ -7,7 +7,7 @@ ranks. Here one rank computes each matrix with torch's own function, so results 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Container, Hashable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from zgraph import dialect as dialect  # registers the operators used here
 from zgraph.runtime.exchanges.collectives import all_gather, all_to_all
 from zgraph.runtime.groups import group_size, reduction_group
 from zgraph.runtime.owned_matrices import OwnedMatrices, plan_buckets
+from zgraph.sharding.tensors.tracked import model_of
 from zgraph.torch_compat.modules import local_parameters, muon_rate
 
 # The options that `step_matrices` implements. With others, a step runs on DTensors.
@@ -45,14 +46,21 @@ class Matrix:
     group_name: str
 
     @classmethod
-    def of(cls, parameter: Tensor) -> Matrix | None:
-        """Describe a parameter; None if it lies in another way, such as split by tensor parallelism."""
+    def of(cls, parameter: Tensor, *, is_shared: bool) -> Matrix | None:
+        """Describe a parameter; None if it lies in another way, such as split by tensor parallelism.
+
+        Args:
+            parameter: a matrix.
+            is_shared: whether all ranks have the same values and gradients of a matrix that is not sharded.
+        """
         if not isinstance(parameter, DTensor):
             return cls(parameter.shape[0], False, "")
         mesh, placements = parameter.device_mesh, parameter.placements
         split = [axis for axis, placement in enumerate(placements) if placement != Replicate()]
         if len(split) > 1 or any(type(placements[axis]) is not Shard or placements[axis] != Shard(0) for axis in split):
             return None
+        if not (split or is_shared):
+            return cls(parameter.shape[0], False, "")
         axis = split[0] if split else mesh.ndim - 1
         return cls(parameter.shape[0], bool(split), reduction_group(mesh.get_group(axis).group_name))
 
@@ -71,13 +79,27 @@ class Momentum:
         return list(self.group["ns_coefficients"]), self.group["ns_steps"], self.group["eps"]
 
 
-def matrices_of(optimizer: optim.Optimizer) -> list[Matrix] | None:
-    """Return all matrices of a Muon, group by group; None if it must step on DTensors."""
+def matrices_of(optimizer: optim.Optimizer, shared: Container[int]) -> list[Matrix] | None:
+    """Return all matrices of a Muon, group by group; None if it must step on DTensors.
+
+    Args:
+        optimizer: any optimizer.
+        shared: ids of the parameters whose gradients are reduced, so that all ranks have the same of a whole one.
+    """
     # A loaded state dict adds "differentiable" to the defaults.
     if type(optimizer) is not optim.Muon or optimizer.defaults.keys() - {"differentiable"} != OPTIONS:
         return None
-    found = [Matrix.of(one) for group in optimizer.param_groups for one in group["params"]]
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    found = [Matrix.of(one, is_shared=id(one) in shared) for one in parameters]
     return None if any(one is None for one in found) else [one for one in found if one is not None]
+
+
+def shared_of(optimizer: optim.Optimizer) -> set[int]:
+    """Return the ids of the parameters that sharded models reduce: not of those that `zgraph.shard` ignores."""
+    parameters = {id(one): one for group in optimizer.param_groups for one in group["params"]}
+    models = {model_of(one) for one in parameters.values() if isinstance(one, DTensor)} - {None}
+    states = [state for model in models if model is not None for state in model.states]
+    return {id(state.parameter) for state in states if state.is_among(parameters)}
 
 
 def check_embeddings(model: nn.Module, optimizer: optim.Optimizer) -> None:
@@ -88,7 +110,7 @@ def check_embeddings(model: nn.Module, optimizer: optim.Optimizer) -> None:
     Raises:
         ValueError: the optimizer steps one; the message names it.
     """
-    weights = [local_parameters(part)["weight"] for part in model.modules() if isinstance(part, TABLES)]
+    weights = [local_parameters(part).get("weight") for part in model.modules() if isinstance(part, TABLES)]
     tables = [weight for weight in weights if weight is not None]
     matrices = [one for one in model.parameters() if one.ndim == 2]
     heads = [one for one in matrices[-1:] if any(one.shape == table.shape for table in tables)]

@@ -121,7 +121,7 @@ def shard_loaded_state(optimizer: torch.optim.Optimizer) -> None:
     optimizers from outside torch, which may keep whole tensors by themselves, are left alone.
     """
     is_flat = isinstance(optimizer, torch.optim.LBFGS)  # it keeps vectors of all parameters together
-    if is_flat or not type(optimizer).__module__.startswith("torch.optim."):
+    if is_flat or not _is_of_torch(optimizer):
         return
     for parameter, entries in optimizer.state.items():
         if isinstance(parameter, DTensor):
@@ -129,6 +129,10 @@ def shard_loaded_state(optimizer: torch.optim.Optimizer) -> None:
                 is_plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
                 if is_plain and value.ndim and value.shape == parameter.shape:
                     entries[key] = _sharded(parameter, value)
+
+
+def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
+    return f"{type(optimizer).__module__}.".startswith("torch.optim.")
 
 
 def _sharded(like: DTensor, whole: Tensor) -> DTensor:
@@ -186,7 +190,7 @@ def guard_steps(scope: Guarded) -> None:
             model.changes.are_noted = False
         if not models or not callable(closure):
             return None
-        reads = isinstance(optimizer, torch.optim.LBFGS) or not type(optimizer).__module__.startswith("torch.optim")
+        reads = isinstance(optimizer, torch.optim.LBFGS) or not _is_of_torch(optimizer)
         reads = reads and not isinstance(closure, _Closure)  # wrapped already, by an outer optimizer
         called = _Closure(closure, reads, models, stepping, alive.accumulation, tuple(alive.optional))
         return (args, {**kwargs, "closure": called}) if len(args) < 2 else ((args[0], called, *args[2:]), kwargs)

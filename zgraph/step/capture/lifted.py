@@ -46,14 +46,22 @@ class LiftedOptimizer:
     Attributes:
         parameters: all parameters of the model.
         groups: for each parameter group, the indices of its parameters in `parameters`.
+        shared: ids of the parameters whose gradients are reduced.
     """
 
     optimizer: optim.Optimizer
     parameters: tuple[Held, ...]
     groups: tuple[tuple[int, ...], ...]
+    shared: frozenset[int] = frozenset()
 
     @classmethod
-    def of(cls, optimizer: optim.Optimizer, parameters: tuple[Held, ...], places: Mapping[int, int]) -> LiftedOptimizer:
+    def of(
+        cls,
+        optimizer: optim.Optimizer,
+        parameters: tuple[Held, ...],
+        places: Mapping[int, int],
+        shared: frozenset[int] = frozenset(),
+    ) -> LiftedOptimizer:
         """Describe an optimizer; `places` maps ids of parameters to their indices."""
         groups: list[tuple[int, ...]] = []
         for number, group in enumerate(optimizer.param_groups):
@@ -65,7 +73,7 @@ class LiftedOptimizer:
                     "whose parameters the optimizer was created with, after zgraph.shard."
                 )
             groups.append(tuple(places[id(parameter)] for parameter in group["params"]))
-        return cls(optimizer, parameters, tuple(groups))
+        return cls(optimizer, parameters, tuple(groups), shared)
 
     def positions(self) -> Iterator[int]:
         """Yield the indices of the optimizer's parameters, group by group."""
@@ -121,8 +129,10 @@ class Lifted:
         """
         parameters = _held(model, local_parameters)
         places = {id(one.tensor): place for place, one in enumerate(parameters)}
-        lifted = tuple(LiftedOptimizer.of(one, parameters, places) for one in optimizers)
-        return cls(model, lifted, parameters, sharded_parameters(model), _held(model, local_buffers))
+        handles = sharded_parameters(model)
+        shared = frozenset(id(one.sharded) for one in handles.values() if not one.spec.ignored)
+        lifted = tuple(LiftedOptimizer.of(one, parameters, places, shared) for one in optimizers)
+        return cls(model, lifted, parameters, handles, _held(model, local_buffers))
 
     @cached_property
     def held(self) -> list[Tensor]:

@@ -82,7 +82,7 @@ class TracedOptimizer:
         self.known: dict[Tensor, dict[str, Any]] = {}
         self.own = list(dict.fromkeys(self.lifted.positions()))
         self.before = [_options(group) for group in self.groups]
-        self.matrices = matrices_of(self.lifted.optimizer)
+        self.matrices = matrices_of(self.lifted.optimizer, self.lifted.shared)
 
     @property
     def is_on_shards(self) -> bool:

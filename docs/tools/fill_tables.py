@@ -77,6 +77,15 @@ ACCUMULATING = (
     ("zgraph-3-by-layer-least", "the same, every layer recomputed"),
     ("zgraph-3-by-layer-kept", "the same, nothing recomputed"),
 )
+# Rows of muon.py: with AdamW, and with Muon.
+OPTIMIZERS = (
+    ("ddp", "DDP"),
+    ("fsdp2", "FSDP2"),
+    ("zgraph-0", "zgraph, stage 0"),
+    ("zgraph-2", "zgraph, stage 2"),
+    ("zgraph-3", "zgraph, stage 3"),
+    ("zgraph-3-muon-everywhere", "the same, every rank computes all matrices"),
+)
 # What each column of the table of methods is made of; where two files have a row, the first one's is taken.
 METHODS = (
     ("shaped_link-2x33.7M-100mbit",),
@@ -135,6 +144,7 @@ def table(name: str) -> str:
     kinds = {"convergence": convergence, "convergence-muon": convergence, "zoo": zoo, "offload_states": states}
     kinds |= {"offload_inference": inference, "offload_capacity": capacity, "many_shapes-fx": shapes}
     kinds |= dict.fromkeys(("micro_batches-2x33.7M-1gbit", "micro_batches-2x33.7M-1gbit-bf16"), accumulating)
+    kinds |= {"muon-2x33.7M-1gbit": muon, "muon-2x33.7M-1gbit-8": muon}
     kinds |= {"first_step-fx": first_steps, "first_step-inductor": first_steps}
     return kinds.get(name, steps)(load(name))
 
@@ -177,6 +187,34 @@ def accumulating(result: dict[str, Any]) -> str:
         shown = "DDP, bf16 hook, `no_sync`" if name + suffix == "ddp-bf16" else label
         rows.append((shown, spread, *numbers, *(f"{ratio:.2f}" for ratio in ratios)))
     return markdown(heads, rows) + provenance([result])
+
+
+def muon(result: dict[str, Any]) -> str:
+    """Steps with Muon, and how they compare with those of AdamW and with DDP's."""
+    heads = (
+        "",
+        "AdamW, step ms",
+        "Muon, step ms (quartiles)",
+        "of AdamW's",
+        "sent MB",
+        "peak MiB",
+        "times as fast as DDP",
+    )
+    rows: list[tuple[str, ...]] = []
+    found = result["rows"]
+    for name, label in OPTIMIZERS:
+        adamw, row = found.get(name.removesuffix("-muon-everywhere")), found.get(f"{name}-muon", found.get(name))
+        if row is None or row is adamw:
+            continue
+        spread = f"{row['step_ms_median']:.0f} ({row['step_ms_low']:.0f}-{row['step_ms_high']:.0f})"
+        beside = ("", "") if adamw is None else (f"{adamw['step_ms_median']:.0f}", _of(row, adamw))
+        numbers = f"{row['sent_bytes'] / 1e6:.1f}", f"{row['peak_bytes'] / 2**20:.0f}"
+        rows.append((label, beside[0], spread, beside[1], *numbers, _of(found["ddp-muon"], row)))
+    return markdown(heads, rows) + provenance([result])
+
+
+def _of(row: dict[str, Any], other: dict[str, Any]) -> str:
+    return f"{row['step_ms_median'] / other['step_ms_median']:.2f}"
 
 
 def methods(columns: Sequence[Sequence[dict[str, Any]]]) -> str:

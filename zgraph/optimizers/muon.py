@@ -87,7 +87,7 @@ def matrices_of(optimizer: optim.Optimizer, shared: Container[int]) -> list[Matr
         shared: ids of the parameters whose gradients are reduced, so that all ranks have the same of a whole one.
     """
     # A loaded state dict adds "differentiable" to the defaults.
-    if type(optimizer) is not optim.Muon or optimizer.defaults.keys() - {"differentiable"} != OPTIONS:
+    if type(optimizer) is not optim.Muon or OPTIONS.symmetric_difference(optimizer.defaults) - {"differentiable"}:
         return None
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
     found = [Matrix.of(one, is_shared=id(one) in shared) for one in parameters]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, cast
 
@@ -102,11 +102,10 @@ def _lower(graph: fx.Graph, ctx: PassContext, found: Sequence[OrthogonalizeArgs]
             _Exchange(graph, [found[place] for place in bucket.members], bucket, ctx, number)
             for number, bucket in enumerate(buckets)
         ]
-        stages: list[Callable[[_Exchange], None]] = [_Exchange.send, _Exchange.compute, _Exchange.receive]
-        for turn in range(len(exchanges) + len(stages) - 1):
-            for late in reversed(range(len(stages))) if turn >= len(exchanges) else (0, 2, 1):
+        for turn in range(len(exchanges) + 2):
+            for late, stage in enumerate((_Exchange.send, _Exchange.compute, _Exchange.receive)):
                 if 0 <= turn - late < len(exchanges):
-                    stages[late](exchanges[turn - late])
+                    stage(exchanges[turn - late])
     edits.erase_dead(graph, [one.marker for one in found])
 
 

@@ -233,9 +233,9 @@ def test_a_step_of_two_forwards_sends_what_one_forward_sends() -> None:
     def compared(model: torch.nn.Module, part: torch.Tensor) -> torch.Tensor:
         return model(part) - model(part.flip(1)).square()
 
-    # Backward may read the first layer's gathers of forward for the one pass, and those of backward for the other.
-    assert sent_parts(planned(interleave_micro_batches=True, loss=compared)) <= 3 - 2 / 12
-    assert planned(loss=compared).step_us < 0.5 * planned(interleave_micro_batches=False, loss=compared).step_us
+    # With costs, backward recomputes what it must, and may read the first layer's gathers of forward.
+    assert sent_parts(planned(k=2, interleave_micro_batches=True, loss=compared)) <= 3 - 2 / 12
+    assert sent_parts(planned(k=2, loss=compared)) <= 3 - 2 / 12  # and that is what costs choose
 
 
 def test_the_plan_interleaves_where_that_is_faster_and_fits() -> None:

@@ -1,4 +1,4 @@
-"""Training with Muon on several ranks, beside `torch.optim.Muon` on whole matrices with the same gradients."""
+"""Training with Muon on several ranks, compared with `torch.optim.Muon` on whole matrices with the same gradients."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class Training:
             waits = case.waits and number < case.k - 1
             with zgraph.no_sync(self.model) if waits else contextlib.nullcontext():
                 with torch.autocast("cpu", torch.bfloat16, enabled=case.autocast):
-                    # Random targets give gradients of full rank; in others Newton-Schulz enlarges what was rounded.
+                    # Random targets give gradients of full rank; in others Newton-Schulz enlarges rounding errors.
                     loss = (self.model(rows[:, :24]).float() * rows[:, 24:].float()).mean() / case.k
                 loss.backward()
             total = total + loss.detach()

@@ -41,7 +41,7 @@ def is_orthogonalize(node: fx.Node) -> bool:
 
 
 def is_for_owners(node: fx.Node) -> bool:
-    """Whether the node packs matrices for their owners, or orthogonalizes those that this rank owns."""
+    """Whether the node packs matrices for their owners, or orthogonalizes the matrices of this rank."""
     ops, target = torch.ops.zgraph, node.target
     return (
         target is ops.send_to_owners.default

@@ -155,7 +155,7 @@ class OrthogonalizeArgs:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What matrices of one exchange have in common."""
+        """Properties that all matrices of one exchange share."""
         return self.is_sharded, self.group_name, meta.tensor_value(self.update).device, *self.options
 
 

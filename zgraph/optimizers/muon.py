@@ -95,7 +95,7 @@ def matrices_of(optimizer: optim.Optimizer, shared: Container[int]) -> list[Matr
 
 
 def shared_of(optimizer: optim.Optimizer) -> set[int]:
-    """Return the ids of the parameters that sharded models reduce: not of those that `zgraph.shard` ignores."""
+    """Return the ids of the parameters whose gradients sharded models reduce, without ignored ones."""
     parameters = {id(one): one for group in optimizer.param_groups for one in group["params"]}
     models = {model_of(one) for one in parameters.values() if isinstance(one, DTensor)} - {None}
     states = [state for model in models if model is not None for state in model.states]

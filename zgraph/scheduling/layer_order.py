@@ -134,7 +134,7 @@ class Layers:
         layers only, in backward where values of later layers are read.
         """
         found: dict[fx.Node, int] = {}
-        least: dict[fx.Node, int] = {}  # by what a node needs
+        least: dict[fx.Node, int] = {}  # by a node's inputs
         layer = 0
         for node in one.forward:
             read = [self.of_parameters.get(handle, 0) for handle in parts.parameters(node)]
@@ -143,7 +143,7 @@ class Layers:
             found[node] = layer
         for node in reversed(one.forward):
             users = [found[user] for user in node.users if user in found]
-            # A gather comes just before its use, and so does what precedes another pass.
+            # A gather comes just before its use, and so do nodes before another pass.
             found[node] = min([*users, *([] if node in parts.gathered and users else [found[node]])])
         # What backward reads was saved by a reader in forward, or by the node that made it: by the last one, as
         # backward has passed the layers after it.
@@ -164,7 +164,7 @@ class Layers:
             saved_by: for each node of forward, the layer that saved its value.
         """
         found: dict[fx.Node, int] = {}
-        most: dict[fx.Node, int] = {}  # by what a node needs
+        most: dict[fx.Node, int] = {}  # by a node's inputs
         layer = self.last
         for node in backward:
             read = [saved_by[source] for source in node.all_input_nodes if source in saved_by]

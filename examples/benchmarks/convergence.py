@@ -78,7 +78,7 @@ def _muon(factor: int) -> str:
 
 
 def optimizers_of(name: str, model: GPT, lr: float) -> list[torch.optim.Optimizer]:
-    """Those of a method: AdamW, or Muon for the matrices of the blocks and AdamW for the rest."""
+    """The optimizers of a method: AdamW, or Muon for the matrices of the blocks and AdamW for the rest."""
     adamw = make_optimizer(model, lr)
     factor = next((factor for factor in MUON_LR if name == _muon(factor)), None)
     if factor is None:

@@ -110,9 +110,9 @@ def _started_before(order: Sequence[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node
     for node in own:
         if nodes.is_collective(node):
             last = node
-        elif nodes.is_wait(node) and nodes.is_collective(nodes.start_of(node)):
-            assert last is not None  # its start precedes it
-            if last is not nodes.start_of(node):
+        elif last is not None and nodes.is_wait(node):
+            start = nodes.start_of(node)
+            if start is not last and nodes.is_collective(start) and not meta.parameters(start):
                 yield node, last
 
 

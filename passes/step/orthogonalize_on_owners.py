@@ -26,12 +26,12 @@ class OrthogonalizeOnOwners(GraphPass):
     """Assign each matrix that Muon orthogonalizes to an owner, which receives its rows and returns the result's.
 
     Every `zgraph::orthogonalize` gathers a matrix on all ranks, and each computes all of it. With owners, N ranks share
-    the work: each computes about 1/N of the flops, and sends (N-1)/N of its rows to the owners and as many results
-    back, in bf16. Matrices whose gradients arrive one after another form a bucket with one exchange each way. A bucket
-    is computed once the rows of the next one are on their way, and its results are awaited one bucket later, so that
-    backward and the exchanges overlap. If every rank has whole matrices (stage 0), only results travel. With replicas
-    of shards (hybrid sharding), each replica computes all matrices. Results are bitwise equal.
-    Leaves alone: matrices that a single rank holds; forward and backward.
+    the work: a rank computes about 1/N of the flops, sends (N-1)/N of its rows to their owners in bf16, and returns
+    equally many rows of results. Matrices whose gradients arrive one after another form a bucket with one exchange each
+    way. A bucket is computed once the rows of the next one are on their way, and its results are awaited one bucket
+    later, so that backward and the exchanges overlap. If every rank has whole matrices (stage 0), only results travel.
+    With replicas of shards (hybrid sharding), each replica computes all matrices. Results are bitwise equal.
+    Leaves alone: matrices on a single rank; forward and backward.
 
     Attributes:
         bucket_bytes: least bytes of the matrices of a bucket, in bf16. A bucket ends once it also has work for each
@@ -50,7 +50,7 @@ class OrthogonalizeOnOwners(GraphPass):
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> bool:
         if ctx.direction != "step":
             return False
-        found = [one for one in _markers(gm.graph) if ctx.group_size(one.group_name) > 1]
+        found = [one for one in _markers(gm.graph) if one.marker.users and ctx.group_size(one.group_name) > 1]
         if not found:
             ctx.note(self, "no matrix on several ranks is orthogonalized here")
             return False
@@ -89,7 +89,7 @@ def _runs(graph: fx.Graph, found: Sequence[OrthogonalizeArgs]) -> list[list[Orth
             runs.append([])
             used = float("inf")
         runs[-1].append(one)
-        used = min(used, *(float(order[user]) for user in one.marker.users))
+        used = min([used, *(float(order[user]) for user in one.marker.users)])
     return runs
 
 

@@ -112,7 +112,7 @@ LOOPS = {
     "weights known after all forwards": Case(loop=Weighted),
     "lengths that differ": Case(loop=Lengths),
     "a skipped backward": Case(loop=Skipped),
-    "parts called alone": Case(loop=Parts),
+    "parts called one by one": Case(loop=Parts),
     "frozen layers": Case(build=Frozen),
     "blocks that run several times": Case(build=Recurring),
 }

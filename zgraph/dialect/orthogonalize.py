@@ -6,7 +6,7 @@
 `OwnedMatrices`.
 
     sent = send_to_owners([update, ...], ...)      then an all_to_all: the owners receive all rows
-    parts = orthogonalize_owned(received, ...)     then an all_to_all, of which each rank cuts its rows
+    parts = orthogonalize_owned(received, ...)     then an all_to_all: ranks receive their rows of results
     part = orthogonalize_whole([update, ...], ...) if every rank has whole matrices (stage 0); then an all_gather
 
 Newton-Schulz computes in bf16, so rows travel as bf16 both ways and lose nothing.
@@ -42,7 +42,7 @@ def orthogonalize(
     steps: int,
     eps: float,
 ) -> Tensor:
-    """Orthogonalize a matrix of which each rank holds rows, as on one rank: bitwise equal.
+    """Orthogonalize a matrix whose rows are split over ranks, with the bits of a single rank.
 
     Args:
         update: [local rows, columns] this rank's rows, or the whole matrix.

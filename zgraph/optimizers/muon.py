@@ -47,7 +47,7 @@ class Matrix:
 
     @classmethod
     def of(cls, parameter: Tensor, *, is_shared: bool) -> Matrix | None:
-        """Describe a parameter; None if it lies in another way, such as split by tensor parallelism.
+        """Describe a parameter; None for other placements, such as those of tensor parallelism.
 
         Args:
             parameter: a matrix.

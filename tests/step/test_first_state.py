@@ -125,7 +125,7 @@ def compared(name: str) -> int:
     models = [net(), net()]
     ours, theirs = (make(model.parameters()) for model in models)
     step = zgraph.training_step(models[0], ours, options={"lowering": "fx"})(lines(models[0], ours))
-    plain = lines(models[1], theirs)
+    plain = lines(models[1], zgraph.step_on_shards(theirs) if name == "muon" else theirs)  # DTensors round differently
     for number in range(3):
         x = torch.randn(2, 4, generator=torch.Generator().manual_seed(2 * number + dist.get_rank()))
         assert torch.equal(step(x), plain(x))

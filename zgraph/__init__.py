@@ -58,7 +58,7 @@ def _homes() -> dict[str, str]:
 
 _HOMES = MappingProxyType(_homes())
 # Names that run operators of the dialect uncompiled. The kernels are in a higher layer, so they are imported here.
-_WITH_KERNELS = frozenset({"Offload"})
+_WITH_KERNELS = frozenset({"AdamW8bit", "Offload"})
 
 
 def __getattr__(name: str) -> Any:

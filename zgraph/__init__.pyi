@@ -24,6 +24,7 @@ from zgraph.errors import PreconditionError as PreconditionError
 from zgraph.errors import VerifyError as VerifyError
 from zgraph.errors import ZgraphError as ZgraphError
 from zgraph.errors import ZgraphWarning as ZgraphWarning
+from zgraph.optimizers.adamw_8bit import AdamW8bit as AdamW8bit
 from zgraph.optimizers.gradients import GradScaler as GradScaler
 from zgraph.optimizers.gradients import clip_grad_norm_ as clip_grad_norm_
 from zgraph.optimizers.local_step import step_on_shards as step_on_shards

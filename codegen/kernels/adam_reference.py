@@ -1,18 +1,14 @@
-"""Adam and AdamW with bf16 moments in plain PyTorch; the C++ and Triton kernels give bitwise equal results.
+"""AdamW on packed state in plain PyTorch; the C++ and Triton kernels give bitwise equal results.
 
 Values are fp32; every operation rounds separately, in the order in which it is written. Scalars shared by all elements
 are computed the same way in fp64. Powers are computed by repeated squaring, because library functions differ between
-machines. Parameters are updated with the moments before these are rounded. Moments are rounded stochastically:
+machines. Weights are updated with the moments before these are rounded.
 
-    round(x) = the upper half of (bits of x + r),    r uniform in 0 ... 2^16 - 1
+The random bits that round an element are a 32-bit hash of its new weight, its new first moment and the
+update's number. So they depend on no position: results are the same on any number of ranks.
 
-This is unbiased: the result is one of the two neighbours of x in bf16, each with a probability proportional to the
-distance of x from the other neighbour. The random bits are a 32-bit hash of the element's position and the update's
-number: the lower half is for the first moment, the upper half for the second.
-
-Source: stochastic rounding for training in low precision, Gupta et al. 2015, arXiv 1502.02551, section 3; of optimizer
-states in bf16, Zamirai et al. 2020, arXiv 2010.06192. Adam: Kingma and Ba 2015, arXiv 1412.6980; AdamW: Loshchilov and
-Hutter 2019, arXiv 1711.05101.
+AdamW: Loshchilov and Hutter 2019, arXiv 1711.05101. Stochastic rounding of optimizer state: Zamirai et al. 2020, arXiv
+2010.06192. Layout of the state: `zgraph.compression.packed_state`.
 """
 
 from __future__ import annotations
@@ -24,22 +20,23 @@ from dataclasses import astuple, dataclass
 import torch
 from torch import Tensor
 
-from zgraph.codegen.kernels.reference import NO_NUMBER, hash_32
+from zgraph.codegen.kernels.reference import hash_32
+from zgraph.compression.packed_state import Unpacked, pack_into, square_root, unpack
 
 _MASK = 0xFFFFFFFF
 POWER_BITS = 32  # bits of an exponent
+MIXER = 0x9E3779B1  # odd; multiplies the bits of a moment
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdamOptions:
-    """Options of `aten::_fused_adamw_`, and `decoupled`: True for AdamW, False for Adam."""
+    """Options of `aten::_fused_adamw_`."""
 
     lr: float
     beta1: float
     beta2: float
     weight_decay: float
     eps: float
-    decoupled: bool
     maximize: bool
 
     def factors(self, step: float, grad_scale: float | None) -> Factors:
@@ -47,8 +44,7 @@ class AdamOptions:
         return Factors(
             grad_scale=1.0 if grad_scale is None else grad_scale,
             sign=-1.0 if self.maximize else 1.0,
-            coupled=0.0 if self.decoupled else self.weight_decay,
-            decay=1 - self.lr * self.weight_decay if self.decoupled else 1.0,
+            decay=1 - self.lr * self.weight_decay,
             gain1=1 - self.beta1,
             beta2=self.beta2,
             gain2=1 - self.beta2,
@@ -64,7 +60,6 @@ class Factors:
 
     grad_scale: float
     sign: float
-    coupled: float
     decay: float
     gain1: float
     beta2: float
@@ -88,52 +83,35 @@ def power(base: float, exponent: int) -> float:
     return result
 
 
-def update_key(step: float, salt: int) -> int:
-    """Return 32 bits that differ between updates and between parameters."""
-    return hash_32((int(step) * 0x9E3779B1 + salt * 0xC2B2AE3D + 1) & _MASK)
+def update_key(step: float) -> int:
+    """Return 32 bits that differ between updates."""
+    return hash_32((int(step) * MIXER + 1) & _MASK)
 
 
 def update(
     parameters: Sequence[Tensor],
     grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
+    states: Sequence[Tensor],
     steps: Sequence[float],
-    salts: Sequence[int],
-    firsts: Sequence[int],
     options: AdamOptions,
     grad_scale: float | None = None,
 ) -> None:
-    """Update parameters and moments in place; if there is a loss scale, divide gradients by it in place."""
-    members = zip(parameters, grads, exp_avgs, exp_avg_sqs, steps, salts, firsts, strict=True)
-    for parameter, grad, exp_avg, exp_avg_sq, step, salt, first in members:
+    """Update parameters and states in place; if there is a loss scale, divide gradients by it in place."""
+    for parameter, grad, state, step in zip(parameters, grads, states, steps, strict=True):
         by = options.factors(step, grad_scale)
+        used = grad.float()
         if grad_scale is not None:
-            grad.div_(by.grad_scale)
-        used = grad * by.sign + parameter * by.coupled if by.coupled else grad * by.sign
-        decayed = parameter * by.decay
-        average, square = exp_avg.float(), exp_avg_sq.float()
-        average = average + (used - average) * by.gain1
-        square = square * by.beta2 + used * used * by.gain2
-        parameter.copy_(decayed + average * by.step_size / (root(square) / by.bias2 + by.eps))
-        random = draw(parameter.shape, update_key(step, salt), first)
-        exp_avg.copy_(round_stochastically(average, random & 0xFFFF))
-        exp_avg_sq.copy_(round_stochastically(square, random >> 16))
+            used = used / by.grad_scale
+            grad.copy_(used)
+        used = used * by.sign
+        before = unpack(parameter, state)
+        average = before.exp_avg + (used - before.exp_avg) * by.gain1
+        square = before.exp_avg_sq * by.beta2 + used * used * by.gain2
+        value = before.weight * by.decay + average * by.step_size / (square_root(square) / by.bias2 + by.eps)
+        pack_into(parameter, state, Unpacked(value, average, square), draw(value, average, update_key(step)))
 
 
-def root(values: Tensor) -> Tensor:
-    """Return correctly rounded square roots; torch's fp32 roots may be off by one bit."""
-    return values.double().sqrt().float()
-
-
-def draw(shape: Sequence[int], key: int, first: int) -> Tensor:
-    """Return 32 random bits, as int64, for each element: a hash of `key` and the index in the unsharded parameter."""
-    places = torch.arange(first, first + math.prod(shape), dtype=torch.int64) & _MASK
-    return hash_32(places ^ key).view(tuple(shape))
-
-
-def round_stochastically(values: Tensor, random: Tensor) -> Tensor:
-    """Round fp32 `values` to bf16, each by 16 random bits given as int64; NaN and inf are preserved."""
-    bits = values.contiguous().view(torch.int32) + random.to(torch.int32)
-    rounded = (bits >> 16).to(torch.int16)
-    return rounded.masked_fill(values.isnan(), NO_NUMBER).view(torch.bfloat16)
+def draw(value: Tensor, average: Tensor, key: int) -> Tensor:
+    """Return 32 random bits, as int64, for each element."""
+    bits, more = (one.contiguous().view(torch.int32).long() & _MASK for one in (value, average))
+    return hash_32(((bits + more * MIXER) & _MASK) ^ key)

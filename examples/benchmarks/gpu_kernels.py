@@ -19,6 +19,7 @@ from zgraph.codegen import adam_kernels
 from zgraph.codegen.kernels import reference
 from zgraph.codegen.kernels.triton import dequantize_blocks
 from zgraph.compression.methods import BlockMethod, LoCo, RngKey
+from zgraph.compression.packed_state import has_codes, packed_shape
 from zgraph.compression.payload import BucketLayout
 from zgraph.dialect.sum_ranks import sum_pieces
 
@@ -26,7 +27,7 @@ HERE = Path(__file__).resolve().parent
 DTYPES = (torch.float32, torch.bfloat16)
 ADAM: dict[str, Any] = {
     **{"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.01, "eps": 1e-8},
-    **{"decoupled": True, "maximize": False},
+    **{"maximize": False},
 }
 
 
@@ -84,29 +85,26 @@ def _sums(setting: Setting, world: int, numel: int, dtype: torch.dtype) -> Row:
 def _adam(setting: Setting, offset: int) -> Row:
     """Three updates, of tensors that begin so many elements behind an aligned address."""
     torch.manual_seed(0)
-    numels = (1000, 63, 4096)
+    shapes = ((1000,), (63, 64), (4, 1024))
+    dtypes = (torch.float32, torch.bfloat16)
+    values = [(torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)) for shape in shapes for dtype in dtypes]
     sides: list[list[Tensor]] = []
-    values = [(torch.randn(numel), torch.randn(numel)) for numel in numels]
     for device in (torch.device("cpu"), setting.device):
-        lists = [
-            [_behind(offset, value.to(dtype), device) for value in of_kind]
-            for of_kind, dtype in (
-                ([parameter for parameter, _ in values], torch.float32),
-                ([grad for _, grad in values], torch.float32),
-                *(([torch.zeros(numel) for numel in numels], torch.bfloat16) for _ in range(2)),
-            )
-        ]
+        weights, grads = ([_behind(offset, pair[place], device) for pair in values] for place in (0, 1))
+        sizes = [packed_shape(one.shape, one.dtype, codes=has_codes(one.shape)) for one in weights]
+        states = [torch.zeros(size, dtype=torch.int32, device=device) for size in sizes]
         for number in range(3):
-            steps = [torch.tensor(1.0 + number, device=device) for _ in numels]
-            run: Any = adam_kernels.fused_adam_on_cuda if device.type == "cuda" else adam_kernels.fused_adam_
-            run(*lists, steps, [1, 2, 3], [0, 5, 0], **ADAM)
-        sides.append([tensor for tensors in lists for tensor in tensors])
+            steps = [torch.tensor(1.0 + number, device=device) for _ in weights]
+            on_gpu = device.type == "cuda"
+            run: Any = adam_kernels.packed_adamw_on_cuda if on_gpu else adam_kernels.packed_adamw_
+            run(weights, grads, states, steps, **ADAM)
+        sides.append([*weights, *grads, *states])
     return same_bits("", sides[1], sides[0])
 
 
 def _behind(offset: int, value: Tensor, device: torch.device) -> Tensor:
     room = torch.empty(value.numel() + offset, dtype=value.dtype, device=device)
-    return room[offset:].copy_(value)
+    return room[offset:].view(value.shape).copy_(value)
 
 
 def times(setting: Setting) -> Iterator[Row]:

@@ -97,24 +97,30 @@ def offload_bits(setting: Setting) -> Iterator[Row]:
         on_host = steps(ALL, captured=False)
         yield row("all on the host, updated there", on_host, ALL)
         yield on_host.beside("updated there, beside updates on the device", plain)
-        expected = steps(replace(ALL_TO_DEVICE, moments_dtype=torch.bfloat16))
-        yield expected.beside("bf16 moments, beside moments of fp32", plain)
+        expected = steps(None, make=zgraph.AdamW8bit)
+        yield expected.beside("AdamW8bit, beside AdamW", plain)
         for name, offload in {"all on the host, updated there": ALL, "all on disk": disk}.items():
-            yield row(f"bf16 moments, {name}", expected, replace(offload, moments_dtype=torch.bfloat16))
+            yield row(f"AdamW8bit, {name}", expected, offload, make=zgraph.AdamW8bit)
         calls = _three_calls(setting, config, None)
         yield same_bits("in three calls, all on the host", _three_calls(setting, config, ALL), calls)
 
 
 def _steps(
-    setting: Setting, config: ModelConfig, offload: zgraph.Offload | None, *, captured: bool = True, **of_preset: Any
+    setting: Setting,
+    config: ModelConfig,
+    offload: zgraph.Offload | None,
+    *,
+    captured: bool = True,
+    make: Any = None,
+    **of_preset: Any,
 ) -> Found:
     model = zgraph.shard(setting.model(config), setting.mesh(), offload=offload)
-    optimizer = adamw(model)
+    optimizer = adamw(model) if make is None else make(model.parameters(), lr=1e-3)
     step = whole_step(model, optimizer, {"lowering": "fx", "passes": zgraph.PassList(presets.default(**of_preset))})
     losses: list[Tensor] = []
     for number in range(STEPS):
-        # A plain step updates where parameters rest, and does not make moments of bf16.
-        alike = offload is None or (offload.moments_dtype, offload.params, offload.update) == (None, "host", None)
+        # A plain step updates where parameters rest.
+        alike = offload is None or (offload.params, offload.update) == ("host", None)
         is_plain = not captured or (number == 0 and alike)
         losses.append(local((step.function if is_plain else step)(setting.tokens(config, number))))
     state = [value for entries in optimizer.state.values() for value in entries.values() if isinstance(value, Tensor)]

@@ -34,9 +34,12 @@ DISK = zgraph.Offload(params="disk", optimizer="disk", path="given by `under`")
 MIXED = replace(DISK, params="host")
 STATE_ON_DISK = replace(DISK, params=None)
 SHARDS_ON_DISK = replace(DISK, optimizer=None)
-ROUNDED = {"moments_dtype": torch.bfloat16}
+EIGHT_BIT: dict[str, Any] = {"optimizer": "AdamW8bit"}
 PARAMETERS = 2 * LAYERS
 MOMENTS = 2 * PARAMETERS
+PACKED = PARAMETERS
+FP32_BYTES = 8 * LAYERS * (WIDTH * WIDTH + WIDTH) // WORLD
+PACKED_BYTES = LAYERS * (WIDTH * WIDTH * 17 // 8 + WIDTH * 8) // WORLD
 # Backward reads all weights but that of the first layer, which stages 1 and 2 have kept; and no bias.
 GATHERS = {0: PARAMETERS + LAYERS - 1, 1: PARAMETERS, 2: PARAMETERS, 3: PARAMETERS + LAYERS - 1}
 
@@ -137,30 +140,36 @@ def test_state_goes_to_the_host_as_it_is_made(on_gpu: Callable[..., Any]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("case", "from_disk", "to_disk", "spills", "moments_bytes"),
+    ("case", "from_disk", "to_disk", "spills", "state_bytes"),
     [
-        (Rest(offload=DISK, what="first step"), PARAMETERS + GATHERS[3], PARAMETERS + MOMENTS, MOMENTS, 8),
-        (Rest(offload=MIXED), MOMENTS, MOMENTS, 0, 8),
-        (Rest(offload=STATE_ON_DISK, fused=False, zero_stage=1), MOMENTS, MOMENTS, 0, 8),
+        (Rest(offload=DISK, what="first step"), PARAMETERS + GATHERS[3], PARAMETERS + MOMENTS, MOMENTS, FP32_BYTES),
+        (Rest(offload=MIXED), MOMENTS, MOMENTS, 0, FP32_BYTES),
+        (Rest(offload=STATE_ON_DISK, fused=False, zero_stage=1), MOMENTS, MOMENTS, 0, FP32_BYTES),
         (Rest(offload=SHARDS_ON_DISK, optimizer="SGD", zero_stage=2), 2 * PARAMETERS, PARAMETERS, 0, 0),
-        (Rest(offload=DISK, lowering="inductor"), GATHERS[3] + PARAMETERS + MOMENTS, PARAMETERS + MOMENTS, 0, 8),
-        (Rest(offload=replace(DISK, **ROUNDED)), GATHERS[3] + PARAMETERS + MOMENTS, PARAMETERS + MOMENTS, 0, 4),
         (
-            Rest(offload=replace(DISK, **ROUNDED), what="first step"),
-            PARAMETERS + GATHERS[3],
+            Rest(offload=DISK, lowering="inductor"),
+            GATHERS[3] + PARAMETERS + MOMENTS,
             PARAMETERS + MOMENTS,
-            MOMENTS,
-            4,
+            0,
+            FP32_BYTES,
+        ),
+        (Rest(offload=DISK, **EIGHT_BIT), GATHERS[3] + PARAMETERS + PACKED, PARAMETERS + PACKED, 0, PACKED_BYTES),
+        (
+            Rest(offload=DISK, what="first step", **EIGHT_BIT),
+            PARAMETERS + GATHERS[3],
+            PARAMETERS + PACKED,
+            PACKED,
+            PACKED_BYTES,
         ),
     ],
-    ids=["first", "mixed", "foreach", "sgd", "inductor", "bf16 moments", "first, bf16 moments"],
+    ids=["first", "mixed", "foreach", "sgd", "inductor", "8 bits", "first, 8 bits"],
 )
 def test_every_kind_of_step_copies_from_disk_and_to_it(
     case: Rest,
     from_disk: int,
     to_disk: int,
     spills: int,
-    moments_bytes: int,
+    state_bytes: int,
     on_gpu: Callable[..., Any],
     tmp_path: Path,
 ) -> None:
@@ -170,27 +179,27 @@ def test_every_kind_of_step_copies_from_disk_and_to_it(
     parameters = 4 * held if case.offload.params == "disk" else 0
     for one in found:
         assert (one.from_disk, one.to_disk, one.spills) == (from_disk, to_disk, spills)
-        assert one.disk_bytes == parameters + moments_bytes * held
+        assert one.disk_bytes == parameters + state_bytes
         assert one.staging_bytes > 0
 
 
 @pytest.mark.parametrize(
     ("case", "updates"),
     [
-        (Rest(offload=replace(HOST, **ROUNDED)), True),
-        (Rest(offload=replace(STATE, **ROUNDED), zero_stage=2), True),
-        (Rest(offload=replace(STREAMED, **ROUNDED)), False),
-        (Rest(offload=replace(HOST, **ROUNDED), what="first step"), False),
+        (Rest(offload=HOST, **EIGHT_BIT), True),
+        (Rest(offload=STATE, zero_stage=2, **EIGHT_BIT), True),
+        (Rest(offload=STREAMED, **EIGHT_BIT), False),
+        (Rest(offload=HOST, what="first step", **EIGHT_BIT), False),
     ],
     ids=["all", "state", "on the device", "first"],
 )
-def test_moments_of_bf16_are_updated_where_others_are(case: Rest, updates: bool, on_gpu: Callable[..., Any]) -> None:
+def test_state_of_8_bits_is_updated_where_other_state_is(case: Rest, updates: bool, on_gpu: Callable[..., Any]) -> None:
     found: list[Copies] = on_gpu(compile_resting, case)
     check(found)
     (step,) = found
     assert bool(step.updates) == updates
     held = LAYERS * (WIDTH * WIDTH + WIDTH) // WORLD
-    assert step.host_bytes == (8 * held if case.offload.params else 4 * held)
+    assert step.host_bytes == PACKED_BYTES + (4 * held if case.offload.params else 0)
 
 
 @pytest.mark.parametrize(
@@ -296,8 +305,8 @@ def test_a_plain_loop_steps_where_parameters_rest(
     ("case", "shards", "state", "counts"),
     [
         (Rest(offload=DISK), "cpu", "cpu", "cuda"),
-        (Rest(offload=replace(STATE_ON_DISK, **ROUNDED)), "cuda", "cpu", "cuda"),
-        (Rest(offload=replace(HOST, **ROUNDED)), "cpu", "cpu", "cuda"),
+        (Rest(offload=STATE_ON_DISK, **EIGHT_BIT), "cuda", "cpu", "cuda"),
+        (Rest(offload=HOST, **EIGHT_BIT), "cpu", "cpu", "cuda"),
         (Rest(offload=DISK, what="three calls"), "cpu", "cpu", "cpu"),
         (Rest(offload=HOST), "cpu", "cpu", "cuda"),
         (Rest(offload=STATE), "cuda", "cpu", "cuda"),
@@ -306,7 +315,7 @@ def test_a_plain_loop_steps_where_parameters_rest(
         (Rest(offload=STATE, what="three calls"), "cuda", "cpu", "cuda"),
     ],
     ids=[
-        *("disk", "state on disk, bf16 moments", "bf16 moments", "three calls, disk"),
+        *("disk", "state on disk, 8 bits", "8 bits", "three calls, disk"),
         *("step", "state", "state, foreach", "three calls", "three calls, state"),
     ],
 )
@@ -321,7 +330,7 @@ def test_programs_leave_everything_where_it_rests(
     assert (found.shards, found.state, found.counts) == ([shards], [state], [counts])
     assert found.grads == [shards], "where torch keeps them"
     assert found.result == ["cuda"]
-    assert found.dtypes == [case.offload.moments_dtype or torch.float32]
+    assert found.dtypes == [torch.int32 if case.optimizer == "AdamW8bit" else torch.float32]
     assert found.spaces == sorted({case.offload.params or "device", case.offload.optimizer or "device"})
     if case.what == "step":
         assert found.host_waits == (0 if case.offload == STATE and case.fused else 3)

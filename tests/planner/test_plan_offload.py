@@ -54,10 +54,16 @@ def within(budget_bytes: int) -> zgraph.PassList:
     return zgraph.PassList(presets.planned(), target=zgraph.Target(hardware=CPU, budget_bytes=budget_bytes))
 
 
-def explained(offload: zgraph.Offload | None) -> tuple[int, tuple[SpaceUse, ...], tuple[SpaceUse, ...], str]:
+def eight_bit(model: nn.Module) -> torch.optim.Optimizer:
+    return zgraph.AdamW8bit(model.parameters())
+
+
+def explained(
+    offload: zgraph.Offload | None, optimizer_fn: Any = adamw
+) -> tuple[int, tuple[SpaceUse, ...], tuple[SpaceUse, ...], str]:
     """Of real ranks: nodes and ledger of the step, ledger of the first one, and what is printed."""
     model = zgraph.shard(build(), offload=offload)
-    optimizer, report = adamw(model), zgraph.Report()
+    optimizer, report = optimizer_fn(model), zgraph.Report()
 
     options = {"lowering": "fx", "report": report}
     step: Any = zgraph.training_step(model, optimizer, options=options)(summed(model, optimizer))
@@ -143,20 +149,11 @@ def test_pinned_memory_is_counted_as_torch_takes_it() -> None:
 
 
 @worlds(2)
-def test_a_plan_counts_two_bytes_for_each_rounded_moment(ranks: Ranks) -> None:
-    offload = replace(HOST, moments_dtype=torch.bfloat16)
-    nodes, ledger, _, _ = ranks.run(explained, offload)[0]
-    found = planned(offload=offload)
+def test_a_plan_counts_the_bytes_of_packed_state(ranks: Ranks) -> None:
+    nodes, ledger, _, _ = ranks.run(explained, HOST, eight_bit)[0]
+    found = planned(offload=HOST, optimizer_fn=eight_bit)
     assert found.ledger == ledger and found.graphs[0].nodes == nodes
-    assert found.ledger[1].state == planned(offload=offload, optimizer_fn=None).ledger[1].state == PARAMETER_BYTES // 2
-
-
-def test_a_plan_refuses_an_optimizer_whose_moments_cannot_be_rounded() -> None:
-    with pytest.raises(ValueError, match=r"the optimizer is SGD; use torch.optim.AdamW"):
-        planned(
-            offload=replace(HOST, moments_dtype=torch.bfloat16),
-            optimizer_fn=lambda model: torch.optim.SGD(model.parameters()),
-        )
+    assert found.ledger[1].state == PARAMETER_BYTES // 2 * 17 // 32
 
 
 def test_an_offload_of_shard_fn_is_planned_too() -> None:
@@ -226,8 +223,8 @@ def test_tensors_offloaded_from_a_gpu_use_none_of_its_memory() -> None:
     text = rf"{host.step} of buffers between disk and GPU, and host_budget_bytes={host.step - 1}\. Use more ranks, or"
     with pytest.raises(ValueError, match=text):
         planned(hardware=gpu, offload=replace(tight, host_budget_bytes=host.step - 1))
-    rounded = planned(hardware=gpu, offload=replace(HOST, moments_dtype=torch.bfloat16)).ledger[1]
-    assert (rounded.parameters, rounded.state) == (PARAMETER_BYTES // 2, PARAMETER_BYTES // 2)
+    packed = planned(hardware=gpu, offload=HOST, optimizer_fn=eight_bit).ledger[1]
+    assert PARAMETER_BYTES // 4 < packed.state <= PARAMETER_BYTES // 2 == packed.parameters
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ OPTIMIZERS: dict[str, Make] = {
     "adam": lambda given: torch.optim.Adam(given, lr=LR, amsgrad=True),
     "adamw_foreach": lambda given: torch.optim.AdamW(given, lr=LR, foreach=True),
     "adamw_fused": lambda given: torch.optim.AdamW(given, lr=LR, fused=True),
+    "adamw_8bit": lambda given: zgraph.AdamW8bit(given, lr=LR, weight_decay=0.1),
     "adam_fused": lambda given: torch.optim.Adam(given, lr=LR, weight_decay=0.1, maximize=True, fused=True),
     "adagrad": lambda given: torch.optim.Adagrad(given, lr=LR, lr_decay=0.1),
     "rmsprop": lambda given: torch.optim.RMSprop(given, lr=LR, momentum=0.9, centered=True),
@@ -58,7 +59,8 @@ class Case:
     clip: str = "none"  # "torch", "zgraph"
     accumulation: int = 1
     no_sync: bool = False
-    precision: str = "fp32"  # "bf16", "autocast"
+    precision: str = "fp32"  # "bf16", "autocast", "bf16 weights"
+    width: int = 10
     loco: bool = False
     reset_every: int = P.LoCo().reset_every
     dropout: float = 0.0
@@ -119,7 +121,10 @@ class Loop:
     def __init__(self, case: Case) -> None:
         self.case = case
         torch.manual_seed(0)
-        model: Any = models.GatedLanguage(case.dropout) if case.gated else models.Language(case.dropout, layers=1)
+        plain = models.Language(case.dropout, layers=1, width=case.width)
+        model: Any = models.GatedLanguage(case.dropout) if case.gated else plain
+        if case.precision == "bf16 weights":
+            model.bfloat16()
         if case.frozen:
             model.blocks[0].qkv.weight.requires_grad_(False)
             model.embed.weight.requires_grad_(False)

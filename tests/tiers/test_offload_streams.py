@@ -62,6 +62,7 @@ ON_HOST = {
     "state, stage 2": Case(at_rest=STATE_UPDATED, stage=2, frugal=True, precision="autocast", frozen=True),
     "state, stage 1": Case(at_rest=STATE, stage=1, optimizer="adam_fused", resume=True, accumulation=2),
     "state, stage 0": Case(at_rest=STATE, stage=0, precision="bf16"),
+    "state, 8 bits": Case(at_rest=STATE, optimizer="adamw_8bit", width=32, precision="bf16 weights", resume=True),
 }
 
 
@@ -72,6 +73,7 @@ ON_DISK = {
     "stage 1": Case(at_rest=DISK, stage=1, optimizer="adamw_foreach", resume=True),
     "stage 0": Case(at_rest=replace(DISK, params=None), stage=0, optimizer="adam_fused", offload=True),
     "planned": Case(at_rest=DISK, stage=2, frugal=True, loco=True, precision="autocast"),
+    "8 bits": Case(at_rest=DISK, stage=2, optimizer="adamw_8bit", width=32, precision="bf16 weights", clip="torch"),
 }
 
 
@@ -115,23 +117,6 @@ def test_a_slow_disk_and_late_copies_yield_the_same_bits(ranks: Ranks, name: str
     case = replace(ON_DISK[name], at_rest=under(tmp_path, ON_DISK[name].at_rest))
     for out, back, updates in ranks.run(on_late_streams, case):
         assert out > 0 and back > 0 and not updates
-
-
-def rounded_on_late_streams(case: Case) -> None:
-    """Moments of bf16; what a CPU updates them to, test_rounded_moments.py compares with a plain twin."""
-    expected = train(replace(case, at_rest=replace(HOST, moments_dtype=torch.bfloat16)), whole_step=True)
-    with late_gpu(), slow_disk(case.at_rest):
-        found = train(case, whole_step=True)
-    assert_same(found, expected)
-
-
-@worlds(2)
-@pytest.mark.parametrize("at_rest", [DISK, HOST, MIXED])
-def test_moments_of_bf16_are_the_same_wherever_they_come_from(
-    ranks: Ranks, at_rest: zgraph.Offload, tmp_path: Path
-) -> None:
-    offload = under(tmp_path, replace(at_rest, moments_dtype=torch.bfloat16))
-    ranks.run(rounded_on_late_streams, Case(at_rest=offload, stage=2, clip="torch"))
 
 
 @worlds(2)

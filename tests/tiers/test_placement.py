@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-import zgraph
 from zgraph.tiers.copy_lanes import lanes_of
 from zgraph.tiers.offload import Offload
 from zgraph.tiers.placement.host_budget import check_host_budget
 from zgraph.tiers.placement.resting import Resting
-from zgraph.tiers.placement.step_hooks import check_rounding, follow_steps
+from zgraph.tiers.placement.step_hooks import follow_steps
 from zgraph.tiers.tier import DEVICE, HOST, Tier
 
 CPU = torch.device("cpu")
@@ -84,17 +83,6 @@ def test_hooks_are_left_out_where_no_step_makes_offloaded_state() -> None:
     resting = placed(Offload(params="host"), model)
     follow_steps(resting)
     assert set.union(*tiers_of(resting, stepped(model)).values()) == {DEVICE}
-
-
-def test_a_step_that_would_not_round_moments_is_refused() -> None:
-    model, other = nn.Linear(4, 3), nn.Linear(4, 3)
-    resting = placed(Offload(optimizer="host", moments_dtype=torch.bfloat16), model)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    with pytest.raises(zgraph.ZgraphError, match=r"a step of AdamW, whose moments must be torch\.bfloat16"):
-        check_rounding(resting, optimizer)
-    check_rounding(resting, torch.optim.AdamW(other.parameters()))
-    resting.rounding.add(optimizer)
-    check_rounding(resting, optimizer)
 
 
 def test_a_step_beyond_the_host_budget_is_refused() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -25,6 +25,7 @@ from zgraph.checkpoint.safe_reader import SafePlanner, SafeReader, decode, read_
 from zgraph.checkpoint.several_optimizers import Checkpointed, as_one
 from zgraph.checkpoint.stages import names_of_no_rank, of_this_stage
 from zgraph.errors import CheckpointError
+from zgraph.optimizers.adamw_8bit import PACKED, AdamW8bit, packed_zeros
 from zgraph.sharding.model.dry_run_load import COMPILED
 from zgraph.sharding.scope import window_is_open
 from zgraph.sharding.state_dict import meet
@@ -76,6 +77,7 @@ def load_checkpoint(
     module, stepping = without_compile(model), as_one(optimizer)
     meet(module, "zgraph.load_checkpoint()")
     rank, world = rank_and_world()
+    halves = _with_remainders(module, optimizer)
 
     def inspect() -> tuple[dict[str, Any], Metadata, dict[str, Any], list[str], str]:
         if window_is_open(module):
@@ -85,7 +87,7 @@ def load_checkpoint(
             )
         manifest = read_manifest(folder)
         metadata = read_metadata(folder)
-        wanted, others = _wanted(folder, metadata, module, stepping)
+        wanted, others = _wanted(folder, metadata, module, stepping, halves)
         wanted[f"rank.{rank % manifest['ranks']}"] = None
         _check_kinds(folder, metadata, wanted)
         return manifest, metadata, wanted, others, json.dumps(manifest)
@@ -128,6 +130,7 @@ def load_checkpoint(
         optimizer_state = None
         if stepping is not None:
             optimizer_state = restored_state(folder, metadata, wanted, module, stepping, own)
+            _keep_last_bits(optimizer_state, wanted, module, stepping, halves)
         if from_stages:
             own["runtime"][error_feedback.KEY] = {}
             return optimizer_state, [], [f"{name} ({slot})" for name in sorted(here) for slot in sizes[name]]
@@ -156,9 +159,9 @@ class _Opened(SafeReader):
 
 
 def _wanted(
-    folder: Path, metadata: Metadata, module: nn.Module, optimizer: Checkpointed | None
+    folder: Path, metadata: Metadata, module: nn.Module, optimizer: Checkpointed | None, halves: Container[str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Create new tensors for everything that must be read.
+    """Create new tensors for everything that must be read; weights named in `halves` are read as fp32 if saved so.
 
     Returns:
         The new tensors by their names in the checkpoint, then the names in the checkpoint that this rank's model lacks.
@@ -171,6 +174,11 @@ def _wanted(
         f"model.{name}": _new_like(value) if isinstance(value, Tensor) else None
         for name, value in module.state_dict().items()
     }
+    for key, value in wanted.items():
+        entry = held.get(key)
+        is_whole = isinstance(entry, TensorStorageMetadata) and entry.properties.dtype == torch.float32
+        if is_whole and key.removeprefix("model.") in halves:
+            wanted[key] = _new_like(value, torch.float32)
     missing = [name.removeprefix("model.") for name in wanted if name not in held]
     unexpected = [name.removeprefix("model.") for name in held if name.startswith("model.") and name not in wanted]
     if missing:
@@ -200,11 +208,37 @@ def _wanted(
         parameter = parameters[name]
         if not isinstance(entry, TensorStorageMetadata):
             wanted[key] = None
+        elif path[-1] == PACKED:
+            wanted[key] = packed_zeros(parameter)
         elif path[-1] != "step" and entry.size == parameter.shape:
             wanted[key] = _new_like(parameter, entry.properties.dtype)
         else:
             wanted[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
     return wanted, unexpected
+
+
+def _with_remainders(module: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None) -> frozenset[str]:
+    """Return the names of bf16 parameters whose optimizer keeps further bits of them."""
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer or ()
+    groups = [group for one in optimizers if isinstance(one, AdamW8bit) for group in one.param_groups]
+    stepped = {id(one) for group in groups for one in group["params"] if one.dtype == torch.bfloat16}
+    named = module.named_parameters()
+    return frozenset(name.replace(COMPILED, "") for name, one in named if id(one) in stepped)
+
+
+def _keep_last_bits(
+    state: Mapping[str, Any],
+    loaded: Mapping[str, Any],
+    module: nn.Module,
+    optimizer: Checkpointed,
+    halves: Container[str],
+) -> None:
+    """Add weights that were read as fp32 to the optimizer state of their bf16 parameters."""
+    by_index = names_by_index(state["param_groups"], group_names(module, optimizer))
+    for index, entries in state["state"].items():
+        weight = loaded[f"model.{by_index[index]}"]
+        if by_index[index] in halves and weight.dtype == torch.float32 and PACKED not in entries:
+            entries["weight"] = weight
 
 
 def _new_like(value: Tensor, dtype: torch.dtype | None = None) -> Tensor:

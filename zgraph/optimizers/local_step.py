@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, optim
 from torch.distributed.tensor import DTensor
 
+from zgraph.optimizers.adamw_8bit import AdamW8bit
 from zgraph.optimizers.muon import matrices_of, on_owners, shared_of, step_matrices
 from zgraph.torch_compat.dtensor import dtensor_like, local_of
 from zgraph.torch_compat.modules import step_hooks
@@ -54,7 +55,8 @@ def step_on_shards(optimizer: Optimizer) -> Optimizer:
     all ranks compute all matrices, and round differently.
 
     Args:
-        optimizer: one of torch.optim's element-wise optimizers, or Muon; its parameters may be sharded or not.
+        optimizer: one of torch.optim's element-wise optimizers, Muon, or AdamW8bit, which steps on shards anyway; its
+            parameters may be sharded or not.
 
     Returns:
         The same optimizer.
@@ -62,6 +64,8 @@ def step_on_shards(optimizer: Optimizer) -> Optimizer:
     Raises:
         ValueError: the optimizer's class is none of these classes; subclasses do not count.
     """
+    if isinstance(optimizer, AdamW8bit):  # works on local shards by itself
+        return optimizer
     if type(optimizer) not in ELEMENT_WISE | {optim.Muon}:
         known = ", ".join(sorted(kind.__name__ for kind in ELEMENT_WISE | {optim.Muon}))
         raise ValueError(

@@ -53,7 +53,6 @@ def rest_on_paper(model: nn.Module, offload: Offload | None) -> Resting | None:
             "leave param_bits out."
         )
     resting = known or Resting.on_paper(options)
-    resting.has_step = True  # or a stand-in for its state is planned
     for scope in scopes:
         scope.resting = resting
     for name, parameter in model.named_parameters():
@@ -84,8 +83,7 @@ def plan_ledger(
     for value in map(_local, (*model.parameters(), *model.buffers())):
         space = DEVICE if resting is None else resting.space_of(value)
         found[space.name, False] = found.get((space.name, False), 0) + _bytes(value, pinned and space == HOST)
-    dtype = None if resting is None else resting.options.moments_dtype
-    for value, count in _state_of(model, optimizers, dtype):
+    for value, count in _state_of(model, optimizers):
         space = tier if value.ndim else DEVICE
         found[space.name, True] = found.get((space.name, True), 0) + count * _bytes(value, pinned and space == HOST)
     return tuple(
@@ -133,19 +131,16 @@ def _alive(curve: MemoryCurve, space: str) -> Sequence[int]:
     return curve.bytes_during if space == DEVICE.name else curve.bytes_in(space)
 
 
-def _state_of(
-    model: nn.Module, optimizers: Sequence[optim.Optimizer] | None, dtype: torch.dtype | None
-) -> Iterator[tuple[Tensor, int]]:
+def _state_of(model: nn.Module, optimizers: Sequence[optim.Optimizer] | None) -> Iterator[tuple[Tensor, int]]:
     """Yield (tensor, count): this rank's optimizer state contains `count` tensors of the size of `tensor`.
 
     Args:
         model: sharded model.
         optimizers: optimizers with their state; None: two moments are assumed for each parameter.
-        dtype: dtype of assumed moments; None: the dtype of their parameters.
     """
     if optimizers is None:
         trained = [_local(value) for value in model.parameters() if value.requires_grad]
-        yield from ((torch.empty_like(value, dtype=dtype, device="meta"), ADAM_MOMENTS) for value in trained)
+        yield from ((torch.empty_like(value, device="meta"), ADAM_MOMENTS) for value in trained)
         return
     for entries in (entries for one in optimizers for entries in one.state.values()):
         yield from ((_local(value), 1) for value in entries.values() if isinstance(value, Tensor))

@@ -11,7 +11,6 @@ from zgraph.compiler.frame import Frame
 from zgraph.driver.compile_frame import FrameCompiler
 from zgraph.errors import ZgraphError
 from zgraph.graph import meta, nodes
-from zgraph.optimizers.rounded_adam import check_rounded
 from zgraph.step.capture.capture import Captured, capture
 from zgraph.step.capture.lifted import Lifted
 from zgraph.step.capture.outputs import NewState, values_of
@@ -68,8 +67,6 @@ def plan_whole_step(
     lifted = Lifted.of(model, optimizers)
     for optimizer in optimizers:
         check_optimizer(optimizer)
-        if lifted.drawn() is not None:
-            check_rounded(optimizer)
     captured = capture(function, lifted, inputs, {})
     if not captured.effects.steps:
         raise ZgraphError("zgraph.plan: the step does not call optimizer.step(); call it, or leave out the optimizer.")

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
-from zgraph.optimizers import rounded_adam
 from zgraph.runtime.exchanges.steps import check_all_sharded
 from zgraph.step import guards
 from zgraph.step.capture import parameter_hooks
@@ -39,8 +38,6 @@ class Current:
         for optimizer in optimizers:
             check_optimizer(optimizer)
             check_all_sharded(one for group in optimizer.param_groups for one in group["params"])
-            if lifted.drawn() is not None:
-                rounded_adam.check_rounded(optimizer)
         held = (*lifted.parameters, *lifted.buffers)
         self.own = frozenset(id(one.tensor) for one in held)
         self.scopes, self.optional = lifted.scopes(), lifted.optional()

@@ -24,7 +24,6 @@ from zgraph.driver.compile_frame import FrameCompiler
 from zgraph.driver.garbage import rarely_collected
 from zgraph.driver.options import CompileOptions
 from zgraph.errors import ZgraphError
-from zgraph.optimizers import rounded_adam
 from zgraph.optimizers.local_step import step_on_shards
 from zgraph.optimizers.muon import check_embeddings
 from zgraph.passes import presets
@@ -118,15 +117,9 @@ def training_step(
         _check_comparable(parsed.passes, offloads=resting is not None)
         parsed = replace(parsed, passes=presets.in_plain_order(parsed.passes))
     recorder = _recorder_of(module) if parsed.cuda_graph else None
-    if resting is not None:
-        resting.has_step = True
+    if resting is not None and resting.computes_elsewhere:
         for one in optimizers:
-            if resting.computes_elsewhere:
-                resting.options.check_updates(one)
-            if resting.options.moments_dtype is not None:
-                rounded_adam.check_rounded(one)
-                resting.rounding.add(one)
-                rounded_adam.round_plain_steps(one, partial(_drawn, module, one))
+            resting.options.check_updates(one)
 
     def decorate(function: Callable[P, R]) -> TrainingStep[P, R]:
         check_function(function, optimizers)
@@ -148,12 +141,6 @@ def _recorder_of(model: nn.Module) -> Recorder:
             f"{' and '.join(devices) or 'no device'}; move it before zgraph.shard, or leave out cuda_graph."
         )
     return CudaGraphs()
-
-
-def _drawn(model: nn.Module, optimizer: optim.Optimizer) -> dict[int, rounded_adam.Drawn]:
-    """Return the seeds of the stochastic rounding of moments, by id of the parameter."""
-    lifted = Lifted.of(model, [optimizer])
-    return {id(lifted.held[position]): one for position, one in (lifted.drawn() or {}).items()}
 
 
 def _check_comparable(passes: PassList | None, *, offloads: bool) -> None:

@@ -6,13 +6,11 @@ import os
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-import torch
 from torch import optim
 
 from zgraph.errors import check_bytes, check_choice, check_patterns
 from zgraph.tiers.tier import HOST, NAMES, Disk, Tier
 
-MOMENTS = ("exp_avg", "exp_avg_sq")  # entries of Adam's state that `moments_dtype` is for
 Place = Literal["host", "disk"] | Tier
 Bits = Literal[8, 4]
 
@@ -32,9 +30,6 @@ class Offload:
             "device", which copies parameters and state to the device and back. None: fused updates run on the host, or
             under `presets.planned` where the step is fastest; unfused updates run on the device if it is a GPU. A GPU
             and its host round updates differently.
-        moments_dtype: torch.bfloat16 for both moments of fused Adam or AdamW, which halves the memory and disk traffic
-            of the moments. Updates compute in fp32, and round moments stochastically. This changes results. Needs
-            `zgraph.training_step`. None: moments have the parameter's dtype.
         param_bits: 8 or 4: for inference, store and send weights as codes (integers of so many bits, with a scale for
             each group), and decode them on the device where they are read. Lossy. Applies to floating-point parameters
             of two or more dims and 4096 or more elements. None: parameters are stored as they are.
@@ -52,7 +47,6 @@ class Offload:
     path: str | os.PathLike[str] | None = None
     host_budget_bytes: int | None = None
     update: Literal["host", "device"] | None = None
-    moments_dtype: torch.dtype | None = None
     param_bits: Bits | None = None
     full_precision: tuple[str, ...] = ()
 
@@ -89,7 +83,6 @@ class Offload:
         if self.host_budget_bytes is not None:
             check_bytes("zgraph.Offload", ", or leave it out", host_budget_bytes=self.host_budget_bytes)
         self._check_update()
-        self._check_moments()
         self._check_bits()
 
     @property
@@ -139,21 +132,6 @@ class Offload:
             raise ValueError(
                 f'zgraph.Offload: update="host", but {name} is not fused: its updates are many small calls, which run '
                 f"on the GPU; write torch.optim.{name}(..., fused=True), if it has that, or leave update out."
-            )
-
-    def _check_moments(self) -> None:
-        dtype = self.moments_dtype
-        if dtype is None:
-            return
-        if dtype != torch.bfloat16:
-            raise ValueError(
-                f"zgraph.Offload: moments_dtype={dtype!r} is not available; write torch.bfloat16, or leave it out, for "
-                "moments in the dtype of their parameters."
-            )
-        if self.optimizer is None:
-            raise ValueError(
-                f"zgraph.Offload: moments_dtype={dtype}, but the optimizer's state is not offloaded; write "
-                'optimizer="host", or leave moments_dtype out.'
             )
 
     def _check_bits(self) -> None:

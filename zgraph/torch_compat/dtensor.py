@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
@@ -89,6 +90,18 @@ def dtensor_like(local: Tensor, like: DTensor) -> DTensor:
     Faster than `DTensor.from_local` and `DTensor(...)`, which check their arguments.
     """
     return DTensor.__new__(type(like), local, like._spec, requires_grad=False)
+
+
+def dtensor_of(local: Tensor, like: DTensor, shape: tuple[int, ...]) -> DTensor:
+    """Wrap a local tensor in a DTensor with the class, mesh and placements of `like`, but a whole shape of its own.
+
+    torch 2.11 - 2.15: `_spec`, `TensorMeta`.
+    """
+    from torch.distributed.tensor._dtensor_spec import TensorMeta
+
+    strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    spec = replace(like._spec, tensor_meta=TensorMeta(torch.Size(shape), strides, local.dtype))
+    return DTensor.__new__(type(like), local, spec, requires_grad=False)
 
 
 def locals_of(tensors: Iterable[DTensor]) -> list[Tensor]:

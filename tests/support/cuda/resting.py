@@ -53,8 +53,8 @@ class Rest:
             forward and backward, or "inference".
         lowering: "fx" or "inductor".
         zero_stage, param_dtype: as `zgraph.shard` takes them.
-        optimizer: of torch.optim, with
-        fused: or not.
+        optimizer: of torch.optim, or "AdamW8bit"; and for those of torch,
+        fused: whether they are.
         hardware: by which is planned; None: by rules.
     """
 
@@ -66,6 +66,11 @@ class Rest:
     optimizer: str = "AdamW"
     fused: bool = True
     hardware: zgraph.Hardware | None = None
+
+    def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
+        if self.optimizer == "AdamW8bit":
+            return zgraph.AdamW8bit(model.parameters())
+        return getattr(torch.optim, self.optimizer)(model.parameters(), fused=self.fused)
 
     def pipeline(self) -> zgraph.PassList:
         found = None
@@ -195,7 +200,7 @@ def compile_resting(case: Rest) -> list[Copies]:
             x = torch.zeros(8, WIDTH)
         zgraph.shard(model, zero_stage=case.zero_stage, param_dtype=case.param_dtype, offload=case.offload)
         if "step" in case.what:
-            optimizer = getattr(torch.optim, case.optimizer)(model.parameters(), fused=case.fused)
+            optimizer = case.optimizer_of(model)
 
             def step(x: Tensor) -> Tensor:
                 loss = model(x).square().mean()
@@ -206,7 +211,6 @@ def compile_resting(case: Rest) -> list[Copies]:
 
             state = state_of(model)
             assert state is not None and state.scope.resting is not None
-            state.scope.resting.has_step = True  # as training_step says
             if case.what == "step":
                 planned = replace(options, lowering="fx")  # its capture is not decomposed
                 plan_whole_step(step, model, [optimizer], (x,), lambda frame: compiler_of(frame, planned))
@@ -262,7 +266,7 @@ def plain_places(case: Rest) -> Places:
             x = torch.zeros(8, WIDTH)
         zgraph.shard(model, zero_stage=case.zero_stage, offload=case.offload)
         with mode:
-            optimizer = getattr(torch.optim, case.optimizer)(model.parameters(), fused=case.fused)
+            optimizer = case.optimizer_of(model)
             model[0].register_forward_pre_hook(lambda part, args: read.append(cast(Any, part).weight))
 
             def watch(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -378,7 +382,7 @@ def run_resting(case: Rest, calls: int = 3, clears: bool = True) -> Ran:
         with mode, torch.device("cuda"):
             model = Fixed()
         zgraph.shard(model, zero_stage=case.zero_stage, param_dtype=case.param_dtype, offload=case.offload)
-        optimizer = getattr(torch.optim, case.optimizer)(model.parameters(), fused=case.fused)
+        optimizer = case.optimizer_of(model)
         forward: Any = model
         if case.what == "three calls":
             forward = torch.compile(model, backend="zgraph", options=options, dynamic=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ from torch.distributed.tensor import DTensor
 
 from zgraph.compiler.frame_plan import FramePlan
 from zgraph.compiler.memory_ledger import ledger_of
-from zgraph.optimizers.rounded_adam import Drawn
 from zgraph.sharding.model.optional_parameters import OptionalParameters
 from zgraph.sharding.scope import Scope, ShardedParam, sharded_parameters, state_of
 from zgraph.tiers.placement.host_budget import check_host_budget
@@ -217,7 +215,8 @@ class Lifted:
         """
         shard = self.parameters[position]
         known = self.handles.get(shard.name)
-        if known is None or not known.spec.layout.is_sharded or part.shape != local(shard.tensor).shape:
+        has_rows = part.ndim > 0 and part.shape[:1] == local(shard.tensor).shape[:1]
+        if known is None or not known.spec.layout.is_sharded or not has_rows:
             return part.nbytes
         rows = part.shape[0]
         return (part[0].nbytes if rows else part.new_empty((1, *part.shape[1:])).nbytes) * known.spec.layout.chunk_rows
@@ -227,18 +226,6 @@ class Lifted:
         others = [None] * (len(self.handles) + len(self.buffers))
         state = [position for position, _, value in self.state_entries() if isinstance(value, Tensor)]
         return [*range(len(self.parameters)), *others, *state]
-
-    def drawn(self) -> dict[int, Drawn] | None:
-        """Return the seeds of the stochastic rounding of moments, by index of the parameter; None: no rounding."""
-        if self.resting is None or self.resting.options.moments_dtype is None:
-            return None
-        found: dict[int, Drawn] = {}
-        for position, one in enumerate(self.parameters):
-            known = self.handles.get(one.name)
-            layout = None if known is None else known.spec.layout
-            first = 0 if layout is None else layout.first_row * math.prod(layout.shape[1:])
-            found[position] = Drawn.of(one.name, first)
-        return found
 
     def settle(self) -> None:
         """Move the optimizers' state to the tier in which it is stored between steps."""

@@ -70,10 +70,7 @@ class StandIns:
         handles = {param: next(given) for param in lifted.handles.values()}
         buffers = [next(given) for _ in lifted.buffers]
         numbers = iter(options)
-        drawn = lifted.drawn()
-        optimizers = [
-            TracedOptimizer.of(one, watch, parameters, shards, given, numbers, drawn=drawn) for one in lifted.optimizers
-        ]
+        optimizers = [TracedOptimizer.of(one, watch, parameters, shards, given, numbers) for one in lifted.optimizers]
         others = [
             (tensor, _leaf(traced, tensor) if isinstance(tensor, DTensor) or tensor.requires_grad else traced)
             for tensor, traced in outside

@@ -15,11 +15,9 @@ from torch.distributed.tensor import DTensor
 from zgraph.errors import ZgraphError
 from zgraph.optimizers.local_step import ELEMENT_WISE, SCALARS
 from zgraph.optimizers.muon import marked, matrices_of, step_matrices
-from zgraph.optimizers.rounded_adam import Drawn, rounded_step
 from zgraph.step.capture.lifted import LiftedOptimizer, local
 from zgraph.step.capture.option_inputs import with_inputs
 from zgraph.step.capture.state_in_lines import StateInLines
-from zgraph.step.lines.redirect import with_numbers
 from zgraph.step.lines.refusals import refusal, user_line
 from zgraph.step.lines.watch import Watch
 from zgraph.torch_compat.dtensor import dtensor_like, local_of, own_placements
@@ -38,7 +36,6 @@ class TracedOptimizer:
         stepped: whether the optimizer has stepped.
         keeps_state: whether lines of the step have put entries into the state.
         skip: whether the step is skipped, as a 0-d bool tensor; None if it is never skipped.
-        drawn: seeds of the stochastic rounding of moments, by index of the parameter; None: no rounding.
     """
 
     lifted: LiftedOptimizer
@@ -50,7 +47,6 @@ class TracedOptimizer:
     stepped: bool = False
     keeps_state: bool = False
     skip: Tensor | None = None
-    drawn: Mapping[int, Drawn] | None = None
 
     @classmethod
     def of(
@@ -61,15 +57,13 @@ class TracedOptimizer:
         shards: Sequence[Tensor],
         state: Iterator[Tensor],
         options: Iterator[Any],
-        *,
-        drawn: Mapping[int, Drawn] | None = None,
     ) -> TracedOptimizer:
         """Create a stand-in from traced tensors; its state and options are taken from the two iterators."""
         groups = [
             {**with_inputs(group, options), "params": [parameters[position] for position in positions]}
             for group, positions in zip(lifted.optimizer.param_groups, lifted.groups, strict=True)
         ]
-        found = cls(lifted, watch, parameters, shards, groups, drawn=drawn)
+        found = cls(lifted, watch, parameters, shards, groups)
         for position, key, value in lifted.state_entries():
             entry = next(state) if isinstance(value, Tensor) else value
             if isinstance(value, DTensor) and not found.is_on_shards:
@@ -236,11 +230,8 @@ class TracedOptimizer:
         ):
             if self.matrices is not None:
                 step_matrices(groups, state, self.matrices, marked)
-            elif self.drawn is None:
-                plain_step(optimizer)(stand_in)
             else:
-                drawn = {given[position]: self.drawn[position] for position in self.own}
-                rounded_step(stand_in, groups, state, drawn, with_numbers)
+                plain_step(optimizer)(stand_in)
         if before != [_options(group) for group in groups]:
             raise _counts(optimizer, "param_groups", "state as a tensor for each parameter")
         for name, value in attributes.items():

@@ -50,7 +50,7 @@ class Redirect(TorchFunctionMode):
         if getattr(func, "__self__", None) is Tensor.data and len(args) == 2:
             return self._set_data(args[0], args[1])
         name = getattr(func, "__name__", "")
-        if name.startswith("_fused_"):
+        if name.startswith("_fused_") or is_fused_update(func):
             return with_numbers(func, args, kwargs)
         if func in (torch.as_tensor, torch.tensor) and args and isinstance(args[0], torch.SymFloat):
             return torch.ones((), **kwargs) * cast(float, args[0])  # these two would make a constant

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import weakref
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
@@ -14,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from zgraph.tiers.copy_lanes import lanes_of
 from zgraph.tiers.devices import KINDS, is_gpu
-from zgraph.tiers.offload import MOMENTS, Offload
+from zgraph.tiers.offload import Offload
 from zgraph.tiers.stores import allocated, copied_out
 from zgraph.tiers.tier import DEVICE, HOST, Store, Tier
 from zgraph.torch_compat.dtensor import dtensor_like, local_of
@@ -33,8 +32,6 @@ class Resting:
         planned: in a plan, whose tensors have no values, (tier, tensor) by storage key; None outside of plans.
         traced: (tier, tensor) by storage key, for fake tensors of a trace that are in a tier other than the host.
         roots: modules passed to `zgraph.shard`.
-        has_step: whether a `zgraph.training_step` has been made for the model.
-        rounding: optimizers whose steps round their moments.
         device: device of all computation. If it is a GPU, offloaded tensors are copied to it first.
     """
 
@@ -43,8 +40,6 @@ class Resting:
     planned: dict[int, tuple[Tier, Tensor]] | None = None
     traced: dict[int, tuple[Tier, Tensor]] = field(default_factory=dict[int, tuple[Tier, Tensor]])
     roots: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet[nn.Module])
-    has_step: bool = False
-    rounding: weakref.WeakSet[optim.Optimizer] = field(default_factory=weakref.WeakSet[optim.Optimizer])
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @classmethod
@@ -60,11 +55,6 @@ class Resting:
                 f"or of {', '.join(KINDS)}, or leave offload out."
             )
         on_gpu = is_gpu(mesh.device_type)
-        if on_gpu and options.moments_dtype is not None and importlib.util.find_spec("triton") is None:
-            raise ValueError(
-                f"zgraph.shard: moments_dtype={options.moments_dtype} on a mesh of {mesh.device_type} needs Triton "
-                "for its update, and Triton is not installed; install zgraph[triton], or leave moments_dtype out."
-            )
         device = torch.device(mesh.device_type)
         if on_gpu:
             device = torch.device(mesh.device_type, torch.accelerator.current_device_index())
@@ -87,22 +77,12 @@ class Resting:
         """Create the memory of a plan, whose tensors have no values: nothing is allocated, and no file is made."""
         return cls(options, planned={})
 
-    def lacks_step(self) -> bool:
-        """Return whether moments must be rounded but no training step that rounds them has been made."""
-        return not self.has_step and self.options.moments_dtype is not None
-
     def forbids_gradients(self) -> str | None:
         """Return an error message if the options forbid computing gradients, otherwise None."""
         if self.options.param_bits is not None:
             return (
                 f"zgraph.Offload: a forward that computes gradients, but param_bits={self.options.param_bits}: weights "
                 "are stored as codes, for inference; run it under torch.no_grad(), or leave param_bits out."
-            )
-        if self.lacks_step():
-            return (
-                f"zgraph.Offload: moments_dtype={self.options.moments_dtype}, but the model trains without "
-                "zgraph.training_step, and only that can round moments; decorate the lines of the loop first, or leave "
-                "moments_dtype out."
             )
         return None
 
@@ -143,8 +123,6 @@ class Resting:
             for key, value in entries.items() if name is not None else ():
                 if not isinstance(value, Tensor):
                     continue
-                if self.options.moments_dtype is not None and key in MOMENTS:
-                    entries[key] = value = _cast(value, self.options.moments_dtype)
                 if not value.ndim:
                     continue
                 local = _local(value)
@@ -207,14 +185,6 @@ class Resting:
 
 def _local(tensor: Tensor) -> Tensor:
     return local_of(tensor) if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def _cast(state: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast a moment to `dtype`; `load_state_dict` may have cast the moment to the parameter's dtype, without loss."""
-    if state.dtype == dtype:
-        return state
-    local = _local(state).to(dtype)
-    return dtensor_like(local, state) if isinstance(state, DTensor) else local
 
 
 def _moved(tensor: T, device: torch.device) -> T:

@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import optim
 
-from zgraph.errors import ZgraphError
 from zgraph.tiers.placement.resting import Resting
 from zgraph.torch_compat.dynamo import never_compiled
 from zgraph.torch_compat.modules import hook_steps
@@ -29,10 +28,8 @@ def follow_steps(resting: Resting) -> None:
     # The hooks must not be compiled if the optimizer's step is.
     @never_compiled
     def before(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if (resting := watched()) is not None:
-            check_rounding(resting, optimizer)
-            if resting.computes_elsewhere:
-                resting.join_parameters(optimizer, resting.names())
+        if (resting := watched()) is not None and resting.computes_elsewhere:
+            resting.join_parameters(optimizer, resting.names())
 
     @never_compiled
     def after(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -40,20 +37,3 @@ def follow_steps(resting: Resting) -> None:
             resting.settle(optimizer, resting.names())
 
     hook_steps(resting, before=before, after=after)
-
-
-def check_rounding(resting: Resting, optimizer: optim.Optimizer) -> None:
-    """Refuse a step of an optimizer of this model that would not round moments as the options demand.
-
-    Raises:
-        ZgraphError: moments have a dtype of their own, and no training step was given the optimizer.
-    """
-    if resting.options.moments_dtype is None or optimizer in resting.rounding:
-        return
-    own = resting.names()
-    if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
-        raise ZgraphError(
-            f"zgraph.Offload: a step of {type(optimizer).__name__}, whose moments must be "
-            f"{resting.options.moments_dtype}, but which no zgraph.training_step was given; pass it to one "
-            "first, or leave moments_dtype out."
-        )

@@ -16,6 +16,7 @@ deepspeed-cpu, deepspeed-nvme
             ZeRO-3 with parameters and AdamW's state on the host, or in files (pip install deepspeed ninja; files need
             libaio-dev as well)
 zgraph      shards and AdamW's state on disk, streamed through whole steps
+zgraph-8bit the same with bf16 weights and zgraph.AdamW8bit
 
 With --step, zgraph's model is also trained without a limit, to compare losses, and the time of its step is compared
 with two that no step can be faster than: that of its transfers with nothing beside them, in the same process and limit,
@@ -33,6 +34,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -109,11 +111,11 @@ def deepspeed(device: str, config: ModelConfig, scratch: str) -> Built:
     return model, step
 
 
-def on_disk(config: ModelConfig, scratch: str) -> Built:
+def on_disk(config: ModelConfig, scratch: str, *, eight_bit: bool = False) -> Built:
     import zgraph
 
     with torch.device("meta"):
-        model = LanguageModel(config)
+        model = LanguageModel(config).to(torch.bfloat16 if eight_bit else torch.float32)
     offload = zgraph.Offload(params="disk", optimizer="disk", path=scratch)
     model = zgraph.shard(model, zero_stage=3, offload=offload)
     zgraph.materialize(model)
@@ -121,7 +123,8 @@ def on_disk(config: ModelConfig, scratch: str) -> Built:
     # ahead lets the disk rest whenever they differ.
     ahead = zgraph.passes.StreamStates(prefetch=2, in_flight_bytes=IN_FLIGHT_BYTES, update_bytes=UPDATE_BYTES)
     passes = [ahead if one.name == ahead.name else one for one in zgraph.passes.presets.default()]
-    return model, whole_step(model, adamw(model), {"lowering": "fx", "passes": zgraph.PassList(passes)})
+    optimizer = zgraph.AdamW8bit(model.parameters(), lr=1e-3) if eight_bit else adamw(model)
+    return model, whole_step(model, optimizer, {"lowering": "fx", "passes": zgraph.PassList(passes)})
 
 
 def in_memory(config: ModelConfig, scratch: str) -> Built:
@@ -138,6 +141,7 @@ WAYS: dict[str, Callable[[ModelConfig, str], Built]] = {
     "deepspeed-cpu": lambda config, scratch: deepspeed("cpu", config, scratch),
     "deepspeed-nvme": lambda config, scratch: deepspeed("nvme", config, scratch),
     "zgraph": on_disk,
+    "zgraph-8bit": partial(on_disk, eight_bit=True),
     "memory": in_memory,
 }
 

@@ -46,9 +46,7 @@ GROUP = 32  # elements
 WORDS = 17  # of a group; without remainders
 WORDS_WITH_REMAINDERS = 25
 FIRST_STEPS, SECOND_STEPS = 127, 255
-DITHER_BITS = (
-    12  # random bits that round the code of a second moment; they are the lowest, and the highest 8 round a weight
-)
+DITHER_BITS = 12  # the lowest random bits, which round a second moment; the highest 8 round a weight
 TINY_BITS = 0x0D800000  # 2^-100: moments of a group without a larger magnitude become zero
 INF_BITS = 0x7F800000
 NO_NUMBER = 0x7FC0  # a bf16 NaN

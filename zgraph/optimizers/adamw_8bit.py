@@ -33,9 +33,10 @@ FOREIGN: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 class AdamW8bit(optim.Optimizer):
     """AdamW with state of 2.1 bytes per element of fp32 weights, or 3.1 bytes per element of bf16 weights.
 
-    Takes the place of torch.optim.AdamW. Moments are 8-bit codes in groups of 32; updates compute in fp32. A bf16 weight has 8 further bits in the state, so that small updates are not lost: weights, state
-    and gradients together take 7.1 bytes per element; with torch.optim.AdamW in fp32 they take 16. Vectors, and tensors
-    whose rows are no multiple of 32 elements, keep moments of fp32.
+    Takes the place of torch.optim.AdamW. Moments are 8-bit codes in groups of 32; updates compute in fp32. A bf16
+    weight has 8 further bits in the state, so that small updates are not lost: weights, state and gradients together
+    take 7.1 bytes per element; with torch.optim.AdamW in fp32 they take 16. Vectors, and tensors whose rows are no
+    multiple of 32 elements, keep moments of fp32.
 
     Works on plain tensors, on the parameters of `zgraph.shard` and on other DTensors, in `zgraph.training_step` and in
     plain lines, with `GradScaler`, learning rate schedulers and checkpoints. Results do not depend on the number of

@@ -229,7 +229,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "torch_compile": ({"torch_compile": True}, "torch_compile=True.*: zgraph compiles the model itself; leave it out"),
     "save_on_each_node": ({"save_on_each_node": True}, "save_on_each_node=True.*: every rank writes its part to one"),
     "auto_find_batch_size": ({"auto_find_batch_size": True}, "auto_find_batch_size=True.*; set the batch size"),
-    "8 bits": ({"optim": "adamw_bnb_8bit"}, 'optimizers of 8 bits do not step sharded .* write optim="adamw_torch"'),
+    "8 bits": ({"optim": "adamw_bnb_8bit"}, "sharded .* write optimizer_cls_and_kwargs=.*AdamW8bit.*, or optim="),
     "fsdp": ({"fsdp": "full_shard"}, "would shard the model in another way; leave it out"),
 }
 

@@ -95,6 +95,7 @@ MAKERS: dict[str, tuple[Callable[[Any], optim.Optimizer], int]] = {  # and how m
     "foreach": (partial(optim.Adam, lr=0.1, foreach=True), 1),
     "nadam": (partial(optim.NAdam, lr=0.1), 1),
     "rmsprop": (partial(optim.RMSprop, lr=0.1, momentum=0.9, centered=True), 1),
+    "adamw 8 bits": (partial(zgraph.AdamW8bit, lr=0.1), 1),
     "muon": (partial(optim.Muon, lr=0.1), 1),
     "momentum of SGD": (partial(optim.SGD, lr=0.1, momentum=0.9), 2),
     "only makes state": (OnlyMakesState, 2),

@@ -356,10 +356,27 @@ def _equal_replicas(names: dict[str, Any]) -> None:
     assert all(len(names["optimizer"].state[parameter]) for parameter in names["parameters"])
 
 
-def _rounded(names: dict[str, Any]) -> None:
-    _stepped(names)
-    moments = [value for state in names["opt"].state.values() for key, value in state.items() if key != "step"]
-    assert {value.dtype for value in moments} == {torch.bfloat16}
+def _packed(names: dict[str, Any]) -> None:
+    if "step" not in names:
+        names["model"](*_tokens()).backward()
+        names["opt"].step()
+    assert {tuple(state) for state in names["opt"].state.values()} == {("step", "packed")}
+    assert {one.dtype for one in names["model"].parameters()} == {torch.bfloat16}
+
+
+def _with_eight_bits() -> dict[str, Any]:
+    mesh = _mesh()
+    model = zgraph.shard(Net().bfloat16(), mesh)
+    names = {"model": model, "opt": zgraph.AdamW8bit(model.parameters()), "Net": Net, "mesh": mesh}
+    _packed(names)
+    return names
+
+
+def _unpacked(names: dict[str, Any]) -> None:
+    moments = [value for state in names["adamw"].state.values() for key, value in state.items() if key != "step"]
+    assert {value.dtype for value in moments} == {torch.float32} and len(moments) == 2 * len(names["whole"])
+    for parameter, whole in zip(names["model"].parameters(), names["whole"], strict=True):
+        assert parameter.dtype == torch.float32 and torch.equal(parameter.to_local(), whole.to_local())
 
 
 def _stepped_whole(names: dict[str, Any]) -> None:
@@ -518,9 +535,12 @@ SETTINGS = [
     Setting("hardware = zgraph.calibrate()", _sharded, _train),
     Setting('offload = zgraph.Offload(params="host", optimizer="disk"', _with_a_folder, _stepped),
     Setting('offload = zgraph.Offload(params="host", optimizer="host", update="device")', _with_a_folder, _at_rest),
-    Setting('offload = zgraph.Offload(optimizer="disk", path="scratch", moments', _with_a_folder, _rounded),
     Setting("model = zgraph.shard(model.eval(), offload=", _generating, _generated),
     Setting('offload = zgraph.Offload(params="disk", path="scratch", param_bits', _generating, _computed),
+    # adamw-8bit.md
+    Setting("model = zgraph.shard(model.bfloat16()", _unsharded_on_a_mesh, _packed),
+    Setting('offload = zgraph.Offload(params="disk", optimizer="disk"', _with_a_folder, _packed),
+    Setting("state = opt.unpacked_state_dict()", _with_eight_bits, _unpacked),
     # planning.md
     Setting("def batch():", _llama, _nothing, on="one process"),
     Setting("def shard(model, mesh):", _mlp_blocks, _waited_for, on="one process"),

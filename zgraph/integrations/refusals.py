@@ -42,8 +42,8 @@ def refuse_arguments(trainer: type, args: Any, *, is_compiled: bool) -> None:
     optimizer = str(getattr(args.optim, "value", args.optim))
     if "8bit" in optimizer:
         raise ValueError(
-            f"zgraph: TrainingArguments(optim={optimizer!r}): optimizers of 8 bits do not step sharded parameters; "
-            'write optim="adamw_torch".'
+            f"zgraph: TrainingArguments(optim={optimizer!r}): such optimizers do not step sharded parameters; "
+            'write optimizer_cls_and_kwargs=(zgraph.AdamW8bit, {...}) for the trainer, or optim="adamw_torch".'
         )
     toggling = [base.__name__ for base in trainer.__mro__ if base.__name__ in TOGGLING]
     if toggling and is_compiled and args.gradient_checkpointing:

@@ -117,7 +117,7 @@ class AdamW8bit(optim.Optimizer):
             grads = [_gradient_of(one) for one in stepped]
             states = [self._state_of(one) for one in stepped]
             steps = [entries["step"] for entries in states]
-            torch._foreach_add_(steps, 1)
+            torch.ops.aten._foreach_add_.Scalar(steps, 1)
             lr, (beta1, beta2) = group["lr"], group["betas"]
             lr = float(lr) if isinstance(lr, int) else lr
             packed_adamw_op(lr)(
@@ -135,7 +135,7 @@ class AdamW8bit(optim.Optimizer):
                 found_inf=found_inf,
             )
             if found_inf is not None:
-                torch._foreach_sub_(steps, [found_inf] * len(steps))
+                torch.ops.aten._foreach_sub_.List(steps, [found_inf] * len(steps))
         return loss
 
     def unpacked_state_dict(self) -> dict[str, Any]:

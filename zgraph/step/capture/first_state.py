@@ -1,9 +1,9 @@
 """Optimizer state made before the first step, so that this step runs the graph of all later ones.
 
 Most optimizers make their state in their first step, from zeros: a graph of that step would run once. So the state is
-made as it is before the step, and becomes an input of the step's graph. torch's `SAME_FIRST_STEP` do nothing else in
-their first step. For others, the step is captured again, and the two graphs are compared: if they differ in more than
-the state, the first step has a graph of its own.
+made as it is before the step, and becomes an input of the step's graph. The optimizers in `SAME_FIRST_STEP` do nothing
+else in their first step. For others, the step is captured again, and the two graphs are compared: if they differ in
+more than the state, the first step has a graph of its own.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch.fx.node import map_arg
 
 from zgraph.analysis.liveness import placements
 from zgraph.graph import meta, nodes
+from zgraph.optimizers.adamw_8bit import AdamW8bit
 from zgraph.step.capture.capture import Captured
 from zgraph.step.capture.lifted import Lifted
 from zgraph.step.capture.outputs import Left, NewState, Output, SkipFlag, values_of
@@ -36,7 +37,9 @@ FILLS = MappingProxyType(
         aten.full_like.default: None,
     }
 )
-SAME_FIRST_STEP = frozenset({optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RMSprop, optim.Adadelta})
+SAME_FIRST_STEP = frozenset(
+    {AdamW8bit, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RMSprop, optim.Adadelta}
+)
 
 
 @dataclass(frozen=True)

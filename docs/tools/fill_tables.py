@@ -325,6 +325,7 @@ def capacity(result: dict[str, Any]) -> str:
         "deepspeed-cpu": "DeepSpeed ZeRO-3, offloaded to the host",
         "deepspeed-nvme": "DeepSpeed ZeRO-3, offloaded to disk",
         "zgraph": "zgraph, all on disk",
+        "zgraph-8bit": "the same with bf16 weights and `AdamW8bit`",
     }
     base = result["ways"]["plain"]
     rows = [

@@ -185,6 +185,12 @@ def timed(run: Callable[[], Any]) -> tuple[Any, float]:
     return run(), time.perf_counter() - began
 
 
+def disk_bytes() -> tuple[int, int]:
+    """Bytes that this process has read from disks, and written to them."""
+    counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(counts["read_bytes"]), int(counts["write_bytes"])
+
+
 def attempt(way: str, layers: str, width: str, steps: str, scratch: str) -> None:
     """Train, and print what became of it as one line of JSON."""
     torch.set_num_threads(2)
@@ -192,7 +198,10 @@ def attempt(way: str, layers: str, width: str, steps: str, scratch: str) -> None
         torch.manual_seed(0)
         model, step = WAYS[way](config_of(int(layers), int(width), BATCH), scratch)
         tokens = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(1))
-        taken = [timed(lambda: step(tokens).item()) for _ in range(int(steps))]
+        taken = [timed(lambda: step(tokens).item()) for _ in range(int(steps) - 1)]
+        before = disk_bytes()
+        taken.append(timed(lambda: step(tokens).item()))
+        moved = [after - earlier for after, earlier in zip(disk_bytes(), before, strict=True)]
         transfers = [timed(lambda: transfer_alone(model)) for _ in range(int(steps) - STEPS)] if way == "zgraph" else []
         found = {
             # DeepSpeed keeps the size of what it has partitioned beside an empty parameter.
@@ -200,6 +209,7 @@ def attempt(way: str, layers: str, width: str, steps: str, scratch: str) -> None
             "losses": [loss for loss, _ in taken],
             "seconds": [seconds for _, seconds in taken],
             "transfers_alone_s": [seconds for _, seconds in transfers],
+            "last_step_disk_bytes": dict(zip(("read", "written"), moved, strict=True)),
         }
         print(json.dumps(found), flush=True)
         os._exit(0)  # what is on disk goes with the process
@@ -320,7 +330,13 @@ def main() -> None:
             continue
         ratio = "" if base is None else f", {best['numel'] / base['numel']:.1f} x plain"
         seconds = min(best["seconds"][1:])
-        print(f"{way:8} {best['layers']} layers, {best['numel'] / 1e6:.0f} M parameters{ratio}, {seconds:.2f} s a step")
+        disk = " and ".join(
+            f"{moved / best['numel']:.2f} bytes {of}" for of, moved in best["last_step_disk_bytes"].items()
+        )
+        print(
+            f"{way:8} {best['layers']} layers, {best['numel'] / 1e6:.0f} M parameters{ratio}, {seconds:.2f} s a step, "
+            f"{disk} per parameter"
+        )
     if options.step and (best := found.get("zgraph")) is not None:
         where["step"] = {**where, **judged(best, options)}
     save(options.json, where | {"ways": found})

@@ -17,6 +17,7 @@ from tests.support.micro_batches import (
     Checkpointed,
     Clipped,
     Dropping,
+    EightBit,
     Noisy,
     Normed,
     Preferences,
@@ -64,6 +65,9 @@ EQUAL = {
     "at rest on the host": Case(shard={"offload": zgraph.Offload(params="host", optimizer="host")}, k=2),
     "an average of weights": Case(loop=Averaged, stage=2, k=2),
     "noise": Case(loop=Noisy, stage=2, k=2),
+    "8 bits": Case(loop=EightBit, build=Wide, stage=2, shard={"offload": zgraph.Offload(optimizer="host")}, k=2),
+    "activations on the host": Case(preset={"offload_activations": True}, k=4),
+    "the same, kept": Case(preset={"offload_activations": True}, k=2, recompute=False, no_sync=False),
     "updates in between": Case(loop=Stepping, k=4, no_sync=False),
 }
 
@@ -261,3 +265,12 @@ def test_layers_come_from_disk_once() -> None:
     once = brought_bytes(1, interleaves=False)
     assert brought_bytes(4, interleaves=True) <= 1.15 * once
     assert brought_bytes(4, interleaves=False) > 2 * once
+
+
+def test_what_micro_batches_keep_between_layers_may_wait_on_the_host() -> None:
+    """In a step that sends as little, and is as fast."""
+    kept, waiting = (
+        planned(4, rows=256, interleave_micro_batches=True, offload_activations=on) for on in (False, True)
+    )
+    assert sent_parts(waiting) == sent_parts(kept) < 3
+    assert waiting.curves[-1].peak_bytes < 0.9 * kept.curves[-1].peak_bytes and waiting.step_us < 1.01 * kept.step_us

@@ -311,6 +311,14 @@ class Stepping(Loop):
         return torch.stack(losses)
 
 
+class EightBit(Loop):
+    """With state of 8 bits."""
+
+    def __init__(self, case: Case, stage: int, *, no_sync: bool) -> None:
+        super().__init__(case, stage, no_sync=no_sync)
+        self.opt = zgraph.AdamW8bit(self.model.parameters(), lr=1e-2)
+
+
 class Averaged(Loop):
     """With an average of the weights."""
 
@@ -335,6 +343,8 @@ def compiled(loop: Loop, *, interleaves: bool = True, report: zgraph.Report | No
     passes = preset(bucket_bytes=4096, interleave_micro_batches=False, **case.preset)
     if interleaves:
         passes.insert(1, P.InterleaveMicroBatches(recompute=case.recompute))
+        every = P.OffloadActivations(least_bytes=1)
+        passes = [every if isinstance(one, P.OffloadActivations) else one for one in passes]
     options: dict[str, Any] = {
         "lowering": "inductor" if case.inductor else "fx",
         "passes": zgraph.PassList(passes, target=case.target, replay_all=dist.get_rank() == 0),

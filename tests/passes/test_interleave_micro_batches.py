@@ -269,8 +269,7 @@ def test_layers_come_from_disk_once() -> None:
 
 def test_what_micro_batches_keep_between_layers_may_wait_on_the_host() -> None:
     """In a step that sends as little, and is as fast."""
-    kept, waiting = (
-        planned(4, rows=256, interleave_micro_batches=True, offload_activations=on) for on in (False, True)
-    )
+    options = {"rows": 256, "interleave_micro_batches": True}
+    kept, waiting = (planned(4, offload_activations=chosen, **options) for chosen in (False, True))
     assert sent_parts(waiting) == sent_parts(kept) < 3
     assert waiting.curves[-1].peak_bytes < 0.9 * kept.curves[-1].peak_bytes and waiting.step_us < 1.01 * kept.step_us

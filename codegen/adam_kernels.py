@@ -13,7 +13,7 @@ from torch import Tensor
 from zgraph.codegen.kernels.adam_reference import AdamOptions
 from zgraph.codegen.kernels.cpu.adam import update
 from zgraph.codegen.kernels.triton import launch_options, tables
-from zgraph.compression.packed_state import GROUP, is_coded
+from zgraph.compression.packed_state import GROUP, is_coded, packed_shape
 from zgraph.dialect import adam as adam
 
 # Triton launches:
@@ -33,6 +33,7 @@ def packed_adamw_(
     found_inf: Tensor | None = None,
     **options: Any,
 ) -> None:
+    _check(parameters, grads, states)
     if found_inf is not None and found_inf.item() == 1:
         return
     taken = AdamOptions(lr=float(lr), **options)
@@ -60,6 +61,7 @@ def update_on_gpu(
 
     The host never waits for the GPU: kernels read scalars that are on the GPU.
     """
+    _check(parameters, grads, states)
     if not parameters:
         return
     device = parameters[0].device
@@ -68,7 +70,8 @@ def update_on_gpu(
     steps = [_number(step, device) for step in state_steps]
     for *given, step in zip(parameters, grads, states, steps, strict=True):
         parameter, _, state = tensors = [one.contiguous() for one in given]
-        copies += [(one, copy) for one, copy in zip(given, tensors, strict=True) if one is not copy]
+        written = zip(given, tensors, (True, grad_scale is not None, True), strict=True)
+        copies += [(one, copy) for one, copy, is_written in written if is_written and one is not copy]
         entry = [*(one.data_ptr() for one in (*tensors, step)), parameter.numel()]
         if parameter.numel():
             kinds.setdefault((parameter.dtype, is_coded(parameter, state)), []).append(entry)
@@ -100,6 +103,19 @@ def update_on_gpu(
         begin += len(entries)
     for one, copy in copies:
         one.copy_(copy)
+
+
+def _check(parameters: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[Tensor]) -> None:
+    """Refuse tensors for which kernels would read or write other memory."""
+    for parameter, grad, state in zip(parameters, grads, states, strict=True):
+        is_known = parameter.dtype == grad.dtype in (torch.float32, torch.bfloat16) and parameter.shape == grad.shape
+        shape = packed_shape(parameter.shape, parameter.dtype, codes=is_coded(parameter, state))
+        if not is_known or state.dtype != torch.int32 or state.shape != shape:
+            raise ValueError(
+                f"zgraph.packed_adamw_: a parameter is {parameter.dtype} {list(parameter.shape)}, its gradient "
+                f"{grad.dtype} {list(grad.shape)} and its state {state.dtype} {list(state.shape)}; its state must be "
+                f"torch.int32 {list(shape)}, and its gradient as the parameter is, float32 or bfloat16."
+            )
 
 
 def _number(tensor: Tensor, device: torch.device) -> Tensor:

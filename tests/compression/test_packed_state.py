@@ -71,10 +71,12 @@ def test_exact_weights_have_no_remainder_and_special_ones_stay(random: int) -> N
     assert not packed.view(8, 25)[:, 16:24].any()
 
 
-def test_a_weight_set_to_zero_ignores_its_remainder() -> None:
-    _, weight, packed = stored(of(torch.randn(8, 32)), HALVES)
-    weight.zero_()
-    assert packed.any() and not unpack(weight, packed).weight.any()
+@pytest.mark.parametrize("value", [0.0, torch.inf, -torch.inf])
+@pytest.mark.parametrize("shape", [(8, 32), (40,)])
+def test_a_weight_set_to_zero_or_infinity_ignores_its_remainder(shape: tuple[int, ...], value: float) -> None:
+    _, weight, packed = stored(of(torch.randn(shape)), HALVES)
+    weight.fill_(value)
+    assert packed.any() and unpack(weight, packed).weight.eq(value).all()
 
 
 @pytest.mark.parametrize("random", WORDS)

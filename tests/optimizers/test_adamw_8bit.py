@@ -198,6 +198,11 @@ def from_fp32_and_back(folder: str, dtype: torch.dtype) -> None:
     assert_equal(contents(by_hand[1]), contents(built[1]))
 
     unpacked = built[1].unpacked_state_dict()
+    before = contents(built[1])
+    for entries in unpacked["state"].values():
+        for value in copy.deepcopy(entries).values():
+            (value.to_local() if isinstance(value, DTensor) else value).zero_()
+    assert_equal(contents(built[1]), before)
     for parameter, entries in zip(exact[0].parameters(), unpacked["state"].values(), strict=True):
         known = exact[1].state[parameter]
         relative = (whole(entries["weight"]) / whole(parameter.detach()) - 1).abs().max()
@@ -383,9 +388,54 @@ def test_bad_options_and_dtypes_are_refused() -> None:
         with pytest.raises(ValueError, match=r"zgraph\.AdamW8bit: lr=.*betas must be at least 0 and less than 1"):
             zgraph.AdamW8bit([weight], **options)  # pyright: ignore[reportArgumentType]
     optimizer = zgraph.AdamW8bit([weight])
+    with pytest.raises(ValueError, match=r"zgraph\.AdamW8bit: amsgrad=True is no option of it; leave it out"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))], "amsgrad": True})
     with pytest.raises(ValueError, match=r"a parameter of shape \[3\] is torch.float16; make it torch.bfloat16"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3).half())]})
     assert len(optimizer.param_groups) == 1
+
+
+def test_parameters_that_changed_are_refused_before_anything_is_updated() -> None:
+    for change in (
+        lambda model: model.half(),
+        lambda model: model.double(),
+        lambda model: model.to(FLOATS if model[0].weight.dtype is HALVES else HALVES),
+        lambda model: setattr(model[1].weight, "data", torch.zeros(3, 64).to(model[1].weight.dtype)),
+    ):
+        for dtype in (FLOATS, HALVES):
+            model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 2)).to(dtype)
+            optimizer = zgraph.AdamW8bit([{"params": one.parameters()} for one in model])
+            for steps in range(2):
+                if steps:
+                    change(model)
+                for parameter in model.parameters():
+                    parameter.grad = torch.ones_like(parameter)
+                before = [one.detach().clone() for one in model.parameters()]
+                if not steps:
+                    optimizer.step()
+            with pytest.raises(zgraph.ZgraphError, match="but its state is of another; create the optimizer after"):
+                optimizer.step()
+            assert_equal([one.detach() for one in model.parameters()], before)
+
+
+def test_a_refused_gradient_leaves_other_groups_alone() -> None:
+    weight, table = nn.Parameter(torch.ones(2, 32)), nn.Embedding(8, 32, sparse=True)
+    optimizer = zgraph.AdamW8bit([{"params": [weight]}, {"params": table.parameters()}])
+    weight.grad = torch.ones(2, 32)
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(zgraph.ZgraphError, match=r"is torch\.sparse_coo"):
+        optimizer.step()
+    assert weight.eq(1).all()
+
+
+def test_an_expanded_gradient_is_taken() -> None:
+    found: list[Tensor] = []
+    for grad in (torch.ones(()).expand(2, 32), torch.ones(2, 32)):
+        weight = nn.Parameter(torch.ones(2, 32))
+        weight.grad = grad
+        zgraph.AdamW8bit([weight], lr=0.1).step()
+        found.append(weight.detach())
+    assert_equal(found[:1], found[1:])
 
 
 def test_gradients_of_another_kind_are_refused() -> None:
@@ -395,18 +445,25 @@ def test_gradients_of_another_kind_are_refused() -> None:
         zgraph.AdamW8bit(table.parameters()).step()
 
 
+Change = Callable[[dict[int, Any], dict[str, Any]], object]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda state, group: group.update(amsgrad=True), "an optimizer with amsgrad=True"),
         (lambda state, group: group.update(decoupled_weight_decay=False), "decoupled_weight_decay=False"),
-        (lambda state, group: state[0].pop("exp_avg"), "has or lacks exp_avg; load the state dict of AdamW8bit or of"),
-        (lambda state, group: state[0].update(momentum_buffer=torch.zeros(())), "has or lacks momentum_buffer"),
-        (lambda state, group: state[0].update(exp_avg=torch.zeros(3)), r"has or lacks exp_avg of shape \[3\]"),
-        (lambda state, group: state[0].update(packed=torch.zeros(3)), r"packed of shape \[3\]"),
+        (lambda state, group: group.pop("betas"), "of another optimizer, because it has no betas"),
+        (lambda state, group: state[0].pop("exp_avg"), "has no exp_avg; load the state dict of AdamW8bit or torch"),
+        (lambda state, group: state[0].pop("step"), "has no step"),
+        (lambda state, group: state[0].update(momentum_buffer=torch.zeros(())), r"has momentum_buffer of shape \[\]"),
+        (lambda state, group: state[0].update(exp_avg=torch.zeros(3)), r"has exp_avg of shape \[3\]"),
+        (lambda state, group: state[0].update(exp_avg=torch.zeros(2, 32).int()), r"exp_avg of shape .* torch.int32"),
+        (lambda state, group: state.update({0: {"step": 1, "packed": torch.zeros(2, 17)}}), r"packed .* torch.float32"),
+        (lambda state, group: state.update({0: {"step": 1, "packed": torch.zeros(3).int()}}), r"packed of shape \[3\]"),
     ],
 )
-def test_a_state_dict_of_another_optimizer_changes_nothing(change: Any, message: str) -> None:
+def test_a_state_dict_of_another_optimizer_changes_nothing(change: Change, message: str) -> None:
     weight = nn.Parameter(torch.zeros(2, 32))
     optimizer, other = zgraph.AdamW8bit([weight]), torch.optim.AdamW([weight])
     weight.grad = torch.ones(2, 32)
@@ -417,6 +474,74 @@ def test_a_state_dict_of_another_optimizer_changes_nothing(change: Any, message:
     with pytest.raises(ValueError, match=message):
         optimizer.load_state_dict(state)
     assert_equal(contents(optimizer), before)
+    assert optimizer.state[weight]["step"] == 1
+
+
+def test_hooks_see_the_whole_state_that_is_loaded() -> None:
+    first, second = stepped(HALVES, torch.clone), stepped(HALVES, torch.clone, steps=1)
+    seen: list[Any] = []
+    second.register_load_state_dict_pre_hook(lambda _, state: seen.append(sorted(state["state"][0])))
+    second.register_load_state_dict_post_hook(lambda one: seen.append(contents(one)))
+    second.load_state_dict(first.state_dict())
+    assert seen[0] == ["packed", "step"]
+    assert_equal(seen[1][len(SHAPES) :], contents(first)[len(SHAPES) :])
+    counts = [entries["step"] for one in (first, second) for entries in one.state.values()]
+    assert {count.item() for count in counts} == {4} and len({count.data_ptr() for count in counts}) == len(counts)
+
+
+def of_other_layout(folder: str) -> None:
+    """State of another stage, or of a model that is not sharded, is no state of this rank's rows."""
+    (whole_model, replicated), (sharded_model, sharded) = eight_bit(HALVES, zero_stage=0), eight_bit(HALVES)
+    for built in ((whole_model, replicated), (sharded_model, sharded)):
+        train(built, 0, 1)
+    plain = zgraph.AdamW8bit(Net().bfloat16().parameters())
+    for ours, theirs in ((sharded, replicated), (replicated, sharded), (plain, sharded)):
+        for state in (theirs.state_dict(), theirs.unpacked_state_dict()):
+            before = [entries["packed"].clone() for entries in ours.state.values()]
+            with pytest.raises(
+                ValueError, match=r"placed \(.*parameters that are placed alike, or write zgraph\.save_"
+            ):
+                ours.load_state_dict(state)
+            after = [entries["packed"] for entries in ours.state.values()]
+            assert_equal([whole(one) for one in after], [whole(one) for one in before])
+    torch.save(sharded.unpacked_state_dict(), f"{folder}/{dist.get_rank()}.pt")
+    saved = zgraph.save_checkpoint(folder, sharded_model, sharded, step=1)
+    zgraph.load_checkpoint(saved, whole_model, replicated)
+    assert_equal(contents(replicated), contents(sharded))
+
+
+@worlds(2)
+def test_a_state_dict_of_another_layout_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(of_other_layout, str(tmp_path))
+
+
+def checkpoints_of_others(folder: str) -> None:
+    makes: dict[str, Any] = {
+        "adam": lambda given: torch.optim.Adam(given),
+        "amsgrad": lambda given: torch.optim.AdamW(given, amsgrad=True),
+        "sgd": lambda given: torch.optim.SGD(given, lr=0.1, momentum=0.9),
+    }
+    for name, make in makes.items():
+        model = zgraph.shard(Net())
+        other = make(model.parameters())
+        train((model, other), 0, 1)
+        saved = zgraph.save_checkpoint(f"{folder}/{name}", model, other, step=1)
+        for dtype in (FLOATS, HALVES):
+            built = eight_bit(dtype)
+            before = [whole(one.detach()).clone() for one in built[0].parameters()]
+            with pytest.raises(zgraph.CheckpointError, match=r"of another optimizer: .* Nothing was loaded"):
+                zgraph.load_checkpoint(saved, *built)
+            assert_equal([whole(one.detach()) for one in built[0].parameters()], before)
+    built, exact = eight_bit(FLOATS), full_precision()
+    train(built, 0, 1)
+    saved = zgraph.save_checkpoint(f"{folder}/packed", *built, step=1)
+    with pytest.raises(zgraph.CheckpointError, match=r"AdamW cannot read it.*whose unpacked_state_dict"):
+        zgraph.load_checkpoint(saved, *exact)
+
+
+@worlds(2)
+def test_checkpoints_of_other_optimizers_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(checkpoints_of_others, str(tmp_path))
 
 
 def load_other_weights(folder: str) -> None:

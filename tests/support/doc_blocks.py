@@ -96,6 +96,10 @@ def _with_a_folder() -> dict[str, Any]:
     return {"Net": Net, "batches": [_tokens() for _ in range(2)]}
 
 
+def _with_a_folder_on_a_mesh() -> dict[str, Any]:
+    return {**_with_a_folder(), "mesh": _mesh()}
+
+
 def _with_many_batches() -> dict[str, Any]:
     return {"Net": Net, "batches": [_tokens() for _ in range(43)]}
 
@@ -374,8 +378,8 @@ def _with_eight_bits() -> dict[str, Any]:
 
 def _unpacked(names: dict[str, Any]) -> None:
     moments = [value for state in names["adamw"].state.values() for key, value in state.items() if key != "step"]
-    assert {value.dtype for value in moments} == {torch.float32} and len(moments) == 2 * len(names["whole"])
-    for parameter, whole in zip(names["model"].parameters(), names["whole"], strict=True):
+    assert {value.dtype for value in moments} == {torch.float32} and len(moments) == 2 * len(names["weights"])
+    for parameter, whole in zip(names["model"].parameters(), names["weights"], strict=True):
         assert parameter.dtype == torch.float32 and torch.equal(parameter.to_local(), whole.to_local())
 
 
@@ -539,8 +543,8 @@ SETTINGS = [
     Setting('offload = zgraph.Offload(params="disk", path="scratch", param_bits', _generating, _computed),
     # adamw-8bit.md
     Setting("model = zgraph.shard(model.bfloat16()", _unsharded_on_a_mesh, _packed),
-    Setting('offload = zgraph.Offload(params="disk", optimizer="disk"', _with_a_folder, _packed),
-    Setting("state = opt.unpacked_state_dict()", _with_eight_bits, _unpacked),
+    Setting('offload = zgraph.Offload(params="disk", optimizer="disk"', _with_a_folder_on_a_mesh, _packed),
+    Setting("state   = opt.unpacked_state_dict()", _with_eight_bits, _unpacked),
     # planning.md
     Setting("def batch():", _llama, _nothing, on="one process"),
     Setting("def shard(model, mesh):", _mlp_blocks, _waited_for, on="one process"),

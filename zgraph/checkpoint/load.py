@@ -22,10 +22,11 @@ from zgraph.checkpoint.directory import MANIFEST, measure, read_manifest
 from zgraph.checkpoint.optimizer_names import group_names, names_by_index
 from zgraph.checkpoint.runtime_state import RuntimeState
 from zgraph.checkpoint.safe_reader import SafePlanner, SafeReader, decode, read_metadata
-from zgraph.checkpoint.several_optimizers import Checkpointed, as_one
+from zgraph.checkpoint.several_optimizers import Checkpointed, as_one, parts_of
 from zgraph.checkpoint.stages import names_of_no_rank, of_this_stage
 from zgraph.errors import CheckpointError
-from zgraph.optimizers.adamw_8bit import PACKED, AdamW8bit, packed_zeros
+from zgraph.optimizers.adamw_8bit import AdamW8bit
+from zgraph.optimizers.packed_entries import PACKED, WEIGHT, packed_zeros
 from zgraph.sharding.model.dry_run_load import COMPILED
 from zgraph.sharding.scope import window_is_open
 from zgraph.sharding.state_dict import meet
@@ -131,6 +132,7 @@ def load_checkpoint(
         if stepping is not None:
             optimizer_state = restored_state(folder, metadata, wanted, module, stepping, own)
             _keep_last_bits(optimizer_state, wanted, module, stepping, halves)
+            _check_states(folder, optimizer, optimizer_state)
         if from_stages:
             own["runtime"][error_feedback.KEY] = {}
             return optimizer_state, [], [f"{name} ({slot})" for name in sorted(here) for slot in sizes[name]]
@@ -226,6 +228,27 @@ def _with_remainders(module: nn.Module, optimizer: Optimizer | Sequence[Optimize
     return frozenset(name.replace(COMPILED, "") for name, one in named if id(one) in stepped)
 
 
+def _check_states(folder: Path, optimizer: Optimizer | Sequence[Optimizer] | None, state: Mapping[str, Any]) -> None:
+    """Check that AdamW8bit, and no other optimizer, gets state that is packed, or can be.
+
+    Raises:
+        CheckpointError: the state is of another optimizer.
+    """
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else [*(optimizer or ())]
+    for one, own in parts_of(state, optimizers):
+        if isinstance(one, AdamW8bit):
+            try:
+                one.check_state_dict(own)
+            except ValueError as error:
+                text = f"zgraph: {folder} is of another optimizer: {error} Nothing was loaded."
+                raise CheckpointError(text) from None
+        elif any(PACKED in entries for entries in own["state"].values()):
+            raise CheckpointError(
+                f"zgraph: {folder} has the state of zgraph.AdamW8bit, and {type(one).__name__} cannot read it. Nothing "
+                "was loaded; load it into AdamW8bit, whose unpacked_state_dict torch.optim.AdamW can load."
+            )
+
+
 def _keep_last_bits(
     state: Mapping[str, Any],
     loaded: Mapping[str, Any],
@@ -238,7 +261,7 @@ def _keep_last_bits(
     for index, entries in state["state"].items():
         weight = loaded[f"model.{by_index[index]}"]
         if by_index[index] in halves and weight.dtype == torch.float32 and PACKED not in entries:
-            entries["weight"] = weight
+            entries[WEIGHT] = weight
 
 
 def _new_like(value: Tensor, dtype: torch.dtype | None = None) -> Tensor:

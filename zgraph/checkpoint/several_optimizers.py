@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch.optim import Optimizer
@@ -42,7 +42,7 @@ class SeveralOptimizers:
         """Return the state of all optimizers as one state dict, with parameters numbered over all groups."""
         state: dict[int, Any] = {}
         groups: list[dict[str, Any]] = []
-        for first, one in zip(self._firsts(), self._optimizers, strict=True):
+        for first, one in zip(_firsts(self._optimizers), self._optimizers, strict=True):
             saved = one.state_dict()
             state |= {first + index: entries for index, entries in saved["state"].items()}
             for group in saved["param_groups"]:
@@ -51,20 +51,29 @@ class SeveralOptimizers:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load into each optimizer its own part of a state dict."""
-        given = iter(state_dict["param_groups"])
-        for first, one in zip(self._firsts(), self._optimizers, strict=True):
-            groups = [next(given) for _ in one.param_groups]
-            groups = [{**group, "params": [index - first for index in group["params"]]} for group in groups]
-            owned = {index for group in groups for index in group["params"]}
-            state = {index - first: entries for index, entries in state_dict["state"].items() if index - first in owned}
-            one.load_state_dict({"state": state, "param_groups": groups})
+        for one, own in parts_of(state_dict, self._optimizers):
+            one.load_state_dict(own)
 
-    def _firsts(self) -> list[int]:
-        """Return the number of each optimizer's first parameter."""
-        found = [0]
-        for one in self._optimizers:
-            found.append(found[-1] + sum(len(group["params"]) for group in one.param_groups))
-        return found[:-1]
+
+def _firsts(optimizers: Sequence[Optimizer]) -> list[int]:
+    """Return the number of each optimizer's first parameter."""
+    found = [0]
+    for one in optimizers:
+        found.append(found[-1] + sum(len(group["params"]) for group in one.param_groups))
+    return found[:-1]
+
+
+def parts_of(
+    state_dict: Mapping[str, Any], optimizers: Sequence[Optimizer]
+) -> Iterator[tuple[Optimizer, dict[str, Any]]]:
+    """Yield each optimizer with its own part of a state dict of all of them."""
+    given = iter(state_dict["param_groups"])
+    for first, one in zip(_firsts(optimizers), optimizers, strict=True):
+        groups = [next(given) for _ in one.param_groups]
+        groups = [{**group, "params": [index - first for index in group["params"]]} for group in groups]
+        owned = {index for group in groups for index in group["params"]}
+        state = {index - first: entries for index, entries in state_dict["state"].items() if index - first in owned}
+        yield one, {"state": state, "param_groups": groups}
 
 
 def as_one(optimizer: Optimizer | Sequence[Optimizer] | None) -> Checkpointed | None:

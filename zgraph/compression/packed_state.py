@@ -19,7 +19,8 @@ nonzero magnitude is s / 16129 and s / 65025. The code of a positive second mome
 by it.
 
 A bf16 weight and its remainder r are the 24 most significant bits of an fp32 number: (weight << 8) + r as integers, so
-the weight is that number rounded to nearest. If the weight is zero, its remainder counts as zero.
+the weight is that number rounded to nearest. The remainder of a weight that is zero, denormal or not finite counts as
+zero.
 
 Parameters with other rows (vectors such as biases, narrow matrices) have two or three words per element: both moments
 in fp32, and for bf16 weights the last 16 bits of the fp32 number.
@@ -80,7 +81,7 @@ def is_coded(weight: Tensor, packed: Tensor) -> bool:
 
 
 def unpack(weight: Tensor, packed: Tensor) -> Unpacked:
-    """Return the weights and moments that a parameter and its state stand for.
+    """Return copies of the weights and moments that a parameter and its state stand for.
 
     Args:
         weight: fp32 or bf16.
@@ -88,8 +89,8 @@ def unpack(weight: Tensor, packed: Tensor) -> Unpacked:
     """
     is_half = weight.dtype == torch.bfloat16
     if not is_coded(weight, packed):
-        exp_avg, exp_avg_sq = (packed[..., place].contiguous().view(torch.float32) for place in (0, 1))
-        return Unpacked(_joined(weight, packed[..., 2], 16) if is_half else weight, exp_avg, exp_avg_sq)
+        exp_avg, exp_avg_sq = (packed[..., place].clone().view(torch.float32) for place in (0, 1))
+        return Unpacked(_joined(weight, packed[..., 2], 16) if is_half else weight.clone(), exp_avg, exp_avg_sq)
     records = packed.reshape(-1, _words(weight)).contiguous().view(torch.uint8)
     first, second = records[:, :GROUP].view(torch.int8), records[:, GROUP : 2 * GROUP]
     scales = records[:, -4:].contiguous().view(torch.bfloat16).float()
@@ -97,7 +98,7 @@ def unpack(weight: Tensor, packed: Tensor) -> Unpacked:
     exp_avg = share * share.abs() * scales[:, :1]
     share = second.float() * (1 / torch.tensor(SECOND_STEPS))
     root = share * share * scales[:, 1:]
-    whole = weight
+    whole = weight.clone()
     if is_half:
         whole = _joined(weight, records[:, 2 * GROUP : 3 * GROUP].view(torch.int8).reshape(weight.shape), 8)
     return Unpacked(whole, exp_avg.view(weight.shape), (root * root).view(weight.shape))
@@ -162,14 +163,19 @@ def _split(values: Tensor, random: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Round fp32 values to 16 + `bits` bits; return them as bf16 and a signed remainder of `bits` bits."""
     kept = (values.contiguous().view(torch.int32).long().bitwise_and(0xFFFFFFFF) + random) >> (16 - bits)
     upper = (kept + (1 << bits >> 1)) >> bits
-    remainder = torch.where(upper & 0x7FFF == 0, 0, kept - (upper << bits))
+    remainder = torch.where(_has_remainder(upper), kept - (upper << bits), 0)
     is_number = ~values.isnan()
     upper = torch.where(is_number, upper, NO_NUMBER).to(torch.int16).view(torch.bfloat16)
     return upper, torch.where(is_number, remainder, 0)
 
 
+def _has_remainder(upper: Tensor) -> Tensor:
+    """Return for each bf16, given as an integer, whether it is a normal number: not zero, denormal, infinite or NaN."""
+    return ((upper + 0x80) & 0x7F80) > 0x80
+
+
 def _joined(weight: Tensor, remainder: Tensor, bits: int) -> Tensor:
     """Return the fp32 values that `_split` has rounded."""
     upper = weight.contiguous().view(torch.int16).int()
-    remainder = torch.where(upper & 0x7FFF == 0, 0, remainder.int())
+    remainder = torch.where(_has_remainder(upper), remainder.int(), 0)
     return ((upper << 16) + (remainder << (16 - bits))).view(torch.float32)

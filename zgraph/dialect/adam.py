@@ -35,7 +35,7 @@ def _(
 
     Args:
         parameters: fp32 or bf16, contiguous, of any shapes; written to.
-        grads: of the same dtypes and shapes; if `grad_scale` is given, divided by it in place.
+        grads: gradients of the same dtypes and shapes; if `grad_scale` is given, divided by it in place.
         states: packed state of each parameter, int32; written to.
         state_steps: 0-d fp32 for each parameter: the number of this update, counted from 1.
         lr, beta1, beta2, weight_decay, eps, maximize, grad_scale, found_inf: as in `aten::_fused_adamw_`.

@@ -4,29 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
-from types import MappingProxyType
 from typing import Any, overload
 
 import torch
 from torch import Tensor, optim
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
-from zgraph.compression.packed_state import GROUP, Unpacked, has_codes, pack_into, packed_shape, unpack
 from zgraph.dialect.adam import packed_adamw_op
 from zgraph.errors import ZgraphError
-from zgraph.torch_compat.dtensor import dtensor_like, dtensor_of, local_of
-
-PACKED = "packed"  # the state entry with both moments and the remainders of the weights
-MOMENTS = ("exp_avg", "exp_avg_sq")
-# Options of torch.optim.AdamW, with the values that a loaded state dict may have.
-FOREIGN: Mapping[str, tuple[Any, ...]] = MappingProxyType(
-    {
-        "amsgrad": (False,),
-        "decoupled_weight_decay": (True,),
-        "foreach": (None, False, True),
-        "capturable": (False, True),
-        "differentiable": (False,),
-    }
+from zgraph.optimizers.packed_entries import (
+    DTYPES,
+    PACKED,
+    check_entries,
+    check_options,
+    fits,
+    loaded,
+    local_part,
+    own_options,
+    packed_zeros,
+    unpacked,
 )
 
 
@@ -65,12 +61,6 @@ class AdamW8bit(optim.Optimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        is_valid = float(lr) >= 0 and all(0 <= beta < 1 for beta in betas) and eps >= 0 and weight_decay >= 0
-        if not is_valid:
-            raise ValueError(
-                f"zgraph.AdamW8bit: lr={lr}, betas={betas}, eps={eps}, weight_decay={weight_decay}; betas must be at "
-                "least 0 and less than 1, and the others at least 0."
-            )
         # `fused`: the step is one call for all parameters, which may run on the host or in a GradScaler's step.
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, {**options, "fused": True})
@@ -78,13 +68,17 @@ class AdamW8bit(optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
-        for parameter in param_group["params"]:
-            if parameter.dtype not in (torch.float32, torch.bfloat16):
-                self.param_groups.pop()
-                raise ValueError(
-                    f"zgraph.AdamW8bit: a parameter of shape {list(parameter.shape)} is {parameter.dtype}; make it "
-                    "torch.bfloat16 or torch.float32."
-                )
+        try:
+            check_options(param_group)
+            for parameter in param_group["params"]:
+                if parameter.dtype not in DTYPES:
+                    raise ValueError(
+                        f"zgraph.AdamW8bit: a parameter of shape {list(parameter.shape)} is {parameter.dtype}; make it "
+                        "torch.bfloat16 or torch.float32."
+                    )
+        except ValueError:
+            self.param_groups.pop()
+            raise
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -103,27 +97,28 @@ class AdamW8bit(optim.Optimizer):
             The loss of `closure`.
 
         Raises:
-            ZgraphError: a gradient has another dtype or other placements than its parameter, or is sparse.
+            ZgraphError: a gradient has another dtype or other placements than its parameter, or is sparse; or a
+                parameter has changed its dtype, shape or placement since its first step. Nothing is updated.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         grad_scale, found_inf = (getattr(self, name, None) for name in ("grad_scale", "found_inf"))
-        for group in self.param_groups:
-            stepped = [one for one in group["params"] if one.grad is not None]
-            if not stepped:
+        stepped = [[one for one in group["params"] if one.grad is not None] for group in self.param_groups]
+        grads = [[_gradient_of(one) for one in members] for members in stepped]
+        states = [[self._state_of(one) for one in members] for members in stepped]
+        for group, members, own_grads, own_states in zip(self.param_groups, stepped, grads, states, strict=True):
+            if not members:
                 continue
-            grads = [_gradient_of(one) for one in stepped]
-            states = [self._state_of(one) for one in stepped]
-            steps = [entries["step"] for entries in states]
+            steps = [entries["step"] for entries in own_states]
             torch.ops.aten._foreach_add_.Scalar(steps, 1)
             lr, (beta1, beta2) = group["lr"], group["betas"]
             lr = float(lr) if isinstance(lr, int) else lr
             packed_adamw_op(lr)(
-                [_local(one) for one in stepped],
-                grads,
-                [_local(entries[PACKED]) for entries in states],
+                [local_part(one) for one in members],
+                own_grads,
+                [local_part(entries[PACKED]) for entries in own_states],
                 steps,
                 lr=lr,
                 beta1=beta1,
@@ -139,110 +134,89 @@ class AdamW8bit(optim.Optimizer):
         return loss
 
     def unpacked_state_dict(self) -> dict[str, Any]:
-        """Return a state dict of torch.optim.AdamW, with a third tensor for each parameter: "weight".
+        """Return a state dict of torch.optim.AdamW, with a further tensor for every parameter: "weight".
 
-        All three are fp32, in the shape of the parameter and placed like it. Load the weights into an fp32 model, and
-        the rest into torch.optim.AdamW; `load_state_dict` of this class takes it back.
+        All three are fp32 copies in the shape of the parameter, and placed like it. Load the weights into an fp32
+        model, and the rest into torch.optim.AdamW; `load_state_dict` of this class takes it back.
         """
         found = self.state_dict()
-        parameters = list(self._parameters())
-        for index, entries in found["state"].items():
-            whole = unpack(_local(parameters[index]), _local(entries[PACKED]))
-            tensors = {"exp_avg": whole.exp_avg, "exp_avg_sq": whole.exp_avg_sq, "weight": whole.weight.clone()}
-            found["state"][index] = {
-                "step": entries["step"],
-                **{key: _placed_like(parameters[index], value) for key, value in tensors.items()},
-            }
-        return found
+        made: dict[int, dict[str, Any]] = {}
+        for index, parameter in enumerate(self._parameters()):
+            entries = found["state"].get(index, {})
+            count = {"step": entries["step"].clone()} if entries else {}
+            made[index] = {**count, **unpacked(parameter, entries.get(PACKED))}
+        return {**found, "state": made}
+
+    def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Check whether `load_state_dict` can load a state dict.
+
+        Raises:
+            ValueError: it has options or entries that this optimizer lacks, or for other parameters.
+        """
+        for group in state_dict["param_groups"]:
+            own_options(group)
+        for index, parameter, entries in self._saved(state_dict):
+            check_entries(index, parameter, entries)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of this class, of `unpacked_state_dict`, or of torch.optim.AdamW or its fused variants.
+        """Load a state dict of this class, of `unpacked_state_dict`, or of torch.optim.AdamW.
 
         Moments of fp32 become codes, rounded to nearest. A "weight" of fp32 overwrites its parameter.
 
         Raises:
-            ValueError: the state dict has options or entries that this optimizer lacks; nothing was changed.
+            ValueError: as for `check_state_dict`; nothing is changed.
         """
-        given: Mapping[int, Mapping[str, Any]] = state_dict["state"]
-        indices = list(chain.from_iterable(group["params"] for group in state_dict["param_groups"]))
-        pairs = [pair for pair in zip(indices, self._parameters(), strict=False) if given.get(pair[0])]
-        groups = [_own_options(group, self.defaults) for group in state_dict["param_groups"]]
-        for index, parameter in pairs:
-            _check_entries(index, parameter, given[index])
-        counts = {index: {"step": entries["step"]} for index, entries in given.items() if "step" in entries}
-        super().load_state_dict({**state_dict, "state": counts, "param_groups": groups})
-        for index, parameter in pairs:
-            entries = given[index]
-            if PACKED in entries:
-                local = _part_of(parameter, entries[PACKED]).to(_local(parameter).device, copy=True)
-                self.state[parameter][PACKED] = _placed_like(parameter, local, entries[PACKED].shape)
-            else:
-                packed = packed_zeros(parameter)
-                given_tensors = (entries.get("weight", parameter), *(entries[key] for key in MOMENTS))
-                local = _local(parameter)
-                parts = (_part_of(parameter, one).to(local.device, torch.float32) for one in given_tensors)
-                pack_into(local, _local(packed), Unpacked(*parts))
-                self.state[parameter][PACKED] = packed
+        saved: list[tuple[int, Tensor, Mapping[str, Any]]] = []
+
+        # torch casts every entry but the step to the dtype of its parameter. So it gets the steps alone, after all of
+        # the user's hooks before a load, and the rest is loaded before all of the user's hooks after it.
+        def before(optimizer: optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+            self.check_state_dict(given)
+            saved.extend(self._saved(given))
+            steps = {index: entries["step"] for index, _, entries in saved if "step" in entries}
+            counts = {
+                index: {"step": torch.as_tensor(step, dtype=torch.float32).clone()} for index, step in steps.items()
+            }
+            return {**given, "state": counts, "param_groups": [own_options(group) for group in given["param_groups"]]}
+
+        def after(optimizer: optim.Optimizer) -> None:
+            for _, parameter, entries in saved:
+                packed = loaded(parameter, entries)
+                if packed is not None:
+                    self.state[parameter][PACKED] = packed
+
+        hooks = [self.register_load_state_dict_pre_hook(before)]
+        hooks.append(self.register_load_state_dict_post_hook(after, prepend=True))
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def _parameters(self) -> Iterable[Tensor]:
         return chain.from_iterable(group["params"] for group in self.param_groups)
 
+    def _saved(self, state_dict: Mapping[str, Any]) -> list[tuple[int, Tensor, Mapping[str, Any]]]:
+        """Return the saved entries of parameters that have some, with the parameter's number in the state dict."""
+        indices = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        pairs = zip(indices, self._parameters(), strict=False)  # torch refuses other numbers of them
+        entries = state_dict["state"]
+        return [(index, parameter, entries[index]) for index, parameter in pairs if entries.get(index)]
+
     def _state_of(self, parameter: Tensor) -> dict[str, Any]:
         """Return the state of a parameter; in its first step, the state is made."""
         entries = self.state[parameter]
-        if "step" not in entries:
-            entries["step"] = torch.zeros((), dtype=torch.float32, device=_local(parameter).device)
+        if "step" not in entries and parameter.dtype in DTYPES:
+            entries["step"] = torch.zeros((), dtype=torch.float32, device=local_part(parameter).device)
             entries[PACKED] = packed_zeros(parameter)
-        return entries
-
-
-def packed_zeros(parameter: Tensor) -> Tensor:
-    """Return the packed state of a parameter before its first step, placed like the parameter."""
-    local, codes = _local(parameter), _gets_codes(parameter)
-    own = torch.zeros(packed_shape(local.shape, local.dtype, codes=codes), dtype=torch.int32, device=local.device)
-    return _placed_like(parameter, own, packed_shape(parameter.shape, local.dtype, codes=codes))
-
-
-def _gets_codes(parameter: Tensor) -> bool:
-    """Return whether moments become codes. All ranks agree: a row must lie on one rank, or be cut between groups."""
-    if not has_codes(parameter.shape) or not isinstance(parameter, DTensor):
-        return has_codes(parameter.shape)
-    cuts = 1  # of columns
-    for axis, placement in enumerate(parameter.placements):
-        if placement.is_partial():
-            return False
-        if getattr(placement, "dim", 0) > 0:
-            cuts *= parameter.device_mesh.size(axis)
-    return cuts == 1 or (parameter.ndim == 2 and parameter.shape[1] % (GROUP * cuts) == 0)
-
-
-def _own_options(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    for key, allowed in FOREIGN.items():
-        if key in group and group[key] not in allowed:
-            raise ValueError(
-                f"zgraph.AdamW8bit: the state dict is of an optimizer with {key}={group[key]!r}, which this one does "
-                "not have; load it into the optimizer that saved it."
+        if not fits(parameter, entries.get(PACKED)):
+            raise ZgraphError(
+                f"zgraph.AdamW8bit: a parameter is {parameter.dtype} and of shape {list(parameter.shape)}, but its "
+                "state is of another; create the optimizer after the model has its dtype and shape, and "
+                "load state with load_state_dict."
             )
-    return {key: value for key, value in group.items() if key not in FOREIGN} | {"fused": defaults["fused"]}
-
-
-def _check_entries(index: int, parameter: Tensor, entries: Mapping[str, Any]) -> None:
-    needed = (PACKED,) if PACKED in entries else MOMENTS
-    shape = packed_shape(parameter.shape, parameter.dtype, codes=_gets_codes(parameter))
-    shapes = {PACKED: shape, **dict.fromkeys((*MOMENTS, "weight"), tuple(parameter.shape))}
-    wrong = [key for key in needed if key not in entries] + [key for key in entries if key not in (*shapes, "step")]
-    wrong += [
-        f"{key} of shape {list(value.shape)}"
-        for key, value in entries.items()
-        if tuple(value.shape) != shapes.get(key, ())
-    ]
-    if wrong:
-        raise ValueError(
-            f"zgraph.AdamW8bit: the state of parameter {index}, of shape {list(parameter.shape)} and "
-            f"{parameter.dtype}, has or lacks {', '.join(wrong)}; load the state dict of AdamW8bit or of "
-            "torch.optim.AdamW for the same parameters."
-        )
+        return entries
 
 
 def _gradient_of(parameter: Tensor) -> Tensor:
@@ -255,23 +229,5 @@ def _gradient_of(parameter: Tensor) -> Tensor:
             f"{grad.dtype} and placed {placements[1]}, and the parameter {parameter.dtype} and placed "
             f"{placements[0]}; leave gradients as backward makes them."
         )
-    return _local(grad)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return local_of(tensor) if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def _part_of(parameter: Tensor, value: Tensor) -> Tensor:
-    """Return this rank's part of a state entry, which may be a DTensor or equal and whole on all ranks."""
-    if isinstance(parameter, DTensor) and not isinstance(value, DTensor):
-        mesh = parameter.device_mesh
-        value = distribute_tensor(value.to(mesh.device_type), mesh, parameter.placements, src_data_rank=None)
-    return _local(value)
-
-
-def _placed_like(parameter: Tensor, local: Tensor, shape: Iterable[int] | None = None) -> Tensor:
-    """Return a local tensor as a DTensor placed like a parameter, with a whole shape of its own if one is given."""
-    if not isinstance(parameter, DTensor):
-        return local
-    return dtensor_like(local, parameter) if shape is None else dtensor_of(local, parameter, tuple(shape))
+    local = local_part(grad)
+    return local.contiguous() if 0 in local.stride() else local  # an expanded one cannot be divided in place

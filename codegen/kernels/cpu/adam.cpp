@@ -55,19 +55,21 @@ INLINE uint16_t nearest_bf16(float value) {
     return uint16_t(value == value ? rounded : NO_NUMBER);
 }
 
+// Whether a bf16 is a normal number.
+INLINE bool has_remainder(uint32_t upper) { return ((upper + 0x80) & 0x7F80) > 0x80; }
+
 // A weight of bf16 and a remainder of BITS bits.
 template <int BITS>
 INLINE float joined(uint16_t upper, int32_t remainder) {
-    return from_bits((uint32_t(upper) << 16) + (uint32_t(upper & 0x7FFF ? remainder : 0) << (16 - BITS)));
+    return from_bits((uint32_t(upper) << 16) + (uint32_t(has_remainder(upper) ? remainder : 0) << (16 - BITS)));
 }
 
 template <int BITS>
 INLINE int32_t split(float value, uint32_t random, uint16_t& weight) {
     const uint32_t kept = uint32_t((uint64_t(bits_of(value)) + random) >> (16 - BITS));
     const uint32_t upper = (kept + (1u << BITS >> 1)) >> BITS;
-    const bool number = value == value;
-    weight = uint16_t(number ? upper : NO_NUMBER);
-    return number && (upper & 0x7FFF) ? int32_t(kept - (upper << BITS)) : 0;
+    weight = uint16_t(value == value ? upper : NO_NUMBER);
+    return has_remainder(upper) ? int32_t(kept - (upper << BITS)) : 0;
 }
 
 INLINE uint32_t scale_bits(uint32_t largest) {

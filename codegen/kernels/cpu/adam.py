@@ -34,8 +34,9 @@ def update(
     copies: list[tuple[Tensor, Tensor]] = []
     for *given, step in zip(parameters, grads, states, steps, strict=True):
         tensors = [one.contiguous() for one in given]
-        copies += [(one, copy) for one, copy in zip(given, tensors, strict=True) if one is not copy]
         parameter, _, state = tensors
+        written = zip(given, tensors, (True, grad_scale is not None, True), strict=True)
+        copies += [(one, copy) for one, copy, is_written in written if is_written and one is not copy]
         members.extend(one.data_ptr() for one in tensors)
         is_half = parameter.dtype == torch.bfloat16
         members.extend((parameter.numel(), update_key(step), is_coded(parameter, state), is_half))

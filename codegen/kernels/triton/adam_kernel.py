@@ -124,7 +124,7 @@ def gradients(entry, factors, at, inside, HALF: tl.constexpr, SCALED: tl.constex
 def joined(upper, remainder, BITS: tl.constexpr):
     """Return fp32 weights from bf16 weights, given as int16, and int32 remainders of BITS bits."""
     upper = upper.to(tl.int32)
-    remainder = tl.where((upper & 0x7FFF) == 0, 0, remainder)
+    remainder = tl.where(((upper + 0x80) & 0x7F80) > 0x80, remainder, 0)  # of normal numbers
     return ((upper << 16) + (remainder << (16 - BITS))).to(tl.float32, bitcast=True)
 
 
@@ -134,7 +134,7 @@ def split(value, random, BITS: tl.constexpr):
     bits = value.to(tl.uint32, bitcast=True)
     kept = ((bits.to(tl.uint64) + random.to(tl.uint64)) >> (16 - BITS)).to(tl.int32)
     upper = ((kept.to(tl.int64) & 0xFFFFFFFF) + (1 << BITS >> 1) >> BITS).to(tl.int32)
-    remainder = tl.where((upper & 0x7FFF) == 0, 0, kept - (upper << BITS))
+    remainder = tl.where(((upper + 0x80) & 0x7F80) > 0x80, kept - (upper << BITS), 0)
     return tl.where(value == value, upper, NO_NUMBER).to(tl.int16), tl.where(value == value, remainder, 0)
 
 

@@ -148,7 +148,6 @@ def table(name: str) -> str:
         "zoo": zoo,
         "offload_states": states,
     }
-    kinds |= {"convergence-adamw_8bit": convergence}
     kinds |= {"offload_inference": inference, "offload_capacity": capacity, "many_shapes-fx": shapes}
     kinds |= dict.fromkeys(("micro_batches-2x33.7M-1gbit", "micro_batches-2x33.7M-1gbit-bf16"), accumulating)
     kinds |= {"muon-2x33.7M-1gbit": muon, "muon-2x33.7M-1gbit-8": muon}

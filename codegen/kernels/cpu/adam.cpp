@@ -65,11 +65,28 @@ INLINE float joined(uint16_t upper, int32_t remainder) {
 }
 
 template <int BITS>
+INLINE float whole(float weight, int32_t) { return weight; }
+template <int BITS>
+INLINE float whole(uint16_t weight, int32_t remainder) { return joined<BITS>(weight, remainder); }
+
+template <int BITS>
+INLINE int32_t split(float value, uint32_t, float& weight) {
+    weight = value;
+    return 0;
+}
+
+template <int BITS>
 INLINE int32_t split(float value, uint32_t random, uint16_t& weight) {
-    const uint32_t kept = uint32_t((uint64_t(bits_of(value)) + random) >> (16 - BITS));
+    const uint32_t kept = (bits_of(value) + random) >> (16 - BITS);
     const uint32_t upper = (kept + (1u << BITS >> 1)) >> BITS;
     weight = uint16_t(value == value ? upper : NO_NUMBER);
     return has_remainder(upper) ? int32_t(kept - (upper << BITS)) : 0;
+}
+
+// The smaller of two positive numbers; of NaN and a number, the number.
+INLINE float least(float one, float other) {
+    const uint32_t bits = bits_of(one), bound = bits_of(other);
+    return from_bits(bits < bound ? bits : bound);
 }
 
 INLINE uint32_t scale_bits(uint32_t largest) {
@@ -87,43 +104,63 @@ INLINE Updated updated(float value, float used, float average, float square, con
     return {value * by.decay + average * by.step_size / (root / by.bias2 + by.eps), average, square, root};
 }
 
-template <bool HALF, bool SCALED>
-INLINE float gradient(void* grads, int64_t place, const Factors& by) {
-    float used = HALF ? from_bf16(static_cast<uint16_t*>(grads)[place]) : static_cast<float*>(grads)[place];
+template <bool HALF>
+struct Numbers {
+    using type = float;
+};
+template <>
+struct Numbers<true> {
+    using type = uint16_t;
+};
+
+INLINE float widened(float value) { return value; }
+INLINE float widened(uint16_t half) { return from_bf16(half); }
+INLINE void narrow(float value, float& into) { into = value; }
+INLINE void narrow(float value, uint16_t& into) { into = nearest_bf16(value); }
+
+// The gradient to use; a loss scale is divided out in place.
+template <bool SCALED, typename Number>
+INLINE float gradient(Number& grad, const Factors& by) {
+    float used = widened(grad);
     if (SCALED) {
         used = used / by.grad_scale;
-        if (HALF) static_cast<uint16_t*>(grads)[place] = nearest_bf16(used);
-        else static_cast<float*>(grads)[place] = used;
+        narrow(used, grad);
     }
     return used * by.sign;
 }
 
+// Loops run over arrays of fixed size that nothing else points to, so that the compiler vectorizes them. Maxima and
+// minima are those of bits, because comparisons of floats that may be NaN become masks, which are slower.
 template <bool HALF, bool SCALED>
 static void update_codes(const Member& member, const Factors& by, int64_t begin, int64_t end) {
     constexpr int WORDS = HALF ? 25 : 17;
+    using Number = typename Numbers<HALF>::type;
     const uint32_t key = uint32_t(member.key);
     for (int64_t at = begin; at < end; at += GROUP) {
         uint32_t* const record = member.state + at / GROUP * WORDS;
-        int8_t* const first = reinterpret_cast<int8_t*>(record);
-        uint8_t* const second = reinterpret_cast<uint8_t*>(record + 8);
-        int8_t* const remainders = reinterpret_cast<int8_t*>(record + 16);
-        uint16_t* const halves = static_cast<uint16_t*>(member.parameter) + at;
-        float* const floats = static_cast<float*>(member.parameter) + at;
+        Number* const parameter = static_cast<Number*>(member.parameter) + at;
+        Number* const grad = static_cast<Number*>(member.grad) + at;
+        Number weights[GROUP], grads[GROUP];
+        int8_t first[GROUP], remainders[GROUP];
+        uint8_t second[GROUP];
+        memcpy(weights, parameter, sizeof weights);
+        memcpy(grads, grad, sizeof grads);
+        memcpy(first, record, GROUP);
+        memcpy(second, record + 8, GROUP);
+        if (HALF) memcpy(remainders, record + 16, GROUP);
         const float scale1 = from_bf16(uint16_t(record[WORDS - 1])), scale2 = from_bf16(uint16_t(record[WORDS - 1] >> 16));
         float values[GROUP], averages[GROUP], roots[GROUP];
+        uint32_t largest1 = 0, largest2 = 0;
         for (int i = 0; i < GROUP; i++) {
-            const float used = gradient<HALF, SCALED>(member.grad, at + i, by);
+            const float used = gradient<SCALED>(grads[i], by);
             const float share1 = float(first[i]) * FIRST_SHARE, share2 = float(second[i]) * SECOND_SHARE;
             const float root = share2 * share2 * scale2;
-            const float value = HALF ? joined<8>(halves[i], remainders[i]) : floats[i];
+            const float value = whole<8>(weights[i], HALF ? remainders[i] : 0);
             const Updated found = updated(value, used, share1 * fabsf(share1) * scale1, root * root, by);
             values[i] = found.value;
             averages[i] = found.average;
             roots[i] = found.root;
-        }
-        uint32_t largest1 = 0, largest2 = 0;
-        for (int i = 0; i < GROUP; i++) {
-            const uint32_t one = bits_of(averages[i]) & MAGNITUDE, two = bits_of(roots[i]) & MAGNITUDE;
+            const uint32_t one = bits_of(found.average) & MAGNITUDE, two = bits_of(found.root) & MAGNITUDE;
             largest1 = one > largest1 ? one : largest1;
             largest2 = two > largest2 ? two : largest2;
         }
@@ -131,22 +168,19 @@ static void update_codes(const Member& member, const Factors& by, int64_t begin,
         const float inverse1 = bits1 ? 1 / from_bits(bits1 << 16) : 0, inverse2 = bits2 ? 1 / from_bits(bits2 << 16) : 0;
         for (int i = 0; i < GROUP; i++) {
             const uint32_t random = hash_32((bits_of(values[i]) + bits_of(averages[i]) * MIXER) ^ key);
-            float code1 = sqrtf(fabsf(averages[i]) * inverse1) * FIRST_STEPS + 0.5f;
-            float code2 = sqrtf(roots[i] * inverse2) * SECOND_STEPS + float(int32_t(random & 0xFFF)) * DITHER;
-            code1 = code1 < FIRST_STEPS ? code1 : FIRST_STEPS;
-            code2 = code2 < SECOND_STEPS ? code2 : SECOND_STEPS;
-            code2 = roots[i] > 0 && code2 < 1 ? 1 : code2;
-            const int32_t magnitude = int32_t(code1);
+            const float dither = float(int32_t(random & 0xFFF)) * DITHER;
+            const float code1 = least(sqrtf(fabsf(averages[i]) * inverse1) * FIRST_STEPS + 0.5f, FIRST_STEPS);
+            const float code2 = least(sqrtf(roots[i] * inverse2) * SECOND_STEPS + dither, SECOND_STEPS);
+            const int32_t magnitude = int32_t(code1), found = int32_t(code2), smallest = roots[i] > 0;
             first[i] = int8_t(averages[i] < 0 ? -magnitude : magnitude);
-            second[i] = uint8_t(int32_t(code2));
-            if (HALF) {
-                uint16_t weight;
-                remainders[i] = int8_t(split<8>(values[i], random >> 24, weight));
-                halves[i] = weight;
-            } else {
-                floats[i] = values[i];
-            }
+            second[i] = uint8_t(found > smallest ? found : smallest);
+            remainders[i] = int8_t(split<8>(values[i], random >> 24, weights[i]));
         }
+        memcpy(parameter, weights, sizeof weights);
+        if (SCALED) memcpy(grad, grads, sizeof grads);
+        memcpy(record, first, GROUP);
+        memcpy(record + 8, second, GROUP);
+        if (HALF) memcpy(record + 16, remainders, GROUP);
         record[WORDS - 1] = bits2 << 16 | bits1;
     }
 }
@@ -154,17 +188,17 @@ static void update_codes(const Member& member, const Factors& by, int64_t begin,
 template <bool HALF, bool SCALED>
 static void update_words(const Member& member, const Factors& by, int64_t begin, int64_t end) {
     constexpr int WORDS = HALF ? 3 : 2;
+    using Number = typename Numbers<HALF>::type;
     for (int64_t at = begin; at < end; at++) {
         uint32_t* const record = member.state + at * WORDS;
-        uint16_t& half = static_cast<uint16_t*>(member.parameter)[at];
-        float& whole = static_cast<float*>(member.parameter)[at];
-        const float used = gradient<HALF, SCALED>(member.grad, at, by);
-        const float value = HALF ? joined<16>(half, int32_t(record[2])) : whole;
+        Number& weight = static_cast<Number*>(member.parameter)[at];
+        const float used = gradient<SCALED>(static_cast<Number*>(member.grad)[at], by);
+        const float value = whole<16>(weight, HALF ? int32_t(record[2]) : 0);
         const Updated found = updated(value, used, from_bits(record[0]), from_bits(record[1]), by);
         record[0] = bits_of(found.average);
         record[1] = bits_of(found.square);
-        if (HALF) record[2] = uint32_t(split<16>(found.value, 0, half));
-        else whole = found.value;
+        const int32_t remainder = split<16>(found.value, 0, weight);
+        if (HALF) record[2] = uint32_t(remainder);
     }
 }
 

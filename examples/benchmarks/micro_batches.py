@@ -16,7 +16,18 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from builders import Build, Schedule, Setting, Trainer, adamw, hook_bf16, planned, shard_fully
+from builders import (
+    ONE_BUCKET_MIB,
+    Build,
+    Schedule,
+    Setting,
+    Trainer,
+    adamw,
+    hook_bf16,
+    hook_powersgd,
+    planned,
+    shard_fully,
+)
 from links import Strategy, choose, options_of, parsed, run_as_command, train_in_turns
 from ranks import as_rank
 from shaped_link import LOSS_TOLERANCE, set_up
@@ -32,13 +43,14 @@ SEQUENCES = 2  # of a micro-batch
 
 _EPILOG = """\
 strategies, in the order in which a repetition runs them; all compute the same micro-batches:
-  ddp               DistributedDataParallel; no_sync for all but the last micro-batch; -bf16 with the hook of that name
+  ddp               DistributedDataParallel; no_sync for all but the last micro-batch; -bf16 and -powersgd (of rank 4)
+                    with the hook of that name
   fsdp2             fully_shard of each block and of the rest, which gathers and reduces in each micro-batch
   fsdp2-last        the same, with set_requires_gradient_sync(False) for all but the last micro-batch
   fsdp2-kept        the same, and parameters stay gathered in between (stage 2)
   zgraph-2, -3      the whole step as one graph, planned for the measured machine, no_sync for all but the last
                     micro-batch; -by-layer interleaves the micro-batches, and recomputes as little as memory allows;
-                    -by-layer-least recomputes every layer, -by-layer-kept nothing
+                    -by-layer-least recomputes every layer, -by-layer-kept nothing; -loco and -lowrank compress
   ...-bf16          gathers bf16 and reduces fp32
 """
 
@@ -66,7 +78,14 @@ def strategies() -> dict[str, Strategy]:
     peers = ("fsdp2", "fsdp2-last", "fsdp2-kept", "ddp", "zgraph-2", "zgraph-3")
     in_bf16 = ("fsdp2-bf16", "fsdp2-last-bf16", "fsdp2-kept-bf16", "ddp-bf16", "zgraph-2-bf16", "zgraph-3-bf16")
     in_turn = partial(planned, interleave_micro_batches=False)
-    rows = [Strategy("ddp", _ddp()), Strategy("ddp-bf16", _ddp(hook_bf16))]
+    hooks = ("ddp", "ddp-bf16", "ddp-powersgd")
+    rows = [
+        Strategy("ddp", _ddp()),
+        Strategy("ddp-bf16", _ddp(hook_bf16)),
+        Strategy("ddp-powersgd", _ddp(partial(hook_powersgd, 4), one_bucket=True)),
+        Strategy("zgraph-0-by-layer-loco", _zgraph(0, None, _by_layer(method="LoCo")), hooks, "zgraph"),
+        Strategy("zgraph-0-by-layer-lowrank", _zgraph(0, None, _by_layer(method="LowRank")), hooks, "zgraph"),
+    ]
     for suffix, dtype, against in (("", None, peers), ("-bf16", torch.bfloat16, in_bf16)):
         rows += [
             Strategy(f"fsdp2{suffix}", _fsdp2(dtype, accumulates=False, kept=False)),
@@ -105,10 +124,11 @@ def trainer_of(step: Callable[[Tensor], Tensor]) -> Trainer:
     return Trainer(step, nothing_left, backward=lambda loss: None)
 
 
-def _ddp(register: Callable[[DistributedDataParallel], None] | None = None) -> Build:
+def _ddp(register: Callable[[DistributedDataParallel], None] | None = None, *, one_bucket: bool = False) -> Build:
     def build(setting: Setting) -> Trainer:
-        group = setting.mesh.get_group()
-        model = DistributedDataParallel(setting.new_model(), process_group=group, gradient_as_bucket_view=True)
+        options: dict[str, Any] = {"bucket_cap_mb": ONE_BUCKET_MIB} if one_bucket else {}
+        options |= {"process_group": setting.mesh.get_group(), "gradient_as_bucket_view": True}
+        model = DistributedDataParallel(setting.new_model(), **options)
         if register is not None:
             register(model)
         called: Any = torch.compile(model) if setting.lowering == "inductor" else model
@@ -163,14 +183,15 @@ def _zgraph(zero_stage: int, param_dtype: torch.dtype | None, schedule: Schedule
     return build
 
 
-def _by_layer(recompute: bool | None = None) -> Schedule:
-    """Interleaved; costs decide what is recomputed if `recompute` is None."""
+def _by_layer(recompute: bool | None = None, method: str = "") -> Schedule:
+    """Interleaved; costs decide what is recomputed if `recompute` is None. With a compression of gradients or none."""
 
     def schedule() -> list[GraphPass]:
-        from zgraph.passes import InterleaveMicroBatches
+        from zgraph.passes import InterleaveMicroBatches, LoCo, LowRank
 
         chosen = InterleaveMicroBatches(recompute=recompute)
-        passes = planned(interleave_micro_batches=True)
+        methods = {"": None, "LoCo": LoCo(), "LowRank": LowRank(rank=4)}
+        passes = planned(interleave_micro_batches=True, compression=methods[method])
         return [chosen if isinstance(one, InterleaveMicroBatches) else one for one in passes]
 
     return schedule

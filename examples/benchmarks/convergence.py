@@ -15,7 +15,7 @@ that differ by much: `--methods none "LoCo()" --seeds 16`. "bf16" rounds gradien
 "PowerSGD hook" is PyTorch's, which differs from LowRank by where it keeps the ranks' differences. "Muon" compresses
 nothing, and steps the matrices of the blocks by torch.optim.Muon, whose updates are as large as AdamW's, with MUON_LR
 times the learning rate. "AdamW8bit" compresses nothing either: it has moments of 8 bits, and with "bf16 weights" rounds
-weights and mean gradients to bfloat16, of which it keeps 8 further bits. With betas of 0.9 and 0.999 second moments
+weights and mean gradients to bfloat16, of which it keeps 8 further bits; torchao's is there if it is installed. With betas of 0.9 and 0.999 second moments
 change by less than a code in most steps: --beta2 0.999.
 """
 
@@ -30,6 +30,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
 from types import ModuleType
@@ -50,6 +51,7 @@ from train_gpt import GPT, cut, evaluate, lr_factor, make_optimizer, read_source
 
 MUON_LR = (1, 2)
 EIGHT_BIT = ("AdamW8bit", "AdamW8bit, bf16 weights")
+TORCHAO = "torchao's AdamW8bit"
 SMALLEST = 4096  # elements of a tensor that is compressed
 FINAL_SHARE = 0.05  # of the steps, over which the final loss is a mean
 WINDOWS = 1024  # held out
@@ -68,6 +70,7 @@ def methods(ranks_per_host: int) -> dict[str, Callable[[Sequence[int], int], Mea
         "bf16": None,
         **{_muon(factor): None for factor in MUON_LR},
         **dict.fromkeys(EIGHT_BIT),
+        **({TORCHAO: None} if find_spec("torchao") else {}),
         "NoFeedback()": codes(NoFeedback()),
         "ErrorFeedback()": codes(ErrorFeedback()),
         "LoCo(rotate=False)": codes(LoCo(rotate=False)),
@@ -88,9 +91,13 @@ def optimizers_of(name: str, model: GPT, lr: float, beta2: float) -> list[torch.
     adamw = make_optimizer(model, lr)
     for group in adamw.param_groups:
         group["betas"] = (group["betas"][0], beta2)
-    if name in EIGHT_BIT:
+    if name in (*EIGHT_BIT, TORCHAO):
         groups = [{key: group[key] for key in ("params", "weight_decay", "betas")} for group in adamw.param_groups]
-        return [zgraph.AdamW8bit(groups, lr=lr)]
+        if name in EIGHT_BIT:
+            return [zgraph.AdamW8bit(groups, lr=lr)]
+        from torchao.optim import AdamW8bit  # pyright: ignore[reportMissingImports]
+
+        return [AdamW8bit(groups, lr=lr)]
     factor = next((factor for factor in MUON_LR if name == _muon(factor)), None)
     if factor is None:
         return [adamw]

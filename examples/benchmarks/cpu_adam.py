@@ -14,6 +14,7 @@ zgraph            the update of a compiled step: torch's kernel of the above, wi
 zgraph, buckets   the same, one call for each bucket, as gradients arrive
 8 bits            zgraph.AdamW8bit, on fp32 weights
 8 bits, bf16      the same on bf16 weights, with 8 further bits of each in the state
+torchao           torchao.optim.AdamW8bit, which Inductor compiles, on fp32 weights (pip install torchao)
 foreach           torch.optim.AdamW(foreach=True)
 for loop          torch.optim.AdamW(foreach=False)
 DeepSpeed         deepspeed.ops.adam.DeepSpeedCPUAdam, which a C++ compiler builds here; left out, with the reason,
@@ -41,7 +42,7 @@ ADAM_BYTES, TRIAD_BYTES = 28, 12  # per element
 PARAMETER = 1 << 20  # elements: a weight of 1024 x 1024
 BUCKET = 2 << 20  # bytes of gradients, the default of zgraph's buckets
 TRIAD, FLOATS, HALVES = "triad", "8 bits", "8 bits, bf16"
-BYTES = {TRIAD: TRIAD_BYTES, FLOATS: 16.25, HALVES: 12.25}
+BYTES = {TRIAD: TRIAD_BYTES, FLOATS: 16.25, HALVES: 12.25, "torchao": 16.03}
 OPTIONS: dict[str, Any] = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.01, "eps": 1e-8}
 Step = Callable[[], object]
 
@@ -53,6 +54,12 @@ def triad(elements: int) -> Step:
 
 def by_torch(weights: Sequence[Tensor], **options: Any) -> Step:
     return optim.AdamW(weights, lr=1e-4, **options).step
+
+
+def torchao(weights: Sequence[Tensor]) -> Step:
+    from torchao.optim import AdamW8bit  # pyright: ignore[reportMissingImports]
+
+    return AdamW8bit(weights, lr=1e-4).step
 
 
 def deepspeed(weights: Sequence[Tensor]) -> Step:
@@ -106,6 +113,7 @@ WAYS: dict[str, Callable[[Sequence[Tensor]], Step]] = {
     "zgraph, buckets": lambda weights: in_buckets(compiled, weights),
     FLOATS: lambda weights: eight_bit(weights, torch.float32),
     HALVES: lambda weights: eight_bit(weights, torch.bfloat16),
+    "torchao": torchao,
     "foreach": lambda weights: by_torch(weights, foreach=True),
     "for loop": lambda weights: by_torch(weights, foreach=False),
     "DeepSpeed": deepspeed,

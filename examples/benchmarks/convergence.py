@@ -15,8 +15,8 @@ that differ by much: `--methods none "LoCo()" --seeds 16`. "bf16" rounds gradien
 "PowerSGD hook" is PyTorch's, which differs from LowRank by where it keeps the ranks' differences. "Muon" compresses
 nothing, and steps the matrices of the blocks by torch.optim.Muon, whose updates are as large as AdamW's, with MUON_LR
 times the learning rate. "AdamW8bit" compresses nothing either: it has moments of 8 bits, and with "bf16 weights" rounds
-weights and mean gradients to bfloat16, of which it keeps 8 further bits; torchao's optimizer of that name is there if it
-is installed. With betas of 0.9 and 0.999 second moments change by less than a code in most steps: --beta2 0.999.
+weights and mean gradients to bfloat16, of which it keeps 8 further bits; torchao's is there if it is installed. With
+betas of 0.9 and 0.999 second moments change by less than a code in most steps: --beta2 0.999.
 """
 
 from __future__ import annotations

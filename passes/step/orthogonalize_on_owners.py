@@ -31,7 +31,7 @@ class OrthogonalizeOnOwners(GraphPass):
     way. A bucket is computed once the rows of the next one are on their way, and its results are awaited one bucket
     later, so that backward and the exchanges overlap. If every rank has whole matrices (stage 0), only results travel.
     With replicas of shards (hybrid sharding), each replica computes all matrices. Results are bitwise equal.
-    Leaves alone: matrices on a single rank; forward and backward.
+    Does not change matrices on a single rank, nor forward and backward.
 
     Attributes:
         bucket_bytes: least bytes of the matrices of a bucket, in bf16. A bucket ends once it also has work for each

@@ -29,7 +29,7 @@ FLOATS, HALVES = torch.float32, torch.bfloat16
 
 
 class Parameters:
-    """Weights with their states, in memory that begins and ends with words that nobody may touch."""
+    """Weights and their states, each between two numbers that no kernel may overwrite."""
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> None:
         generator = torch.Generator().manual_seed(len(shapes))
@@ -46,7 +46,7 @@ class Parameters:
         ]
 
     def gradients(self, step: int) -> list[Tensor]:
-        """Of magnitudes that differ by many orders; those of the third step have zeros and numbers that overflow."""
+        """Return gradients of very different magnitudes; in the third step also zeros, denormals and huge numbers."""
         generator = torch.Generator().manual_seed(step)
         found: list[Tensor] = []
         for shape in self.shapes:

@@ -8,13 +8,13 @@ from torch import Tensor
 
 from zgraph.compression.packed_state import GROUP, Unpacked, has_codes, pack_into, packed_shape, unpack
 
-SIGMAS = 5  # one draw in two million lies further away
+SIGMAS = 5  # exceeded by one draw in two million
 FLOATS, HALVES = torch.float32, torch.bfloat16
 WORDS = (0, 0xFFFFFFFF, 0x80808080)  # random bits at their ends
 
 
 def stored(found: Unpacked, dtype: torch.dtype, random: Tensor | int | None = None) -> tuple[Unpacked, Tensor, Tensor]:
-    """What comes back, the weights and the state."""
+    """Return the unpacked values, the weights and the state."""
     weight = torch.empty_like(found.weight, dtype=dtype)
     packed = torch.empty(packed_shape(weight.shape, dtype, codes=has_codes(weight.shape)), dtype=torch.int32)
     if isinstance(random, int):

@@ -53,8 +53,8 @@ class Rest:
             forward and backward, or "inference".
         lowering: "fx" or "inductor".
         zero_stage, param_dtype: as `zgraph.shard` takes them.
-        optimizer: of torch.optim, or "AdamW8bit"; and for those of torch,
-        fused: whether they are.
+        optimizer: name of the optimizer, in torch.optim or "AdamW8bit".
+        fused: whether an optimizer of torch is fused.
         hardware: by which is planned; None: by rules.
     """
 

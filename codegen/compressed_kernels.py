@@ -12,7 +12,7 @@ from torch import Tensor
 from zgraph.codegen.kernels.cpu import blocks as cpu_blocks
 from zgraph.codegen.kernels.triton import dequantize_blocks, quantize_blocks
 from zgraph.compression.method_text import from_text
-from zgraph.compression.methods import BlockMethod, RngKey, TensorMethod
+from zgraph.compression.methods import BlockMethod, CompressionMethod, RngKey, TensorMethod
 from zgraph.compression.payload import BucketLayout
 from zgraph.dialect.compressed import layout_of, shard_bytes
 from zgraph.dialect.sum_ranks import divisor_like
@@ -119,6 +119,36 @@ def dequantize_shards(received: Tensor, method: str, numel: int, offset: int, wo
     whole = received.new_empty((world, numel), dtype=dtype)
     _dequantize_each(rows, layout, _ALWAYS, [whole])
     return whole.view(-1)
+
+
+def encode(
+    flat: Tensor, errors: Sequence[Tensor], method: CompressionMethod, numel: int, world: int, step: int, rank: int
+) -> Tensor:
+    """Encode a flat tensor for the ranks of a group, outside of graphs.
+
+    Args:
+        flat: at most `world * numel` elements, which are padded with zeros.
+        errors: the method's state for `world` chunks of `numel` elements, updated in place.
+        method: compression method.
+        numel: number of elements for each rank.
+        world: number of ranks.
+        step, rank: key of the random numbers, see `RngKey`.
+
+    Returns:
+        [world, payload_bytes] uint8.
+    """
+    layout = BucketLayout(method, (numel,), world)
+    state = dict(zip(method.state(numel, world), errors, strict=True))
+    payload = flat.new_zeros((world, layout.payload_bytes), dtype=torch.uint8)
+    _quantize([flat.contiguous()], [state], layout, RngKey(step), rank, payload)
+    return payload
+
+
+def decode(received: Tensor, method: CompressionMethod, numel: int, step: int) -> Tensor:
+    """Decode what each rank has encoded with `encode`: [ranks, payload_bytes] uint8 -> [ranks, numel] fp32."""
+    decoded = torch.empty((received.shape[0], numel), device=received.device)
+    _dequantize_each(received, BucketLayout(method, (numel,), 1), RngKey(step), [decoded])
+    return decoded
 
 
 def _feedbacks(

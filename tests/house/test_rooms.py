@@ -57,6 +57,7 @@ ROOMS = (
     "zgraph.step.lines",
     "zgraph.step.capture",
     "zgraph.step",
+    "zgraph.outer",
     "zgraph.planner.schedules",
     "zgraph.planner",
     "zgraph.integrations",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -88,3 +90,105 @@ def test_two_sites_of_one_rank_equal_the_twin(ranks: Ranks, codec: passes.BlockM
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_two_sites_of_two_ranks_equal_the_twin(ranks: Ranks, stage: int) -> None:
     ranks.run(check_twin, 2, stage, LOCO, 1)
+
+
+# --- identities -------------------------------------------------------------------------------------------------------
+
+
+def exact_linear() -> nn.Linear:
+    """A layer whose weights are small multiples of 1/8: few steps on such numbers are exact in fp32."""
+    model = nn.Linear(3, 2, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(torch.arange(6).view(2, 3) / 8)
+    return model
+
+
+def check_every_step_is_ddp() -> None:
+    """With a round after each step, lr=1 and momentum=0, SGD is that of the mean gradient."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model, replicated = exact_linear(), exact_linear()
+    outer = zgraph.OuterSteps(model, dist.group.WORLD, every=1, lr=1.0, momentum=0.0, codec=None, fragments=1, delay=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    inputs = [torch.tensor([[1.0, 2.0, -1.0]]) * (site + 1) for site in range(world)]
+    for _ in range(4):
+        model(inputs[rank]).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        outer.step()
+        torch.stack([replicated(one).sum() for one in inputs]).mean().backward()
+        assert replicated.weight.grad is not None
+        with torch.no_grad():
+            replicated.weight -= 0.5 * replicated.weight.grad
+        replicated.weight.grad = None
+        assert torch.equal(model.weight, replicated.weight)
+
+
+@worlds(2, 4)
+def test_a_round_after_each_step_is_data_parallel_sgd(ranks: Ranks) -> None:
+    ranks.run(check_every_step_is_ddp)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_site_with_lr_1_and_no_momentum_changes_no_bit(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = Language(width=12).to(dtype)
+    plain = copy.deepcopy(model)
+    outer = zgraph.OuterSteps(model, every=2, lr=1.0, momentum=0.0)
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.1) for one in (model, plain)]
+    for step in range(5):
+        for one, optimizer in zip((model, plain), optimizers, strict=True):
+            loss_of(one, *batches(step, 0, 0)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        outer.step()
+    outer.finish()
+    for one, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one, expected)
+
+
+def test_momentum_of_one_site_is_nesterovs() -> None:
+    """torch.optim.SGD steps anchors to the same values, up to rounding."""
+    model = exact_linear()
+    expected = copy.deepcopy(model)
+    outer = zgraph.OuterSteps(model, every=1, lr=0.5, momentum=0.75)
+    sgd = torch.optim.SGD(expected.parameters(), lr=0.5, momentum=0.75, nesterov=True)
+    for step in range(5):
+        change = torch.full((2, 3), 0.25 * (-1) ** step)
+        with torch.no_grad():
+            model.weight += change
+        outer.step()
+        expected.weight.grad = -change
+        sgd.step()
+        torch.testing.assert_close(model.weight, expected.weight)
+
+
+def distances_to_rounds_without_codes(codec: passes.BlockMethod) -> list[float]:
+    """Largest distance of any parameter, relative to its size, after each of 40 rounds."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    models = [nn.ParameterList([torch.zeros(40, 64), torch.zeros(300)]) for _ in range(2)]
+    group = dist.group.WORLD
+    coded = zgraph.OuterSteps(models[0], group, every=1, lr=1.0, momentum=0.0, codec=codec, fragments=1, delay=0)
+    exact = zgraph.OuterSteps(models[1], group, every=1, lr=1.0, momentum=0.0, codec=None, fragments=1, delay=0)
+    found: list[float] = []
+    for _ in range(40):
+        with torch.no_grad():
+            for pair in zip(*(model.parameters() for model in models), strict=True):
+                change = torch.randn(pair[0].shape, generator=generator)
+                for one in pair:
+                    one += change
+        coded.step()
+        exact.step()
+        pairs = zip(*(model.parameters() for model in models), strict=True)
+        found.append(max(float((one - other).norm() / one.numel() ** 0.5) for one, other in pairs))
+    return found
+
+
+@worlds(2)
+def test_what_codes_lose_comes_later(ranks: Ranks) -> None:
+    """With error feedback, anchors stay as close to those of rounds without codes as after the first round."""
+    with_feedback, without = (
+        ranks.run(distances_to_rounds_without_codes, codec)[0]
+        for codec in (passes.ErrorFeedback(bits=4, error_dtype=torch.float32), passes.NoFeedback(bits=4))
+    )
+    assert max(with_feedback) < 2 * with_feedback[0]
+    assert without[-1] > 4 * without[0], "without it, losses add up as in a random walk"

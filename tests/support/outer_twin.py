@@ -53,7 +53,7 @@ class Twin:
         return [(view, length) for _, view, length in found]
 
     def read(self, site: int, place: tuple[int, int]) -> Tensor:
-        return torch.cat([pad(view, (0, length - view.numel())) for view, length in self.parts(site, place)])
+        return torch.cat([pad(view.float(), (0, length - view.numel())) for view, length in self.parts(site, place)])
 
     def coded(self, flat: Tensor, world: int, place: tuple[int, int], site: int) -> Tensor:
         """[world * rows] as other sites decode a site's codes for it; the error is added to the next ones."""

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, fx
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import zgraph
@@ -79,6 +80,7 @@ class Case:
     at_rest: zgraph.Offload | None = None  # of parameters and optimizer state
     streamed: bool = False  # updates of what rests on the host run on copies, which are read well ahead
     gated: bool = False  # a model of which backward can compute much again at no cost
+    sites: int = 1  # each of which shards the model over its own ranks
     started: bool = False  # the first step is a plain one: the captured one finds the state, and is compiled once
 
     @property
@@ -116,10 +118,14 @@ class Case:
 
 
 class Loop:
-    """A model, its optimizer, and one step of its loop."""
+    """A model, its optimizer, and one step of its loop; calls `after_step` after each, and `finish` after the last."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
+        self.after_step: Callable[[], None] = lambda: None
+        self.finish: Callable[[], None] = lambda: None
+        shape = (case.sites, dist.get_world_size() // case.sites)
+        self.mesh = init_device_mesh("cpu", shape, mesh_dim_names=("site", "dp"))
         torch.manual_seed(0)
         plain = models.Language(case.dropout, layers=1, width=case.width)
         model: Any = models.GatedLanguage(case.dropout) if case.gated else plain
@@ -129,7 +135,7 @@ class Loop:
             model.blocks[0].qkv.weight.requires_grad_(False)
             model.embed.weight.requires_grad_(False)
         dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if case.precision == "bf16" else {}
-        self.model = zgraph.shard(model, zero_stage=case.stage, offload=case.at_rest, **dtypes)
+        self.model = zgraph.shard(model, self.mesh["dp"], zero_stage=case.stage, offload=case.at_rest, **dtypes)
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         matrices = [parameter for parameter in trained if parameter.ndim > 1]
         others = [parameter for parameter in trained if parameter.ndim <= 1]
@@ -176,6 +182,7 @@ class Loop:
         return x, y
 
     def advance(self) -> None:
+        self.after_step()
         if self.scheduler is not None:
             self.scheduler.step()
 
@@ -227,6 +234,7 @@ def train(
         found = (loop.plain() if case.started and number == 0 else function)(*loop.batch(number))
         metrics.append({key: _number(value) for key, value in found.items()})
         loop.advance()
+    loop.finish()
     finish(function)
     if case.at_rest is not None:
         check_rests(loop.model, [loop.optimizer])

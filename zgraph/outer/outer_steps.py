@@ -75,7 +75,7 @@ class OuterSteps:
         lr, momentum: options of the outer optimizer, Nesterov's method.
         codec: compression of differences between sites; None: sites send parameters as they are.
         fragments: number of fragments, P in the papers, at most `every`; "auto": up to 10.
-        delay: number of steps that a round may take, less than `every`; 0: the last step of a round waits for it.
+        delay: number of steps that a round may take, at most `every`; 0: the step that begins a round waits for it.
 
     Raises:
         ValueError: an option is invalid; the message names it.
@@ -223,8 +223,8 @@ def _check(
     )
     if fragments != "auto" and not (is_count(fragments) and fragments <= every):
         raise ValueError(f'{who}: fragments={fragments!r} with every={every}; write "auto", or 1 to {every}.')
-    if not (is_count(delay, 0) and delay < every):
-        raise ValueError(f"{who}: delay={delay!r} with every={every}; write 0 to {every - 1} steps.")
+    if not (is_count(delay, 0) and delay <= every):
+        raise ValueError(f"{who}: delay={delay!r} with every={every}; write 0 to {every} steps.")
 
 
 def _check_parameters(named: dict[str, nn.Parameter]) -> None:

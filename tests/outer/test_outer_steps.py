@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -192,3 +193,206 @@ def test_what_codes_lose_comes_later(ranks: Ranks) -> None:
     )
     assert max(with_feedback) < 2 * with_feedback[0]
     assert without[-1] > 4 * without[0], "without it, losses add up as in a random walk"
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+class Run:
+    """A loop of this rank's site."""
+
+    def __init__(self, sites: int) -> None:
+        torch.manual_seed(0)
+        self.mesh = init_device_mesh("cpu", (sites, dist.get_world_size() // sites), mesh_dim_names=("site", "dp"))
+        self.model = zgraph.shard(Language(width=12), self.mesh["dp"], zero_stage=2)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.outer = zgraph.OuterSteps(self.model, self.mesh["site"], every=4, fragments=3, delay=2)
+
+    def train(self, first: int, last: int) -> None:
+        for step in range(first, last):
+            loss_of(self.model, *batches(step, dist.get_rank(), 0)).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.outer.step()
+
+    @property
+    def folder(self) -> str:
+        return f"site{self.mesh['site'].get_local_rank()}"
+
+    def values(self) -> list[Tensor]:
+        return [whole(one.detach()) for one in self.model.parameters()]
+
+
+def check_resume(root: Path, saved_at: int) -> None:
+    whole_run, first, second = Run(2), Run(2), Run(2)
+    whole_run.train(0, 12)
+    first.train(0, saved_at)
+    path = zgraph.save_checkpoint(
+        root / first.folder, first.model, first.optimizer, step=saved_at,
+        extra={"outer": first.outer.state_dict()}, group=first.mesh["dp"],
+    )  # fmt: skip
+    assert path == zgraph.latest_checkpoint(root / first.folder, group=first.mesh["dp"])
+    loaded = zgraph.load_checkpoint(path, second.model, second.optimizer, group=second.mesh["dp"])
+    second.outer.load_state_dict(loaded.extra["outer"])
+    second.train(saved_at, 12)
+    for run in (whole_run, second):
+        run.outer.finish()
+    assert all(map(torch.equal, whole_run.values(), second.values()))
+    with pytest.raises(zgraph.CheckpointError, match=r'group=mesh\["dp"\]'):
+        zgraph.save_checkpoint(root, first.model, first.optimizer, step=saved_at)
+
+
+@worlds(2, 4)
+@pytest.mark.parametrize("saved_at", [5, 8])
+def test_a_run_resumes_with_the_same_bits_while_rounds_run(ranks: Ranks, saved_at: int, tmp_path: Path) -> None:
+    ranks.run(check_resume, tmp_path, saved_at)
+
+
+def check_refused_states() -> None:
+    run = Run(2)
+    run.train(0, 5)
+    state = run.outer.state_dict()
+    others = {
+        "other fragments": {"fragments": 2},
+        "errors of another codec": {"fragments": 3, "codec": passes.NoFeedback(bits=4)},
+    }
+    for text, options in others.items():
+        other = zgraph.OuterSteps(Run(2).model, run.mesh["site"], **options)
+        with pytest.raises(zgraph.ZgraphError, match=text):
+            other.load_state_dict(state)
+    with pytest.raises(zgraph.ZgraphError, match="rounds are running"):
+        run.outer.load_state_dict(state)
+
+
+@worlds(2)
+def test_states_of_other_runs_are_refused(ranks: Ranks) -> None:
+    ranks.run(check_refused_states)
+
+
+def check_fewer_sites(root: Path) -> None:
+    run = Run(2)
+    run.train(0, 9)
+    if run.mesh["site"].get_local_rank() == 0:
+        torch.save(run.outer.state_dict(), root / "state")
+    dist.barrier()
+    model = Language(width=12)
+    outer = zgraph.OuterSteps(model, every=4, fragments=3)
+    with pytest.warns(zgraph.ZgraphWarning, match="that of 2 sites, now there are 1"):
+        outer.load_state_dict(torch.load(root / "state"))
+    with outer.anchor():
+        values = [one.detach().clone() for one in model.parameters()]
+    with run.outer.anchor():
+        assert all(map(torch.equal, values, run.values()))
+
+
+@worlds(2)
+def test_another_number_of_sites_takes_the_anchor(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(check_fewer_sites, tmp_path)
+
+
+# --- sites that differ ------------------------------------------------------------------------------------------------
+
+
+def check_first_values() -> None:
+    torch.manual_seed(dist.get_rank())
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("site", "dp"))
+    torch.manual_seed(mesh["site"].get_local_rank())
+    model = zgraph.shard(Language(width=12), mesh["dp"])
+    zgraph.OuterSteps(model, mesh["site"])
+    torch.manual_seed(0)
+    for one, first in zip(model.parameters(), Language(width=12).parameters(), strict=True):
+        assert torch.equal(whole(one), first)
+
+
+@worlds(2, 4)
+def test_sites_start_from_the_values_of_the_first(ranks: Ranks) -> None:
+    ranks.run(check_first_values)
+
+
+def check_other_options() -> None:
+    rank, group = dist.get_rank(), dist.group.WORLD
+    for name, options in {"every": {"every": 4 + rank}, "codec": {"codec": None if rank else LOCO}}.items():
+        with pytest.raises(zgraph.ZgraphError, match=f"{name} is .* on site 1, and .* on site 0"):
+            zgraph.OuterSteps(Language(), group, **options)
+    with pytest.raises(zgraph.ZgraphError, match="embed"):
+        zgraph.OuterSteps(Language(width=12 + 2 * rank), group)
+
+
+@worlds(2)
+def test_sites_with_other_options_are_refused_on_all(ranks: Ranks) -> None:
+    ranks.run(check_other_options)
+
+
+def check_weights() -> None:
+    """A site with three times the tokens counts three times."""
+    model = nn.Linear(2, 1, bias=False)
+    model.weight.data.fill_(8.0)
+    outer = zgraph.OuterSteps(model, dist.group.WORLD, every=2, lr=1.0, momentum=0.0, codec=None, fragments=1, delay=0)
+    for step in range(2):
+        with torch.no_grad():
+            model.weight -= 1 + dist.get_rank()
+        outer.step(weight=[0.5, 1.5][dist.get_rank()])
+        assert model.weight[0, 0] == (8 - (0.25 * 2 + 0.75 * 4) if step else 7 - dist.get_rank())
+
+
+@worlds(2)
+def test_sites_count_by_their_weights(ranks: Ranks) -> None:
+    ranks.run(check_weights)
+
+
+def check_a_rank_that_skips() -> None:
+    run = Run(1)
+    run.outer = zgraph.OuterSteps(run.model, every=1, delay=0)
+    with pytest.raises(zgraph.AgreementError, match=r"OuterSteps\.step"):
+        for step in range(3):
+            loss_of(run.model, *batches(step, dist.get_rank(), 0)).backward()
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+            if dist.get_rank() == 0:
+                run.outer.step()
+
+
+@worlds(2)
+def test_a_rank_that_takes_no_outer_steps_is_named(ranks: Ranks) -> None:
+    ranks.run(check_a_rank_that_skips)
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"every": 0}, "every=0"),
+        ({"lr": -1.0}, "lr=-1.0"),
+        ({"momentum": 1.0}, "momentum=1.0"),
+        ({"codec": 4}, "codec is a int"),
+        ({"codec": passes.LowRank(rank=1)}, "codec is a LowRank"),
+        ({"fragments": 31}, "fragments=31 with every=30"),
+        ({"delay": 31}, "delay=31 with every=30"),
+        ({"sites": "mesh"}, "sites is a str"),
+    ],
+)
+def test_options_are_refused_by_name(options: dict[str, object], text: str) -> None:
+    with pytest.raises(ValueError, match=f"zgraph.OuterSteps: {text}"):
+        zgraph.OuterSteps(nn.Linear(2, 2), **options)  # pyright: ignore
+
+
+def check_windows() -> None:
+    run = Run(1)
+    with zgraph.no_sync(run.model):
+        loss_of(run.model, *batches(0, 0, 0)).backward()
+    with pytest.raises(zgraph.ZgraphError, match="no_sync window is open"):
+        run.outer.step()
+
+
+@worlds(2)
+def test_a_step_in_a_window_is_refused(ranks: Ranks) -> None:
+    ranks.run(check_windows)
+
+
+def test_models_without_parameters_to_train_are_refused() -> None:
+    with pytest.raises(zgraph.ZgraphError, match="no parameter of the model requires gradients"):
+        zgraph.OuterSteps(nn.Linear(2, 2).requires_grad_(False))
+    with pytest.raises(zgraph.ZgraphError, match="weight has no values yet"):
+        zgraph.OuterSteps(nn.Linear(2, 2, device="meta"))

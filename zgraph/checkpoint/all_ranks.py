@@ -8,26 +8,45 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import DeviceMesh
 
 from zgraph.errors import CheckpointError
 from zgraph.torch_compat.groups import is_distributed_ready
 
 
-def rank_and_world() -> tuple[int, int]:
-    return (dist.get_rank(), dist.get_world_size()) if is_distributed_ready() else (0, 1)
+def group_of(group: DeviceMesh | ProcessGroup | None) -> ProcessGroup | None:
+    """Return the process group of the ranks that save or load together; None for all ranks.
+
+    Raises:
+        ValueError: a mesh has several axes.
+    """
+    if not isinstance(group, DeviceMesh):
+        return group
+    if group.ndim != 1:
+        raise ValueError(
+            f"zgraph: group={group} has {group.ndim} axes; pass the process group of the ranks that save together."
+        )
+    return group.get_group()
 
 
-def gathered(value: Any) -> list[Any]:
-    """Return the `value` of each rank, in rank order; called by every rank."""
+def rank_and_world(group: ProcessGroup | None = None) -> tuple[int, int]:
+    return (dist.get_rank(group), dist.get_world_size(group)) if is_distributed_ready() else (0, 1)
+
+
+def gathered(value: Any, group: ProcessGroup | None = None) -> list[Any]:
+    """Return the `value` of each rank, in rank order; called by every rank of the group, by default all ranks."""
     if not is_distributed_ready():
         return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
     return values
 
 
-def run_on_all_ranks(who: str, action: Callable[[], Any], *, all: bool = False) -> Any:
+def run_on_all_ranks(
+    who: str, action: Callable[[], Any], *, group: ProcessGroup | None = None, all: bool = False
+) -> Any:
     """Run an action on each rank; if it fails on one, raise an error on every rank, so that no rank hangs.
 
     The action must not communicate.
@@ -35,6 +54,7 @@ def run_on_all_ranks(who: str, action: Callable[[], Any], *, all: bool = False) 
     Args:
         who: name of the caller, for error messages.
         action: function without arguments.
+        group: the ranks; None: all.
         all: whether to return the results of all ranks.
 
     Returns:
@@ -51,7 +71,7 @@ def run_on_all_ranks(who: str, action: Callable[[], Any], *, all: bool = False) 
         cause: Exception | None = mine
     else:
         cause = None
-    outcomes = gathered((failure, result if all else None))
+    outcomes = gathered((failure, result if all else None), group)
     failed = [(rank, text) for rank, (text, _) in enumerate(outcomes) if text is not None]
     if failed:
         rank, text = failed[0]

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
-from zgraph.checkpoint.all_ranks import rank_and_world, run_on_all_ranks
+from zgraph.checkpoint.all_ranks import group_of, rank_and_world, run_on_all_ranks
 from zgraph.errors import CheckpointError
 
 FORMAT = "zgraph checkpoint"
@@ -23,24 +25,28 @@ VERSION = 1
 MANIFEST = "zgraph.json"
 
 
-def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
+def latest_checkpoint(
+    directory: str | os.PathLike[str], *, group: DeviceMesh | ProcessGroup | None = None
+) -> Path | None:
     """Return the path of the newest complete checkpoint in a directory; None if there is none.
 
-    Every rank calls this, and gets the answer of rank 0.
+    Every rank of the group, by default all ranks, calls this, and gets the answer of its first rank.
 
     Raises:
         CheckpointError: the directory cannot be read.
     """
 
+    ranks = group_of(group)
+
     def look() -> str | None:
-        if rank_and_world()[0] != 0:
+        if rank_and_world(ranks)[0] != 0:
             return None
         root = Path(directory).absolute()
         recover(root)
         found = complete_checkpoints(root)
         return str(found[-1][1]) if found else None
 
-    found = run_on_all_ranks("latest_checkpoint", look, all=True)[0]
+    found = run_on_all_ranks("latest_checkpoint", look, group=ranks, all=True)[0]
     return None if found is None else Path(found)
 
 

@@ -7,17 +7,20 @@ import os
 import zlib
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from zgraph.checkpoint import error_feedback as error_feedback
-from zgraph.checkpoint.all_ranks import dcp_errors, gathered, rank_and_world, run_on_all_ranks
+from zgraph.checkpoint.all_ranks import dcp_errors, gathered, group_of, rank_and_world, run_on_all_ranks
 from zgraph.checkpoint.directory import MANIFEST, measure, read_manifest
 from zgraph.checkpoint.optimizer_names import group_names, names_by_index
 from zgraph.checkpoint.runtime_state import RuntimeState
@@ -55,7 +58,11 @@ class Checkpoint:
 
 
 def load_checkpoint(
-    path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None = None
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    *,
+    group: DeviceMesh | ProcessGroup | None = None,
 ) -> Checkpoint:
     """Load a checkpoint written by `save_checkpoint`; called by every rank.
 
@@ -69,15 +76,17 @@ def load_checkpoint(
         model: model built and sharded like the saved one; the mesh may differ.
         optimizer: optimizer with the same groups, or a list of optimizers in the same order. None: the optimizer state
             in the checkpoint is ignored.
+        group: ranks that load together, as for `save_checkpoint`. None: all ranks.
 
     Raises:
         CheckpointError: the checkpoint is incomplete, damaged, of another model or of another format version. Raised on
             all ranks; model and optimizer are unchanged.
     """
     folder = Path(path).absolute()
-    module, stepping = without_compile(model), as_one(optimizer)
+    module, stepping, together = without_compile(model), as_one(optimizer), group_of(group)
+    run = partial(run_on_all_ranks, "load_checkpoint", group=together)
     meet(module, "zgraph.load_checkpoint()")
-    rank, world = rank_and_world()
+    rank, world = rank_and_world(together)
     halves = _with_remainders(module, optimizer)
 
     def inspect() -> tuple[dict[str, Any], Metadata, dict[str, Any], list[str], str]:
@@ -93,23 +102,24 @@ def load_checkpoint(
         _check_kinds(folder, metadata, wanted)
         return manifest, metadata, wanted, others, json.dumps(manifest)
 
-    inspected = run_on_all_ranks("load_checkpoint", inspect)
+    inspected = run(inspect)
     manifest, metadata, wanted, others, text = inspected
-    if len(set(gathered(zlib.crc32(text.encode())))) > 1:
+    if len(set(gathered(zlib.crc32(text.encode()), together))) > 1:
         raise CheckpointError(f"zgraph.load_checkpoint: ranks see different checkpoints in {folder}; share the folder.")
-    unexpected = names_of_no_rank(others)  # each stage of a pipeline has its own
+    unexpected = names_of_no_rank(others, together)  # each stage of a pipeline has its own
 
     def refuse_unexpected() -> None:
         if unexpected:
             _refuse_model(folder, {"Unexpected key(s)": unexpected})
 
-    run_on_all_ranks("load_checkpoint", refuse_unexpected)
-    run_on_all_ranks("load_checkpoint", lambda: _check_files(folder, metadata, manifest["files"], rank, world))
+    run(refuse_unexpected)
+    run(lambda: _check_files(folder, metadata, manifest["files"], rank, world))
 
     def fill(tensors: dict[str, Any]) -> None:
         with dcp_errors("load_checkpoint"):
             reader = _Opened(folder, metadata)
-            load(tensors, storage_reader=reader, planner=SafePlanner(), no_dist=not is_distributed_ready())
+            alone = not is_distributed_ready()
+            load(tensors, storage_reader=reader, planner=SafePlanner(), process_group=together, no_dist=alone)
 
     fill(wanted)
 
@@ -119,15 +129,15 @@ def load_checkpoint(
         )
         return of_this_stage(own, set(others))
 
-    own = run_on_all_ranks("load_checkpoint", read_own)
+    own = run(read_own)
     sizes = error_feedback.sizes_in(metadata)
     # All ranks of a mesh restore errors together. A rank's errors are of one stage, which may be on other ranks now.
     facts = own["runtime"].get(error_feedback.KEY, {})
     here = {name for name in sizes if name not in others}
-    from_stages = any(gathered(bool(here - facts.keys()) or not facts.keys().isdisjoint(others)))
+    from_stages = any(gathered(bool(here - facts.keys()) or not facts.keys().isdisjoint(others), together))
 
     def prepare() -> tuple[dict[str, Any] | None, list[error_feedback.Part], list[str]]:
-        RuntimeState(module).check(own["runtime"])
+        RuntimeState(module, group=together).check(own["runtime"])
         optimizer_state = None
         if stepping is not None:
             optimizer_state = restored_state(folder, metadata, wanted, module, stepping, own)
@@ -138,13 +148,13 @@ def load_checkpoint(
             return optimizer_state, [], [f"{name} ({slot})" for name in sorted(here) for slot in sizes[name]]
         return optimizer_state, *error_feedback.plan_restore(facts, sizes, module)
 
-    optimizer_state, parts, dropped = run_on_all_ranks("load_checkpoint", prepare)
+    optimizer_state, parts, dropped = run(prepare)
     errors = error_feedback.read_parts(parts, lambda tensors: fill({error_feedback.KEY: tensors}))
     prefix = "model."
     module.load_state_dict({key.removeprefix(prefix): wanted[key] for key in wanted if key.startswith(prefix)})
     if stepping is not None and optimizer_state is not None:
         stepping.load_state_dict(optimizer_state)
-    RuntimeState(module).restore(own["runtime"], manifest["ranks"], errors)
+    RuntimeState(module, group=together).restore(own["runtime"], manifest["ranks"], errors)
     error_feedback.warn_of_dropped(dropped)
     return Checkpoint(path=folder, step=manifest["step"], ranks=manifest["ranks"], extra=own["extra"])
 

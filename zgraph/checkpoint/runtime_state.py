@@ -11,19 +11,18 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from zgraph.checkpoint import error_feedback as error_feedback
-from zgraph.checkpoint.all_ranks import gathered, run_on_all_ranks
+from zgraph.checkpoint.all_ranks import gathered, rank_and_world, run_on_all_ranks
 from zgraph.checkpoint.safe_reader import decode, encode, read_metadata
 from zgraph.errors import CheckpointError
 from zgraph.runtime.error_feedback import Feedback
 from zgraph.runtime.window_state import ParameterState
 from zgraph.sharding.scope import sharded_parameters, state_of
 from zgraph.torch_compat.dynamo import without_compile
-from zgraph.torch_compat.groups import is_distributed_ready
 from zgraph.torch_compat.modules import local_parameters
 
 
@@ -69,9 +68,9 @@ def runtime_state(model: nn.Module, *, load_from: str | os.PathLike[str] | None 
 class RuntimeState:
     """A model's runtime state for torch.distributed.checkpoint: see `runtime_state`."""
 
-    def __init__(self, model: nn.Module, load_from: Path | None = None) -> None:
+    def __init__(self, model: nn.Module, load_from: Path | None = None, group: ProcessGroup | None = None) -> None:
         self.model = without_compile(model)
-        self.load_from = load_from
+        self.load_from, self.group = load_from, group
 
     def state_dict(self) -> dict[str, Any]:
         """Return {"ranks": bytes, "feedback": {...}}; called by every rank.
@@ -83,7 +82,7 @@ class RuntimeState:
             errors = error_feedback.tensors_of(self.model, copies=True)
         else:
             errors = self._errors_to_load(self.load_from)
-        return {"ranks": encode(gathered(self.own())), **({error_feedback.KEY: errors} if errors else {})}
+        return {"ranks": encode(gathered(self.own(), self.group)), **({error_feedback.KEY: errors} if errors else {})}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore this rank's part of a saved state; called by every rank.
@@ -95,18 +94,20 @@ class RuntimeState:
 
         def prepare() -> tuple[Any, int, list[error_feedback.Part], list[str]]:
             ranks = decode(state_dict["ranks"], "the runtime state of a checkpoint")
-            own = ranks[(dist.get_rank() if is_distributed_ready() else 0) % len(ranks)]
+            own = ranks[rank_and_world(self.group)[0] % len(ranks)]
             self.check(own)
             facts = own.get(error_feedback.KEY, {})
             return own, len(ranks), *error_feedback.plan_restore(facts, error_feedback.sizes_of(errors), self.model)
 
-        own, ranks, parts, dropped = run_on_all_ranks("runtime_state", prepare)
+        own, ranks, parts, dropped = run_on_all_ranks("runtime_state", prepare, group=self.group)
         restored = [(part, part.restored(errors[part.name][part.slot] if part.sizes else {})) for part in parts]
         self.restore(own, ranks, restored)
         error_feedback.warn_of_dropped(dropped)
 
     def _errors_to_load(self, path: Path) -> error_feedback.Tensors:
-        found = run_on_all_ranks("runtime_state", lambda: error_feedback.sizes_in(read_metadata(path)))
+        found = run_on_all_ranks(
+            "runtime_state", group=self.group, action=lambda: error_feedback.sizes_in(read_metadata(path))
+        )
         params = sharded_parameters(self.model)
         return {
             name: {
@@ -124,7 +125,7 @@ class RuntimeState:
         """
         places = self._places()
         digests = {name: _digest(tensor) for name, tensor in self.model.state_dict().items() if _is_plain(tensor)}
-        everywhere: list[dict[str, int]] = gathered(digests)  # stages of a pipeline have other buffers
+        everywhere: list[dict[str, int]] = gathered(digests, self.group)  # stages of a pipeline have other buffers
         differing = [
             name for name in digests if any(other.get(name, digests[name]) != digests[name] for other in everywhere)
         ]
@@ -176,7 +177,7 @@ class RuntimeState:
             ranks: number of ranks that saved.
             errors: restored error feedback of each reduction.
         """
-        rank, world = (dist.get_rank(), dist.get_world_size()) if is_distributed_ready() else (0, 1)
+        rank, world = rank_and_world(self.group)
         places = self._places()
         for name, tensor in own["local"].items():
             _local(places[name]).copy_(tensor)

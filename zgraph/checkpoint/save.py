@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from zgraph.checkpoint import error_feedback as error_feedback
-from zgraph.checkpoint.all_ranks import dcp_errors, gathered, rank_and_world, run_on_all_ranks
+from zgraph.checkpoint.all_ranks import dcp_errors, gathered, group_of, rank_and_world, run_on_all_ranks
 from zgraph.checkpoint.directory import complete_checkpoints, measure, recover, sync_directory, write_manifest
 from zgraph.checkpoint.optimizer_names import group_names, ignored_states, names_by_index
 from zgraph.checkpoint.runtime_state import RuntimeState
@@ -36,6 +39,7 @@ def save_checkpoint(
     step: int,
     extra: Mapping[str, Any] | None = None,
     keep: int = 2,
+    group: DeviceMesh | ProcessGroup | None = None,
 ) -> Path:
     """Write `directory/step_<step>` with model, optimizer, runtime state (see `runtime_state`) and `extra`.
 
@@ -52,6 +56,8 @@ def save_checkpoint(
         extra: anything else to save, such as a scheduler's state_dict or the position in the data; may differ between
             ranks. Plain tensors, numbers, strings, None, and dicts, lists and tuples of them.
         keep: number of complete checkpoints to keep; older ones are deleted.
+        group: ranks that save together. None: all ranks. Each site of `zgraph.OuterSteps` saves its own checkpoints, in
+            a directory of its own.
 
     Returns:
         Directory of the checkpoint.
@@ -64,17 +70,18 @@ def save_checkpoint(
     if step < 0 or keep < 1:
         raise ValueError(f"zgraph.save_checkpoint: step={step} must not be negative, and keep={keep} at least 1.")
     root = Path(directory).absolute()
-    final, partial = root / f"step_{step:08d}", root / f".step_{step:08d}.partial"
-    module, stepping = without_compile(model), as_one(optimizer)
+    final, unfinished = root / f"step_{step:08d}", root / f".step_{step:08d}.partial"
+    module, stepping, together = without_compile(model), as_one(optimizer), group_of(group)
+    run = partial(run_on_all_ranks, "save_checkpoint", group=together)
     meet(module, "zgraph.save_checkpoint()")
-    state = run_on_all_ranks("save_checkpoint", lambda: _state_to_save(module, stepping, dict(extra or {})))
-    rank, ranks = rank_and_world()
-    if len(set(steps := gathered(step))) > 1:
+    state = run(lambda: _state_to_save(module, stepping, dict(extra or {})))
+    rank, ranks = rank_and_world(together)
+    if len(set(steps := gathered(step, together))) > 1:
         raise CheckpointError(f"zgraph.save_checkpoint: ranks save different steps {steps}; pass the same everywhere.")
-    check_names(state["model"])
+    check_names(state["model"], together)
     if stepping is not None:
-        state["optimizer"]["param_groups"] = merged_groups(state["optimizer"]["param_groups"])
-    own: dict[str, Any] = {"runtime": RuntimeState(module).own(), "extra": dict(extra or {})}
+        state["optimizer"]["param_groups"] = merged_groups(state["optimizer"]["param_groups"], together)
+    own: dict[str, Any] = {"runtime": RuntimeState(module, group=together).own(), "extra": dict(extra or {})}
     own["optimizer"] = {} if stepping is None else ignored_states(module, stepping)
     state["rank"] = {str(rank): encode(own)}
     errors = error_feedback.tensors_of(module, copies=False)  # written before training goes on
@@ -87,16 +94,16 @@ def save_checkpoint(
             recover(root)
             for left_over in root.glob(".step_*"):  # from a run that was killed
                 shutil.rmtree(left_over)
-            partial.mkdir()
+            unfinished.mkdir()
 
     def finish(files: list[dict[str, list[int]]]) -> None:
         if rank != 0:
             return
-        write_manifest(partial, step, ranks, {name: entry for of_rank in files for name, entry in of_rank.items()})
-        sync_directory(partial)
+        write_manifest(unfinished, step, ranks, {name: entry for of_rank in files for name, entry in of_rank.items()})
+        sync_directory(unfinished)
         if final.exists():
             final.rename(root / f".{final.name}.replaced")
-        partial.rename(final)
+        unfinished.rename(final)
         sync_directory(root)
         for _, old in complete_checkpoints(root)[:-keep]:
             hidden = root / f".{old.name}.old"
@@ -104,16 +111,13 @@ def save_checkpoint(
             shutil.rmtree(hidden)
         shutil.rmtree(root / f".{final.name}.replaced", ignore_errors=True)
 
-    run_on_all_ranks("save_checkpoint", prepare)
+    run(prepare)
     with dcp_errors("save_checkpoint"):
-        save(state, storage_writer=FileSystemWriter(partial), no_dist=not is_distributed_ready())
+        writer = FileSystemWriter(unfinished)
+        save(state, storage_writer=writer, process_group=together, no_dist=not is_distributed_ready())
     names = [f"__{rank}_*.distcp", *([METADATA] if rank == 0 else [])]
-    files = run_on_all_ranks(
-        "save_checkpoint",
-        lambda: {path.name: measure(path) for name in names for path in partial.glob(name)},
-        all=True,
-    )
-    run_on_all_ranks("save_checkpoint", lambda: finish(files))
+    files = run(lambda: {path.name: measure(path) for name in names for path in unfinished.glob(name)}, all=True)
+    run(lambda: finish(files))
     return final
 
 

@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from zgraph.checkpoint.all_ranks import gathered
 from zgraph.errors import CheckpointError
 
 
-def check_names(state: Mapping[str, Any]) -> None:
+def check_names(state: Mapping[str, Any], group: ProcessGroup | None) -> None:
     """Check that different parameters on different ranks have different names.
 
     Raises:
@@ -24,28 +25,30 @@ def check_names(state: Mapping[str, Any]) -> None:
         for name, value in state.items()
         if isinstance(value, DTensor)
     }
-    if _equal_on_all_ranks(meshes):
+    if _equal_on_all_ranks(meshes, group):
         return
     found: dict[str, tuple[int, ...]] = {}
-    for of_rank in gathered(meshes):
+    for of_rank in gathered(meshes, group):
         for name, ranks in of_rank.items():
             if found.setdefault(name, ranks) != ranks:
                 raise CheckpointError(
                     f"zgraph.save_checkpoint: {name} is a parameter of ranks {list(found[name])} and another one of "
                     f"ranks {list(ranks)}, and one would overwrite the other. Give the stages of a pipeline names of "
-                    "their own: save nn.ModuleDict({str(number): chunk ...}) with the number of each chunk's stage."
+                    "their own: save nn.ModuleDict({str(number): chunk ...}) with the number of each chunk's stage. "
+                    "Sites of zgraph.OuterSteps save one checkpoint each: pass the ranks of a site, as in "
+                    'group=mesh["dp"], and another directory for each site.'
                 )
 
 
-def merged_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def merged_groups(groups: list[dict[str, Any]], group: ProcessGroup | None) -> list[dict[str, Any]]:
     """Merge each optimizer group over all ranks; the merged group lists the parameters of all ranks.
 
     Raises:
         CheckpointError: on all ranks, if ranks differ in the number of groups, or in the options of a group.
     """
-    if _equal_on_all_ranks(groups):
+    if _equal_on_all_ranks(groups, group):
         return groups
-    everywhere: list[list[dict[str, Any]]] = gathered(groups)
+    everywhere: list[list[dict[str, Any]]] = gathered(groups, group)
     for rank, others in enumerate(everywhere):
         if len(others) != len(everywhere[0]):
             raise CheckpointError(
@@ -65,18 +68,18 @@ def merged_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
                     "groups of their own on all ranks, some without parameters."
                 )
     return [
-        {**group, "params": list(dict.fromkeys(name for others in everywhere for name in others[number]["params"]))}
-        for number, group in enumerate(groups)
+        {**own, "params": list(dict.fromkeys(name for others in everywhere for name in others[number]["params"]))}
+        for number, own in enumerate(groups)
     ]
 
 
-def names_of_no_rank(others: Sequence[str]) -> list[str]:
+def names_of_no_rank(others: Sequence[str], group: ProcessGroup | None) -> list[str]:
     """Return the names in a checkpoint that the model lacks on every rank.
 
     Args:
         others: names in the checkpoint that this rank's model lacks.
     """
-    everywhere: list[Sequence[str]] = gathered(list(others))
+    everywhere: list[Sequence[str]] = gathered(list(others), group)
     lacking = set(everywhere[0]).intersection(*everywhere[1:])
     return [name for name in others if name in lacking]
 
@@ -94,8 +97,8 @@ def of_this_stage(own: dict[str, Any], others: set[str]) -> dict[str, Any]:
     return {**own, "runtime": {**runtime, **kept}, "optimizer": optimizer}
 
 
-def _equal_on_all_ranks(value: Any) -> bool:
-    return len(set(gathered(zlib.crc32(repr(_printed(value)).encode())))) == 1
+def _equal_on_all_ranks(value: Any, group: ProcessGroup | None) -> bool:
+    return len(set(gathered(zlib.crc32(repr(_printed(value)).encode()), group))) == 1
 
 
 def _printed(value: Any) -> Any:

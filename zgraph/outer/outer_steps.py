@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator
+import warnings
+from collections.abc import Generator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +15,11 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from zgraph.compression.methods import BlockMethod, CompressionMethod, LoCo
-from zgraph.errors import ZgraphError, check_kind, check_least, is_count
-from zgraph.outer.fragments import Fragment, pack
+from zgraph.errors import ZgraphError, ZgraphWarning, check_kind, check_least, is_count
+from zgraph.outer.fragments import Fragment, local_tensor, pack
 from zgraph.outer.rounds import Anchor, OuterOptimizer
 from zgraph.outer.sites import Sites
+from zgraph.runtime.exchanges.changes import checksum
 from zgraph.sharding.scope import scopes_of, window_is_open
 from zgraph.sharding.state_dict import meet
 from zgraph.tiers.thread_lanes import thread
@@ -120,6 +122,10 @@ class OuterSteps:
             for places in packed
         ]
         self._weights = [0.0] * len(self._anchors)
+        self._agree(
+            {"every": every, "lr": lr, "momentum": momentum, "codec": codec, "fragments": count, "delay": delay}
+            | {name: f"{tuple(local_tensor(one).shape)} {one.dtype}" for name, one in named.items()}
+        )
 
     @never_compiled
     @torch.no_grad()
@@ -173,6 +179,85 @@ class OuterSteps:
         finally:
             with torch.no_grad():
                 self._put(own)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's state, for a checkpoint of this site; waits for exchanges, not for rounds to be due.
+
+        Parameters and optimizer state differ between sites, so each site saves its own. Pass this state as part of
+        `extra` to `zgraph.save_checkpoint`. Tensors are not copied.
+        """
+        return {
+            "steps": self._steps,
+            "sites": self._sites.count,
+            "weights": list(self._weights),
+            "running": [self._saved(one) for one in self._running],
+            "anchors": [one.state_dict() for one in self._anchors],
+        }
+
+    def _saved(self, one: _Round) -> dict[str, Any]:
+        one.found.result()  # now the anchor's values
+        return {"fragment": self._anchors.index(one.anchor), "due": one.due, "sent": one.sent}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore the state that this rank has saved; training goes on with the same bits.
+
+        If the number of sites has changed, momentum and errors of the codec start from zeros, with a warning.
+
+        Raises:
+            ZgraphError: the state belongs to other parameters, fragments or ranks; nothing has changed.
+        """
+        saved = state_dict["anchors"]
+        if [one["parameters"] for one in saved] != [list(one.fragment.names) for one in self._anchors]:
+            raise ZgraphError(
+                "zgraph.OuterSteps: the state has other fragments; load it with the options that it was saved with."
+            )
+        for one, state in zip(self._anchors, saved, strict=True):
+            one.check(state, same_sites=state_dict["sites"] == self._sites.count)
+        if self._running:
+            raise ZgraphError("zgraph.OuterSteps: rounds are running; load the state before the first outer.step().")
+        if state_dict["sites"] != self._sites.count:
+            warnings.warn(
+                f"zgraph.OuterSteps: the state is that of {state_dict['sites']} sites, now there are "
+                f"{self._sites.count}; momentum and errors of the codec start from zeros.",
+                ZgraphWarning,
+                stacklevel=2,
+            )
+        for one, state in zip(self._anchors, saved, strict=True):
+            one.load_state_dict(state, same_sites=state_dict["sites"] == self._sites.count)
+        self._steps, self._weights = state_dict["steps"], list(state_dict["weights"])
+        for one in state_dict["running"]:
+            anchor, found = self._anchors[one["fragment"]], Future[Tensor]()
+            found.set_result(anchor.values)
+            self._running.append(
+                _Round(anchor, one["sent"].to(anchor.values.device, copy=True), one["due"], True, found)
+            )
+
+    @torch.no_grad()
+    def _agree(self, described: Mapping[str, object]) -> None:
+        """Check that sites have equal options and parameters, and let them start from equal values.
+
+        Args:
+            described: options, and layouts of parameters, by name.
+
+        Raises:
+            ZgraphError: on all ranks, if sites differ.
+        """
+        own = {name: repr(value) for name, value in described.items()}
+        for site, (other, _) in enumerate(
+            found := self._sites.gathered((own, [checksum([one.values]) for one in self._anchors]))
+        ):
+            first = found[0][0]
+            name = next((name for name in {**first, **other} if first.get(name) != other.get(name)), None)
+            if name is not None:
+                raise ZgraphError(
+                    f"zgraph.OuterSteps: {name} is {other.get(name, 'missing')} on site {site}, and "
+                    f"{first.get(name, 'missing')} on site 0; give all sites equal options, and models sharded alike."
+                )
+        for place, one in enumerate(self._anchors):
+            if len({digests[place] for _, digests in found}) > 1:
+                self._sites.take_from_first(one.values)
+                one.fragment.change(lambda _, one=one: one.values)
 
     def _put(self, values: list[Tensor]) -> None:
         for one, flat in zip(self._anchors, values, strict=True):

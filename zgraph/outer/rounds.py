@@ -13,8 +13,9 @@ moves by decoded codes everywhere, also on the site that has sent them, so it st
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from torch import Tensor
 from zgraph.codegen.compressed_kernels import decode, encode
 from zgraph.compression.methods import CompressionMethod
 from zgraph.compression.payload import BucketLayout
+from zgraph.errors import ZgraphError
 from zgraph.outer.fragments import Fragment
 from zgraph.outer.sites import Sites
 
@@ -87,9 +89,48 @@ class Anchor:
         spec = self._codec.state(self._rows, chunks).values()
         return [torch.zeros(shape, dtype=dtype, device=self.values.device) for shape, dtype in spec]
 
-    def tensors(self) -> list[Tensor]:
-        """Return all tensors that a round changes, for checkpoints."""
-        return [self.values, self.momentum, *self.errors[0], *self.errors[1]]
+    def state_dict(self) -> dict[str, Any]:
+        """Return names of the parameters, and all that a round changes; tensors are not copied."""
+        return {
+            "parameters": list(self.fragment.names),
+            "rounds": self.rounds,
+            "values": self.values,
+            "momentum": self.momentum,
+            "errors": [list(errors) for errors in self.errors],
+        }
+
+    def check(self, state: Mapping[str, Any], *, same_sites: bool) -> None:
+        """Check that `load_state_dict` can restore a state.
+
+        Raises:
+            ZgraphError: the state has other shards, or errors of another codec.
+        """
+        if state["values"].shape != self.values.shape:
+            raise ZgraphError(
+                f"zgraph.OuterSteps: the state has {state['values'].numel()} elements of {self.fragment.names[0]} and "
+                f"the parameters of its fragment, this rank {self.values.numel()}; load it on as many ranks of a site, "
+                "at the same stage."
+            )
+        if same_sites and [one.shape for one in _changing(state)] != [
+            one.shape for one in _changing(self.state_dict())
+        ]:
+            raise ZgraphError(
+                "zgraph.OuterSteps: the state has errors of another codec; load it with the codec that it was saved "
+                "with."
+            )
+
+    def load_state_dict(self, state: Mapping[str, Any], *, same_sites: bool) -> None:
+        """Restore a state.
+
+        Args:
+            state: result of `state_dict`.
+            same_sites: whether the number of sites is the same; if not, only values are restored.
+        """
+        self.values = state["values"].to(self.values.device, copy=True)
+        if same_sites:
+            self.rounds = state["rounds"]
+            for own, saved in zip(_changing(self.state_dict()), _changing(state), strict=True):
+                own.copy_(saved)
 
     def run_round(self, sent: Tensor, weight: float, optimizer: OuterOptimizer) -> Tensor:
         """Run a round, which waits for the other sites, and return the new anchor, which replaces `values`.
@@ -149,6 +190,11 @@ class Anchor:
         """Decode rows of all sites: [sites, payload bytes] uint8 -> [sites, rows]."""
         assert self._codec is not None
         return decode(received, self._codec, self._rows, self.rounds)
+
+
+def _changing(state: Mapping[str, Any]) -> list[Tensor]:
+    """Return the tensors of a state that rounds change in place."""
+    return [state["momentum"], *state["errors"][0], *state["errors"][1]]
 
 
 def _weighted_mean(rows: Tensor, weights: Sequence[float]) -> Tensor:

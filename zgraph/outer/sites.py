@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
+from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from zgraph.runtime.exchanges.collectives import all_gather, all_to_all
 from zgraph.runtime.groups import group_rank, group_size
-from zgraph.torch_compat.groups import find_group, make_sibling_group
+from zgraph.torch_compat.groups import find_group, make_sibling_group, resolve_group
 
-OF_ROUNDS = ".rounds"  # name suffix of a group with the same ranks, for the exchanges of rounds
+OF_ROUNDS = ".rounds"  # name suffix of groups with the same ranks, one for the rounds of each `OuterSteps`
 
 
 @dataclass(frozen=True)
@@ -26,15 +29,15 @@ class Sites:
 
     @classmethod
     def of(cls, group: ProcessGroup | None) -> Sites:
-        """Create a group with the same ranks, because rounds run while the caller's group may be used otherwise.
+        """Create a new group with the same ranks, because rounds run while other groups are used for other things.
 
-        All members call this.
+        All members call this, in the same order if they do so several times.
         """
         if group is None or group.size() == 1:
             return cls()
-        name = group.group_name + OF_ROUNDS
-        if find_group(name) is None:
-            make_sibling_group(group, name)
+        names = (f"{group.group_name}{OF_ROUNDS}{number}" for number in itertools.count())
+        name = next(name for name in names if find_group(name) is None)
+        make_sibling_group(group, name)
         return cls(name)
 
     @property
@@ -53,3 +56,15 @@ class Sites:
     def all_gather(self, row: Tensor) -> Tensor:
         """Send a row to all sites; return the rows of all sites: [n] -> [sites, n]."""
         return all_gather(row[None], self.count, self.group_name) if self.count > 1 else row[None]
+
+    def gathered(self, value: Any) -> list[Any]:
+        """Return the values of all sites; they must be picklable."""
+        found = [value] * self.count
+        if self.count > 1:
+            dist.all_gather_object(found, value, group=resolve_group(self.group_name))
+        return found
+
+    def take_from_first(self, flat: Tensor) -> None:
+        """Overwrite a tensor with that of the first site."""
+        if self.count > 1:
+            dist.broadcast(flat, group=resolve_group(self.group_name), group_src=0)

@@ -10,15 +10,18 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from zgraph.compression.methods import BlockMethod, CompressionMethod, LoCo
 from zgraph.errors import ZgraphError, ZgraphWarning, check_kind, check_least, is_count
 from zgraph.outer.fragments import Fragment, local_tensor, pack
 from zgraph.outer.rounds import Anchor, OuterOptimizer
 from zgraph.outer.sites import Sites
+from zgraph.runtime.collective_error import collective_error
 from zgraph.runtime.exchanges.changes import checksum
 from zgraph.sharding.scope import scopes_of, window_is_open
 from zgraph.sharding.state_dict import meet
@@ -109,8 +112,8 @@ class OuterSteps:
         self._thread = thread("sites")
         self._steps = 0
         self._running: list[_Round] = []
-        named = {name: one for name, one in self._model.named_parameters() if one.requires_grad}
-        _check_parameters(named)
+        named = self._trained = _trained(self._model)
+        _check_values(named, group)
         count = min(FRAGMENTS, every) if fragments == "auto" else fragments
         packed = pack([parameter.numel() for parameter in named.values()], min(count, len(named)))
         names, align = list(named), codec.group if isinstance(codec, BlockMethod) else 1
@@ -139,16 +142,13 @@ class OuterSteps:
             ZgraphError: a `no_sync` window is open.
             CollectiveError: the exchange with another site failed.
         """
-        if window_is_open(self._model):
-            raise ZgraphError(
-                "zgraph.OuterSteps: a no_sync window is open, which still needs the parameters as they are; call "
-                "outer.step() after the optimizer's step, outside of no_sync."
-            )
+        self._check_call()
         self._steps += 1
         self._weights = [one + weight for one in self._weights]
         due = [one for one in self._running if one.due <= self._steps]
         beginning = [place for place in range(len(self._anchors)) if self._begins(place)]
         if due or beginning:
+            self._check_parameters()
             meet(self._model, "zgraph.OuterSteps.step()")
         for one in due:
             self._end(one)
@@ -162,6 +162,8 @@ class OuterSteps:
 
         Training can go on afterwards.
         """
+        self._check_call()
+        self._check_parameters()
         meet(self._model, "zgraph.OuterSteps.finish()")
         for one in [*self._running]:
             self._end(one)
@@ -259,6 +261,33 @@ class OuterSteps:
                 self._sites.take_from_first(one.values)
                 one.fragment.change(lambda _, one=one: one.values)
 
+    def _check_call(self) -> None:
+        if any(scope.handle_of is not None for scope in scopes_of(self._model)):
+            raise ZgraphError(
+                "zgraph.OuterSteps: called in a function decorated by zgraph.training_step, of which only a graph runs "
+                "later; call outer.step() after the decorated function."
+            )
+        if window_is_open(self._model):
+            raise ZgraphError(
+                "zgraph.OuterSteps: a no_sync window is open, which still needs the parameters as they are; call "
+                "outer.step() after the optimizer's step, outside of no_sync."
+            )
+
+    def _check_parameters(self) -> None:
+        """Check that the trained parameters are still those of the fragments.
+
+        Raises:
+            ZgraphError: a parameter was frozen, unfrozen, added or replaced.
+        """
+        now = _trained(self._model)
+        for name in {**self._trained, **now}:
+            if self._trained.get(name) is not now.get(name):
+                raise ZgraphError(
+                    f"zgraph.OuterSteps: {name} was frozen, unfrozen, added or replaced since this object was made, and "
+                    "would differ between sites; call outer.finish() before such a change, and make a new OuterSteps "
+                    "after it."
+                )
+
     def _put(self, values: list[Tensor]) -> None:
         for one, flat in zip(self._anchors, values, strict=True):
             one.fragment.change(lambda _, flat=flat: flat)
@@ -277,7 +306,12 @@ class OuterSteps:
             self._end(self._running[-1])
 
     def _end(self, one: _Round) -> None:
-        new = one.found.result()
+        try:
+            new = one.found.result()
+        except RuntimeError as error:
+            raise collective_error(
+                "round of OuterSteps", one.anchor.fragment.names, self._sites.group_name, error
+            ) from error
         self._running.remove(one)
         one.anchor.fragment.change(lambda values: values + (new - one.sent) if one.overlaps else new)
 
@@ -312,11 +346,23 @@ def _check(
         raise ValueError(f"{who}: delay={delay!r} with every={every}; write 0 to {every} steps.")
 
 
-def _check_parameters(named: dict[str, nn.Parameter]) -> None:
+def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def _check_values(named: Mapping[str, nn.Parameter], sites: ProcessGroup | None) -> None:
     if not named:
         raise ZgraphError("zgraph.OuterSteps: no parameter of the model requires gradients; there is nothing to train.")
     for name, parameter in named.items():
         if parameter.is_meta:
             raise ZgraphError(
                 f"zgraph.OuterSteps: {name} has no values yet; call zgraph.materialize or load them before."
+            )
+        if sites is None or not isinstance(parameter, DTensor):
+            continue
+        shared = {*parameter.device_mesh.mesh.flatten().tolist()} & {*dist.get_process_group_ranks(sites)}
+        if len(shared) > 1:
+            raise ZgraphError(
+                f"zgraph.OuterSteps: {name} is sharded over ranks {sorted(shared)}, which are of different sites, so "
+                'all steps would exchange gradients between sites; shard over the ranks of a site, as in mesh["dp"].'
             )

@@ -55,6 +55,8 @@ class Strategy:
         peers: strategies that send the same for the same, which the step is compared with, turn by turn.
         needs: the package that it is left out without.
         equal_loss: the run fails when this strategy, if it runs as well, has another loss.
+        steps: timed steps of a turn, which ranks then enter only at the start together, and of which the mean counts.
+            None: as many as the command line says, each entered together, and each counted.
     """
 
     name: str
@@ -62,6 +64,7 @@ class Strategy:
     peers: tuple[str, ...] = ()
     needs: str = "torch"
     equal_loss: str | None = None
+    steps: int | None = None
 
 
 # --- in the process that starts the ranks -----------------------------------------------------------------------------
@@ -144,7 +147,7 @@ def run_as_command(
         return 130
     with torch.device("meta"):
         numel = sum(parameter.numel() for parameter in LanguageModel(arguments.model).parameters())
-    rows = _compared(chosen, measured["strategies"], arguments.steps)
+    rows = _compared(chosen, measured["strategies"], arguments.repeats)
     report = {
         "rate": arguments.rate,
         "ranks": len(hosts),
@@ -166,7 +169,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _compared(chosen: Sequence[Strategy], rows: dict[str, dict[str, Any]], steps: int) -> dict[str, dict[str, Any]]:
+def _compared(chosen: Sequence[Strategy], rows: dict[str, dict[str, Any]], repeats: int) -> dict[str, dict[str, Any]]:
     """The measured rows with medians, quartiles, and how many times as fast as its peers each one is."""
     for strategy in chosen:
         row = rows[strategy.name]
@@ -174,17 +177,21 @@ def _compared(chosen: Sequence[Strategy], rows: dict[str, dict[str, Any]], steps
         if "predicted_ms" in row:
             row["prediction_error"] = row["predicted_ms"] / statistics.median(row["backward_ms"]) - 1
         row["times_faster"] = {
-            peer: times_faster(row["step_ms"], rows[peer]["step_ms"], steps) for peer in strategy.peers if peer in rows
+            peer: times_faster(row["step_ms"], rows[peer]["step_ms"], repeats)
+            for peer in strategy.peers
+            if peer in rows
         }
     return rows
 
 
-def times_faster(step_ms: Sequence[float], peer_ms: Sequence[float], steps: int) -> tuple[float, float, float]:
+def times_faster(step_ms: Sequence[float], peer_ms: Sequence[float], repeats: int) -> tuple[float, float, float]:
     """How many times a peer's step takes, with a 95 % interval of the median: a bootstrap over turns, in pairs."""
-    ratios = [
-        statistics.median(peer_ms[first : first + steps]) / statistics.median(step_ms[first : first + steps])
-        for first in range(0, len(step_ms), steps)
-    ]
+
+    def turns(every_ms: Sequence[float]) -> list[float]:
+        steps = len(every_ms) // repeats
+        return [statistics.median(every_ms[first : first + steps]) for first in range(0, len(every_ms), steps)]
+
+    ratios = [theirs / ours for theirs, ours in zip(turns(peer_ms), turns(step_ms), strict=True)]
     chance = random.Random(0)
     drawn = sorted(statistics.median(chance.choices(ratios, k=len(ratios))) for _ in range(2000))
     return statistics.median(ratios), drawn[50], drawn[-51]
@@ -287,13 +294,14 @@ def _built(strategy: Strategy, setting: Setting) -> Row:
     return row
 
 
-def _train_step(row: Row, setting: Setting) -> tuple[float, float]:
-    """One step; returns the seconds until the gradients were there, and for the rest."""
+def _train_step(row: Row, setting: Setting, *, together: bool = True) -> tuple[float, float]:
+    """One step, which all ranks enter together or not; returns the seconds until the gradients, and for the rest."""
     assert row.trainer is not None
     # Ranks that split layers between them see the same tokens.
     batch = make_batch(setting.config, row.steps_done, setting.mesh.get_local_rank())
     row.steps_done += 1
-    dist.barrier()
+    if together:
+        dist.barrier()
     start = time.perf_counter()
     loss = row.trainer.loss(batch)
     row.trainer.backward(loss)
@@ -305,7 +313,7 @@ def _train_step(row: Row, setting: Setting) -> tuple[float, float]:
 
 
 def _take_turn(row: Row, setting: Setting, steps: int) -> None:
-    """Train a few timed steps, all ranks entering each one together."""
+    """Train a few timed steps."""
     # Only `zgraph.shard` changes how gloo's threads are scheduled: for peers the system's policy is restored.
     policy = os.SCHED_BATCH if row.strategy.needs == "zgraph" else os.SCHED_OTHER
     for task in Path("/proc/self/task").glob("*"):
@@ -313,13 +321,14 @@ def _take_turn(row: Row, setting: Setting, steps: int) -> None:
             os.sched_setscheduler(int(task.name), policy, os.sched_param(0))
     dist.barrier()
     sent_before = netns.transmitted_bytes()
-    for _ in range(steps):
-        backward_s, optimizer_s = _train_step(row, setting)
+    own = row.strategy.steps
+    for _ in range(own or steps):
+        backward_s, optimizer_s = _train_step(row, setting, together=own is None)
         row.backward_s.append(backward_s)
         row.optimizer_s.append(optimizer_s)
     # What this rank sent has left when every peer has what it waited for; the barriers' own bytes are some hundreds.
     dist.barrier()
-    row.sent_bytes.append((netns.transmitted_bytes() - sent_before) // steps)
+    row.sent_bytes.append((netns.transmitted_bytes() - sent_before) // (own or steps))
 
 
 def _measure_peak(row: Row, heap: Heap, setting: Setting) -> None:
@@ -341,6 +350,9 @@ def _measure_peak(row: Row, heap: Heap, setting: Setting) -> None:
 def _summary(row: Row) -> dict[str, Any]:
     """Join the ranks: the slowest one's times, the largest counters and peaks, the mean loss. Called on every rank."""
     step_s = [sum(parts) for parts in zip(row.backward_s, row.optimizer_s, strict=True)]
+    own = row.strategy.steps
+    if own is not None:
+        step_s = [statistics.fmean(step_s[first : first + own]) for first in range(0, len(step_s), own)]
     return {
         "step_ms": slowest_ms(step_s),
         "backward_ms": slowest_ms(row.backward_s),

@@ -283,7 +283,7 @@ class OuterSteps:
         for name in {**self._trained, **now}:
             if self._trained.get(name) is not now.get(name):
                 raise ZgraphError(
-                    f"zgraph.OuterSteps: {name} was frozen, unfrozen, added or replaced since this object was made, and "
+                    f"zgraph.OuterSteps: {name} was frozen, unfrozen, added or replaced after OuterSteps was made, and "
                     "would differ between sites; call outer.finish() before such a change, and make a new OuterSteps "
                     "after it."
                 )
@@ -309,9 +309,8 @@ class OuterSteps:
         try:
             new = one.found.result()
         except RuntimeError as error:
-            raise collective_error(
-                "round of OuterSteps", one.anchor.fragment.names, self._sites.group_name, error
-            ) from error
+            names, group = one.anchor.fragment.names, self._sites.group_name
+            raise collective_error("zgraph.OuterSteps' round", names, group, error) from error
         self._running.remove(one)
         one.anchor.fragment.change(lambda values: values + (new - one.sent) if one.overlaps else new)
 

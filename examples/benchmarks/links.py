@@ -176,11 +176,8 @@ def _compared(chosen: Sequence[Strategy], rows: dict[str, dict[str, Any]], repea
         row["step_ms_low"], row["step_ms_median"], row["step_ms_high"] = quartiles(row["step_ms"])
         if "predicted_ms" in row:
             row["prediction_error"] = row["predicted_ms"] / statistics.median(row["backward_ms"]) - 1
-        row["times_faster"] = {
-            peer: times_faster(row["step_ms"], rows[peer]["step_ms"], repeats)
-            for peer in strategy.peers
-            if peer in rows
-        }
+        peers = {peer: rows[peer]["step_ms"] for peer in strategy.peers if peer in rows}
+        row["times_faster"] = {peer: times_faster(row["step_ms"], theirs, repeats) for peer, theirs in peers.items()}
     return rows
 
 

@@ -63,9 +63,9 @@ def build_alone(setting: Setting) -> Trainer:
 
 def build_outer(every: int) -> Build:
     def build(setting: Setting) -> Trainer:
-        trainer = build_alone(setting)
-        outer = zgraph.OuterSteps(trainer.loss, setting.mesh, every=every)
-        return Trainer(trainer.loss, _Stepping(trainer.optimizer, outer))
+        model = setting.new_model()
+        optimizer = _Stepping(adamw(model), zgraph.OuterSteps(model, setting.mesh, every=every))
+        return Trainer(torch.compile(model) if setting.lowering == "inductor" else model, optimizer)
 
     return build
 

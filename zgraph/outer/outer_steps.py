@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 import warnings
 from collections.abc import Generator, Mapping
 from concurrent.futures import Future
@@ -63,11 +64,11 @@ class OuterSteps:
             outer.step()
         outer.finish()
 
-    Each site has the whole model, and trains it on its own batches. The parameters are divided into fragments. Every
-    `every` steps, a fragment takes part in a round, see `zgraph.outer.rounds`: the sites' changes since its last round
-    are averaged, and move an anchor that is equal on all sites. Rounds of different fragments begin at different steps.
-    A round runs on a thread while the next `delay` steps compute; then the parameters become the anchor plus what this
-    site has learnt since the round began.
+    Each site trains the whole model on its own batches. The parameters are divided into fragments. Every `every` steps,
+    a fragment takes part in a round: the changes of all sites since its last round are averaged, and move an anchor
+    that is equal on all sites. Rounds of different fragments begin at different steps. A round runs on a thread while
+    the next `delay` steps compute; then the parameters become the anchor plus what this site has learnt since the round
+    began.
 
     Every rank calls the same methods at the same steps. Buffers, such as running statistics, stay each site's own.
 
@@ -84,7 +85,11 @@ class OuterSteps:
 
     Raises:
         ValueError: an option is invalid; the message names it.
-        ZgraphError: the model has no parameters that require gradients, or one has no values.
+        ZgraphError: the model has no parameters that require gradients, one has no values, or sites differ in options
+            or parameters.
+
+    Attributes:
+        waited_s: seconds for which calls have waited for other sites.
 
     Source: Douillard et al. 2023, "DiLoCo", arXiv 2311.08105, algorithm 1; Douillard et al. 2025, "Streaming DiLoCo",
     arXiv 2501.18512, which has fragments and delays, and blends instead of keeping what was learnt meanwhile. We differ
@@ -109,6 +114,7 @@ class OuterSteps:
         self._sites = Sites.of(group)
         self._every, self._delay = every, delay if self._sites.count > 1 else 0
         self._optimizer = OuterOptimizer(lr, momentum)
+        self.waited_s = 0.0
         self._thread = thread("sites")
         self._steps = 0
         self._running: list[_Round] = []
@@ -169,6 +175,16 @@ class OuterSteps:
             self._end(one)
         for place in range(len(self._anchors)):
             self._begin(place, 0)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank has sent to other sites so far."""
+        return self._sites.sent_bytes
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that this rank keeps between steps: anchors, momentum, errors, and values of rounds that run."""
+        return sum(one.kept_bytes for one in self._anchors) + sum(one.sent.nbytes for one in self._running)
 
     @contextlib.contextmanager
     def anchor(self) -> Generator[None]:
@@ -306,11 +322,13 @@ class OuterSteps:
             self._end(self._running[-1])
 
     def _end(self, one: _Round) -> None:
+        start = time.perf_counter()
         try:
             new = one.found.result()
         except RuntimeError as error:
             names, group = one.anchor.fragment.names, self._sites.group_name
             raise collective_error("zgraph.OuterSteps' round", names, group, error) from error
+        self.waited_s += time.perf_counter() - start
         self._running.remove(one)
         one.anchor.fragment.change(lambda values: values + (new - one.sent) if one.overlaps else new)
 

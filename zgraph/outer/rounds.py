@@ -22,7 +22,6 @@ from torch import Tensor
 
 from zgraph.codegen.compressed_kernels import decode, encode
 from zgraph.compression.methods import CompressionMethod
-from zgraph.compression.payload import BucketLayout
 from zgraph.errors import ZgraphError
 from zgraph.outer.fragments import Fragment
 from zgraph.outer.sites import Sites
@@ -132,6 +131,10 @@ class Anchor:
             for own, saved in zip(_changing(self.state_dict()), _changing(state), strict=True):
                 own.copy_(saved)
 
+    @property
+    def kept_bytes(self) -> int:
+        return self.values.nbytes + sum(one.nbytes for one in _changing(self.state_dict()))
+
     def run_round(self, sent: Tensor, weight: float, optimizer: OuterOptimizer) -> Tensor:
         """Run a round, which waits for the other sites, and return the new anchor, which replaces `values`.
 
@@ -146,7 +149,9 @@ class Anchor:
         mean = self._mean(sent, weight)
         own = self._own(self.values)
         target = optimizer.step(own, mean, self.momentum)
-        if self._codec is None:
+        if self._sites.count == 1:
+            new = target
+        elif self._codec is None:
             new = self._sites.all_gather(target).view(-1)[: self.fragment.numel]
         else:
             new = self.values + self._step_of_all(target - own)
@@ -204,12 +209,3 @@ def _weighted_mean(rows: Tensor, weights: Sequence[float]) -> Tensor:
     for row, weight in zip(rows, weights, strict=True):
         total.add_(row, alpha=weight)
     return total / sum(weights)
-
-
-def bytes_of_round(numel: int, sites: int, codec: CompressionMethod | None, itemsize: int = 4) -> int:
-    """Return the bytes that a rank sends to other sites in a round of `numel` elements."""
-    rows = -(-numel // sites)
-    if codec is None:
-        return (sites - 1) * (2 * rows * itemsize + WEIGHT_BYTES)
-    row = BucketLayout(codec, (rows,), 1).payload_bytes
-    return (sites - 1) * (2 * row + WEIGHT_BYTES)

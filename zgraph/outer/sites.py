@@ -17,15 +17,17 @@ from zgraph.torch_compat.groups import find_group, make_sibling_group, resolve_g
 OF_ROUNDS = ".rounds"  # name suffix of groups with the same ranks, one for the rounds of each `OuterSteps`
 
 
-@dataclass(frozen=True)
+@dataclass
 class Sites:
     """The sites, as this rank sees them.
 
     Attributes:
         group_name: name of the process group of the ranks at this rank's position in each site; "" for a single site.
+        sent_bytes: bytes that this rank has sent to other sites in rounds.
     """
 
     group_name: str = ""
+    sent_bytes: int = 0
 
     @classmethod
     def of(cls, group: ProcessGroup | None) -> Sites:
@@ -51,11 +53,13 @@ class Sites:
 
     def all_to_all(self, rows: Tensor) -> Tensor:
         """Send row i to site i; return the rows that all sites have sent here, [sites, n]."""
-        return all_to_all(rows, [1] * self.count, self.group_name) if self.count > 1 else rows
+        self.sent_bytes += (self.count - 1) * rows[0].nbytes
+        return all_to_all(rows, [1] * self.count, self.group_name)
 
     def all_gather(self, row: Tensor) -> Tensor:
         """Send a row to all sites; return the rows of all sites: [n] -> [sites, n]."""
-        return all_gather(row[None], self.count, self.group_name) if self.count > 1 else row[None]
+        self.sent_bytes += (self.count - 1) * row.nbytes
+        return all_gather(row[None], self.count, self.group_name)
 
     def gathered(self, value: Any) -> list[Any]:
         """Return the values of all sites; they must be picklable."""

@@ -11,7 +11,7 @@ Each part is padded to a multiple of the codec's group, so that elements of two 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -127,13 +127,8 @@ class Fragment:
             flat[part.offset : part.offset + part.stop - part.start] = local[part.start : part.stop]
         return flat
 
-    def change(self, compute: Callable[[Tensor], Tensor]) -> None:
-        """Replace the parameters' values, also on the ranks of this site that have copies.
-
-        Args:
-            compute: function of the present values [numel], which returns the new ones.
-        """
-        flat = compute(self.read())
+    def write(self, flat: Tensor) -> None:
+        """Set the parameters' values, also on the ranks of this site that have copies: [numel]."""
         for section in self._sections:
             capacity = section.range.stop - section.range.start
             rows = flat[section.range]

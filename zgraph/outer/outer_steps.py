@@ -5,25 +5,23 @@ from __future__ import annotations
 import contextlib
 import time
 import warnings
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from zgraph.compression.methods import BlockMethod, CompressionMethod, LoCo
 from zgraph.errors import ZgraphError, ZgraphWarning, check_kind, check_least, is_count
+from zgraph.outer.fixed_sites import FixedSites
 from zgraph.outer.fragments import Fragment, local_tensor, pack
 from zgraph.outer.rounds import Anchor, OuterOptimizer
-from zgraph.outer.sites import Sites
-from zgraph.runtime.collective_error import collective_error
-from zgraph.runtime.exchanges.changes import checksum
+from zgraph.outer.saved_state import restored, saved
+from zgraph.outer.trained import check_unchanged, check_values, trained
+from zgraph.outer.turns import Running, Timetable
 from zgraph.sharding.scope import scopes_of, window_is_open
 from zgraph.sharding.state_dict import meet
 from zgraph.tiers.thread_lanes import thread
@@ -31,25 +29,6 @@ from zgraph.torch_compat.dynamo import never_compiled, without_compile
 
 FRAGMENTS = 10  # of "auto"
 CODEC = LoCo(bits=4)
-
-
-@dataclass(frozen=True)
-class _Round:
-    """A round that has begun.
-
-    Attributes:
-        anchor: the fragment's anchor.
-        sent: [numel], the values of this site when the round began.
-        due: number of the step that ends the round.
-        overlaps: whether the round runs during later steps.
-        found: the new anchor, once the round has run.
-    """
-
-    anchor: Anchor
-    sent: Tensor
-    due: int
-    overlaps: bool
-    found: Future[Tensor]
 
 
 class OuterSteps:
@@ -102,38 +81,37 @@ class OuterSteps:
         sites: DeviceMesh | ProcessGroup | None = None,
         *,
         every: int = 30,
-        lr: float = 0.6,
-        momentum: float = 0.9,
+        lr: float = 0.8,
+        momentum: float = 0.7,
         codec: CompressionMethod | None = CODEC,
         fragments: int | Literal["auto"] = "auto",
         delay: int = 1,
     ) -> None:
         _check(sites, every, lr, momentum, codec, fragments, delay)
         self._model = without_compile(model)
+        named = self._trained = trained(self._model)
         group = sites.get_group() if isinstance(sites, DeviceMesh) else sites
-        self._sites = Sites.of(group)
-        self._every, self._delay = every, delay if self._sites.count > 1 else 0
+        check_values(named, group)
+        self._sites = FixedSites(group)
         self._optimizer = OuterOptimizer(lr, momentum)
         self.waited_s = 0.0
         self._thread = thread("sites")
         self._steps = 0
-        self._running: list[_Round] = []
-        named = self._trained = _trained(self._model)
-        _check_values(named, group)
+        self._running: list[Running] = []
         count = min(FRAGMENTS, every) if fragments == "auto" else fragments
         packed = pack([parameter.numel() for parameter in named.values()], min(count, len(named)))
         names, align = list(named), codec.group if isinstance(codec, BlockMethod) else 1
         resting = next((scope.resting for scope in scopes_of(self._model) if scope.resting is not None), None)
-        self._anchors = [
-            Anchor(
-                Fragment({names[place]: named[names[place]] for place in places}, align, resting), self._sites, codec
-            )
-            for places in packed
+        fragments_of = [
+            Fragment({names[place]: named[names[place]] for place in one}, align, resting) for one in packed
         ]
+        self._anchors = [Anchor(one, codec, self._sites.count, self._sites.rank) for one in fragments_of]
         self._weights = [0.0] * len(self._anchors)
-        self._agree(
+        self._table = Timetable(every, delay if self._sites.count > 1 else 0, len(self._anchors))
+        self._sites.join(
             {"every": every, "lr": lr, "momentum": momentum, "codec": codec, "fragments": count, "delay": delay}
-            | {name: f"{tuple(local_tensor(one).shape)} {one.dtype}" for name, one in named.items()}
+            | {name: f"{tuple(local_tensor(one).shape)} {one.dtype}" for name, one in named.items()},
+            self._anchors,
         )
 
     @never_compiled
@@ -151,15 +129,16 @@ class OuterSteps:
         self._check_call()
         self._steps += 1
         self._weights = [one + weight for one in self._weights]
-        due = [one for one in self._running if one.due <= self._steps]
-        beginning = [place for place in range(len(self._anchors)) if self._begins(place)]
-        if due or beginning:
-            self._check_parameters()
+        turn = self._sites.turn(self._steps, self._running, self._table)
+        if turn.ending or turn.beginning:
+            check_unchanged(self._model, self._trained)
             meet(self._model, "zgraph.OuterSteps.step()")
-        for one in due:
-            self._end(one)
-        for place in beginning:
-            self._begin(place, self._delay)
+        for one in turn.ending:
+            self._end(one, overlaps=True)
+        for number, place in turn.beginning:
+            one = self._begin(number, place)
+            if not self._table.delay:
+                self._end(one, overlaps=False)
 
     @never_compiled
     @torch.no_grad()
@@ -167,14 +146,17 @@ class OuterSteps:
         """End all rounds, and run a last one of all fragments; then all sites have the same parameters.
 
         Training can go on afterwards.
+
+        Raises:
+            ZgraphError, CollectiveError: as for `step`.
         """
         self._check_call()
-        self._check_parameters()
+        check_unchanged(self._model, self._trained)
         meet(self._model, "zgraph.OuterSteps.finish()")
         for one in [*self._running]:
-            self._end(one)
-        for place in range(len(self._anchors)):
-            self._begin(place, 0)
+            self._end(one, overlaps=True)
+        for number, place in self._sites.last_turns(self._table):
+            self._end(self._begin(number, place), overlaps=False)
 
     @property
     def sent_bytes(self) -> int:
@@ -191,12 +173,16 @@ class OuterSteps:
         """Let the parameters be the anchors' values in a `with` block, for example to evaluate what all sites share."""
         with torch.no_grad():
             own = [one.fragment.read() for one in self._anchors]
-            self._put([one.values for one in self._anchors])
+            self._write([one.values for one in self._anchors])
         try:
             yield
         finally:
             with torch.no_grad():
-                self._put(own)
+                self._write(own)
+
+    def _write(self, values: Sequence[Tensor]) -> None:
+        for one, flat in zip(self._anchors, values, strict=True):
+            one.fragment.write(flat)
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state, for a checkpoint of this site; waits for exchanges, not for rounds to be due.
@@ -204,17 +190,14 @@ class OuterSteps:
         Parameters and optimizer state differ between sites, so each site saves its own. Pass this state as part of
         `extra` to `zgraph.save_checkpoint`. Tensors are not copied.
         """
+        for one in self._running:
+            one.found.result()
         return {
             "steps": self._steps,
-            "sites": self._sites.count,
             "weights": list(self._weights),
-            "running": [self._saved(one) for one in self._running],
-            "anchors": [one.state_dict() for one in self._anchors],
+            "running": [{"fragment": one.place, "begun_at": one.begun_at, "sent": one.sent} for one in self._running],
+            "anchors": [saved(one) for one in self._anchors],
         }
-
-    def _saved(self, one: _Round) -> dict[str, Any]:
-        one.found.result()  # now the anchor's values
-        return {"fragment": self._anchors.index(one.anchor), "due": one.due, "sent": one.sent}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -225,57 +208,25 @@ class OuterSteps:
         Raises:
             ZgraphError: the state belongs to other parameters, fragments or ranks; nothing has changed.
         """
-        saved = state_dict["anchors"]
-        if [one["parameters"] for one in saved] != [list(one.fragment.names) for one in self._anchors]:
-            raise ZgraphError(
-                "zgraph.OuterSteps: the state has other fragments; load it with the options that it was saved with."
-            )
-        for one, state in zip(self._anchors, saved, strict=True):
-            one.check(state, same_sites=state_dict["sites"] == self._sites.count)
         if self._running:
             raise ZgraphError("zgraph.OuterSteps: rounds are running; load the state before the first outer.step().")
-        if state_dict["sites"] != self._sites.count:
+        states = restored(self._anchors, state_dict["anchors"])
+        before = state_dict["anchors"][0]["sites"]
+        if before != self._sites.count:
             warnings.warn(
-                f"zgraph.OuterSteps: the state is that of {state_dict['sites']} sites, now there are "
-                f"{self._sites.count}; momentum and errors of the codec start from zeros.",
+                f"zgraph.OuterSteps: the state is that of {before} sites, now there are {self._sites.count}; momentum "
+                "and errors of the codec start from zeros.",
                 ZgraphWarning,
                 stacklevel=2,
             )
-        for one, state in zip(self._anchors, saved, strict=True):
-            one.load_state_dict(state, same_sites=state_dict["sites"] == self._sites.count)
+        for anchor, state in zip(self._anchors, states, strict=True):
+            anchor.state = state
         self._steps, self._weights = state_dict["steps"], list(state_dict["weights"])
-        for one in state_dict["running"]:
-            anchor, found = self._anchors[one["fragment"]], Future[Tensor]()
-            found.set_result(anchor.values)
-            self._running.append(
-                _Round(anchor, one["sent"].to(anchor.values.device, copy=True), one["due"], True, found)
-            )
-
-    @torch.no_grad()
-    def _agree(self, described: Mapping[str, object]) -> None:
-        """Check that sites have equal options and parameters, and let them start from equal values.
-
-        Args:
-            described: options, and layouts of parameters, by name.
-
-        Raises:
-            ZgraphError: on all ranks, if sites differ.
-        """
-        own = {name: repr(value) for name, value in described.items()}
-        for site, (other, _) in enumerate(
-            found := self._sites.gathered((own, [checksum([one.values]) for one in self._anchors]))
-        ):
-            first = found[0][0]
-            name = next((name for name in {**first, **other} if first.get(name) != other.get(name)), None)
-            if name is not None:
-                raise ZgraphError(
-                    f"zgraph.OuterSteps: {name} is {other.get(name, 'missing')} on site {site}, and "
-                    f"{first.get(name, 'missing')} on site 0; give all sites equal options, and models sharded alike."
-                )
-        for place, one in enumerate(self._anchors):
-            if len({digests[place] for _, digests in found}) > 1:
-                self._sites.take_from_first(one.values)
-                one.fragment.change(lambda _, one=one: one.values)
+        for entry in state_dict["running"]:
+            found, values = Future[Tensor | None](), self._anchors[entry["fragment"]].values
+            found.set_result(values)  # at most one round of a fragment is running
+            sent = entry["sent"].to(values.device, copy=True)
+            self._running.append(Running(entry["fragment"], 0, sent, 0.0, entry["begun_at"], found))
 
     def _check_call(self) -> None:
         if any(scope.handle_of is not None for scope in scopes_of(self._model)):
@@ -289,53 +240,29 @@ class OuterSteps:
                 "outer.step() after the optimizer's step, outside of no_sync."
             )
 
-    def _check_parameters(self) -> None:
-        """Check that the trained parameters are still those of the fragments.
-
-        Raises:
-            ZgraphError: a parameter was frozen, unfrozen, added or replaced.
-        """
-        now = _trained(self._model)
-        for name in {**self._trained, **now}:
-            if self._trained.get(name) is not now.get(name):
-                raise ZgraphError(
-                    f"zgraph.OuterSteps: {name} was frozen, unfrozen, added or replaced after OuterSteps was made, and "
-                    "would differ between sites; call outer.finish() before such a change, and make a new OuterSteps "
-                    "after it."
-                )
-
-    def _put(self, values: list[Tensor]) -> None:
-        for one, flat in zip(self._anchors, values, strict=True):
-            one.fragment.change(lambda _, flat=flat: flat)
-
-    def _begins(self, place: int) -> bool:
-        since = self._steps - place * self._every // len(self._anchors)
-        return since > 0 and since % self._every == 0
-
-    def _begin(self, place: int, delay: int) -> None:
+    def _begin(self, number: int, place: int) -> Running:
         anchor, weight = self._anchors[place], self._weights[place]
         self._weights[place] = 0.0
         sent = anchor.fragment.read()
-        found = self._thread.submit(_run, anchor, sent, weight, self._optimizer)
-        self._running.append(_Round(anchor, sent, self._steps + delay, delay > 0, found))
-        if not delay:
-            self._end(self._running[-1])
+        found = self._thread.submit(self._run, anchor, sent, weight, number)
+        self._running.append(Running(place, number, sent, weight, self._steps, found))
+        return self._running[-1]
 
-    def _end(self, one: _Round) -> None:
+    @torch.no_grad()
+    def _run(self, anchor: Anchor, sent: Tensor, weight: float, number: int) -> Tensor | None:
+        return self._sites.run_round(anchor, sent, weight, self._optimizer, number)
+
+    def _end(self, one: Running, *, overlaps: bool) -> None:
+        """Wait for a round, and let the parameters be its anchor, with what was learnt meanwhile if rounds overlap."""
         start = time.perf_counter()
-        try:
-            new = one.found.result()
-        except RuntimeError as error:
-            names, group = one.anchor.fragment.names, self._sites.group_name
-            raise collective_error("zgraph.OuterSteps' round", names, group, error) from error
+        new = one.found.result()
         self.waited_s += time.perf_counter() - start
         self._running.remove(one)
-        one.anchor.fragment.change(lambda values: values + (new - one.sent) if one.overlaps else new)
-
-
-@torch.no_grad()
-def _run(anchor: Anchor, sent: Tensor, weight: float, optimizer: OuterOptimizer) -> Tensor:
-    return anchor.run_round(sent, weight, optimizer)
+        fragment = self._anchors[one.place].fragment
+        if new is None:
+            self._weights[one.place] += one.weight
+        else:
+            fragment.write(fragment.read() + (new - one.sent) if overlaps else new)
 
 
 def _check(
@@ -350,7 +277,7 @@ def _check(
     check_kind(f"{who}: sites", sites, DeviceMesh | ProcessGroup | None, 'write mesh["site"], a process group or None')
     if not is_count(every):
         raise ValueError(f"{who}: every={every!r}; write a number of steps, at least 1.")
-    check_least(who, 0, "a learning rate of at least 0, such as 0.6", lr=lr)
+    check_least(who, 0, "a learning rate of at least 0, such as 0.8", lr=lr)
     check_least(who, 0, "a number from 0 up to, not including, 1", momentum=momentum)
     if not float(momentum) < 1:
         raise ValueError(f"{who}: momentum={momentum}; write a number from 0 up to, not including, 1.")
@@ -361,25 +288,3 @@ def _check(
         raise ValueError(f'{who}: fragments={fragments!r} with every={every}; write "auto", or 1 to {every}.')
     if not (is_count(delay, 0) and delay <= every):
         raise ValueError(f"{who}: delay={delay!r} with every={every}; write 0 to {every} steps.")
-
-
-def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-
-def _check_values(named: Mapping[str, nn.Parameter], sites: ProcessGroup | None) -> None:
-    if not named:
-        raise ZgraphError("zgraph.OuterSteps: no parameter of the model requires gradients; there is nothing to train.")
-    for name, parameter in named.items():
-        if parameter.is_meta:
-            raise ZgraphError(
-                f"zgraph.OuterSteps: {name} has no values yet; call zgraph.materialize or load them before."
-            )
-        if sites is None or not isinstance(parameter, DTensor):
-            continue
-        shared = {*parameter.device_mesh.mesh.flatten().tolist()} & {*dist.get_process_group_ranks(sites)}
-        if len(shared) > 1:
-            raise ZgraphError(
-                f"zgraph.OuterSteps: {name} is sharded over ranks {sorted(shared)}, which are of different sites, so "
-                'all steps would exchange gradients between sites; shard over the ranks of a site, as in mesh["dp"].'
-            )

@@ -13,18 +13,16 @@ moves by decoded codes everywhere, also on the site that has sent them, so it st
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from zgraph.codegen.compressed_kernels import decode, encode
 from zgraph.compression.methods import CompressionMethod
-from zgraph.errors import ZgraphError
 from zgraph.outer.fragments import Fragment
-from zgraph.outer.sites import Sites
 
 WEIGHT_BYTES = 8  # a float64 at the end of each row of the first exchange
 
@@ -41,8 +39,8 @@ class OuterOptimizer:
     lr: float
     momentum: float
 
-    def step(self, anchor: Tensor, mean: Tensor, momentum: Tensor) -> Tensor:
-        """Return the next anchor; update the momentum in place.
+    def step(self, anchor: Tensor, mean: Tensor, momentum: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the next anchor, and the next momentum.
 
         With lr=1 and momentum=0, the result has the bits of `mean`.
 
@@ -51,155 +49,172 @@ class OuterOptimizer:
             mean: [rows], mean over the sites' values.
             momentum: [rows].
         """
-        momentum.mul_(self.momentum).add_(anchor - mean)
-        return torch.lerp(anchor, mean, self.lr).sub_(momentum, alpha=self.lr * self.momentum)
+        momentum = (momentum * self.momentum).add_(anchor - mean)
+        return torch.lerp(anchor, mean, self.lr).sub_(momentum, alpha=self.lr * self.momentum), momentum
 
 
-class Anchor:
-    """A fragment's anchor, and the state that its rounds keep.
-
-    Args:
-        fragment: the fragment.
-        sites: exchanges with other sites.
-        codec: compression of both exchanges; None: values are sent as they are.
+class Links(Protocol):
+    """Exchanges of this rank with the ranks at its position in the other sites of a round.
 
     Attributes:
-        fragment: the fragment.
-        values: [numel], equal on all sites between rounds.
+        count: number of sites.
+        rank: number of this site among them.
+    """
+
+    @property
+    def count(self) -> int: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    def all_to_all(self, rows: Tensor) -> Tensor:
+        """Send row i to site i; return the rows that all sites have sent here, [sites, n]."""
+        ...
+
+    def all_gather(self, row: Tensor) -> Tensor:
+        """Send a row to all sites; return the rows of all sites: [n] -> [sites, n]."""
+        ...
+
+
+@dataclass(frozen=True)
+class State:
+    """What rounds keep of a fragment. A round returns a new state, so that one that fails changes nothing.
+
+    Attributes:
+        values: the anchor, [numel], equal on all sites between rounds.
         momentum: [rows], of the rows that this site owns.
         errors: error feedback of the codes that this site sends in the first exchange, then in the second; empty
             without a codec.
+        sites: number of sites among which rows are divided.
+        site: number of this site among them.
         rounds: number of rounds so far.
     """
 
-    def __init__(self, fragment: Fragment, sites: Sites, codec: CompressionMethod | None) -> None:
-        self.fragment, self._sites = fragment, sites
-        self._codec = codec if sites.count > 1 else None
-        self._rows = -(-(fragment.numel // fragment.align) // sites.count) * fragment.align
-        self.values = fragment.read()
-        self.momentum = self.values.new_zeros(self._rows)
-        self.errors: tuple[list[Tensor], list[Tensor]] = ([], [])
-        self.rounds = 0
-        if self._codec is not None:
-            self.errors = (self._no_errors(sites.count), self._no_errors(1))
+    values: Tensor
+    momentum: Tensor
+    errors: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] = ((), ())
+    sites: int = 1
+    site: int = 0
+    rounds: int = 0
 
-    def _no_errors(self, chunks: int) -> list[Tensor]:
-        assert self._codec is not None
-        spec = self._codec.state(self._rows, chunks).values()
-        return [torch.zeros(shape, dtype=dtype, device=self.values.device) for shape, dtype in spec]
+    def tensors(self) -> list[Tensor]:
+        return [self.values, self.momentum, *self.errors[0], *self.errors[1]]
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return names of the parameters, and all that a round changes; tensors are not copied."""
-        return {
-            "parameters": list(self.fragment.names),
-            "rounds": self.rounds,
-            "values": self.values,
-            "momentum": self.momentum,
-            "errors": [list(errors) for errors in self.errors],
-        }
 
-    def check(self, state: Mapping[str, Any], *, same_sites: bool) -> None:
-        """Check that `load_state_dict` can restore a state.
+class Anchor:
+    """A fragment with the state of its rounds.
 
-        Raises:
-            ZgraphError: the state has other shards, or errors of another codec.
-        """
-        if state["values"].shape != self.values.shape:
-            raise ZgraphError(
-                f"zgraph.OuterSteps: the state has {state['values'].numel()} elements of {self.fragment.names[0]} and "
-                f"the parameters of its fragment, this rank {self.values.numel()}; load it on as many ranks of a site, "
-                "at the same stage."
-            )
-        if same_sites and [one.shape for one in _changing(state)] != [
-            one.shape for one in _changing(self.state_dict())
-        ]:
-            raise ZgraphError(
-                "zgraph.OuterSteps: the state has errors of another codec; load it with the codec that it was saved "
-                "with."
-            )
+    Args:
+        fragment: the fragment.
+        codec: compression of both exchanges; None: values are sent as they are.
+        sites, site: number of sites, and of this one among them.
 
-    def load_state_dict(self, state: Mapping[str, Any], *, same_sites: bool) -> None:
-        """Restore a state.
+    Attributes:
+        fragment: the fragment.
+        state: the state after the last round.
+    """
 
-        Args:
-            state: result of `state_dict`.
-            same_sites: whether the number of sites is the same; if not, only values are restored.
-        """
-        self.values = state["values"].to(self.values.device, copy=True)
-        if same_sites:
-            self.rounds = state["rounds"]
-            for own, saved in zip(_changing(self.state_dict()), _changing(state), strict=True):
-                own.copy_(saved)
+    def __init__(self, fragment: Fragment, codec: CompressionMethod | None, sites: int = 1, site: int = 0) -> None:
+        self.fragment, self._codec = fragment, codec
+        values = fragment.read()
+        self.state = self.divided(State(values, values), sites, site)
+
+    @property
+    def values(self) -> Tensor:
+        return self.state.values
 
     @property
     def kept_bytes(self) -> int:
-        return self.values.nbytes + sum(one.nbytes for one in _changing(self.state_dict()))
+        return sum(one.nbytes for one in self.state.tensors())
 
-    def run_round(self, sent: Tensor, weight: float, optimizer: OuterOptimizer) -> Tensor:
-        """Run a round, which waits for the other sites, and return the new anchor, which replaces `values`.
+    def rows(self, sites: int) -> int:
+        """Return the number of rows that each site owns."""
+        return -(-(self.fragment.numel // self.fragment.align) // sites) * self.fragment.align
+
+    def divided(self, state: State, sites: int, site: int) -> State:
+        """Return a state for other sites; momentum and errors are zeros."""
+        rows, codec = self.rows(sites), self._codec if sites > 1 else None
+
+        def errors(chunks: int) -> tuple[Tensor, ...]:
+            spec = () if codec is None else codec.state(rows, chunks).values()
+            return tuple(torch.zeros(shape, dtype=dtype, device=state.values.device) for shape, dtype in spec)
+
+        return replace(
+            state, momentum=state.values.new_zeros(rows), errors=(errors(sites), errors(1)), sites=sites, site=site
+        )
+
+    def run_round(
+        self, state: State, sent: Tensor, weight: float, optimizer: OuterOptimizer, links: Links, number: int
+    ) -> State:
+        """Run a round, which waits for the other sites; return the next state.
 
         Args:
+            state: a state for the sites of `links`.
             sent: [numel], this site's values.
             weight: weight of this site in the mean.
             optimizer: the outer optimizer.
+            links: exchanges with the other sites.
+            number: number of the round, equal on all sites.
         """
-        if self._codec is not None and self._codec.reset_interval and self.rounds % self._codec.reset_interval == 0:
-            for error in (*self.errors[0], *self.errors[1]):
+        codec = self._codec if links.count > 1 else None
+        errors = tuple(tuple(error.clone() for error in of_exchange) for of_exchange in state.errors)
+        if codec is not None and codec.reset_interval and number % codec.reset_interval == 0:
+            for error in (*errors[0], *errors[1]):
                 error.zero_()
-        mean = self._mean(sent, weight)
-        own = self._own(self.values)
-        target = optimizer.step(own, mean, self.momentum)
-        if self._sites.count == 1:
-            new = target
-        elif self._codec is None:
-            new = self._sites.all_gather(target).view(-1)[: self.fragment.numel]
+        coder = None if codec is None else _Coder(codec, self.rows(links.count), links, number)
+        mean, own = self._mean(state, sent, weight, errors[0], coder, links), self._own(state.values, links)
+        target, momentum = optimizer.step(own, mean, state.momentum)
+        if links.count == 1:
+            values = target
+        elif coder is None:
+            values = links.all_gather(target).view(-1)[: sent.numel()]
         else:
-            new = self.values + self._step_of_all(target - own)
-        self.values, self.rounds = new, self.rounds + 1
-        return new
+            received = links.all_gather(coder.encoded(target - own, 1, errors[1])[0])
+            values = state.values + coder.decoded(received).view(-1)[: sent.numel()]
+        return replace(state, values=values, momentum=momentum, errors=(errors[0], errors[1]), rounds=state.rounds + 1)
 
-    def _own(self, flat: Tensor) -> Tensor:
+    def _own(self, flat: Tensor, links: Links) -> Tensor:
         """Return the rows that this site owns, padded with zeros."""
-        return self._padded(flat).view(self._sites.count, self._rows)[self._sites.rank]
+        return self._padded(flat, links)[links.rank]
 
-    def _padded(self, flat: Tensor) -> Tensor:
-        return torch.nn.functional.pad(flat, (0, self._sites.count * self._rows - flat.numel()))
+    def _padded(self, flat: Tensor, links: Links) -> Tensor:
+        rows = self.rows(links.count)
+        return torch.nn.functional.pad(flat, (0, links.count * rows - flat.numel())).view(links.count, rows)
 
-    def _mean(self, sent: Tensor, weight: float) -> Tensor:
+    def _mean(
+        self, state: State, sent: Tensor, weight: float, errors: Sequence[Tensor], coder: _Coder | None, links: Links
+    ) -> Tensor:
         """Return the weighted mean of all sites' values, [rows] of this site."""
-        count, own = self._sites.count, self._own(self.values)
-        if count == 1:
+        if links.count == 1:
             return sent
-        if self._codec is None:
-            payload = self._padded(sent).view(count, -1).view(torch.uint8)
+        if coder is None:
+            payload = self._padded(sent, links).view(torch.uint8)
         else:
-            payload = self._encoded(self.values - sent, count, self.errors[0])
-        weights = torch.full((count, 1), weight, dtype=torch.float64, device=payload.device).view(torch.uint8)
-        received = self._sites.all_to_all(torch.cat([payload, weights], 1))
+            payload = coder.encoded(state.values - sent, links.count, errors)
+        weights = torch.full((links.count, 1), weight, dtype=torch.float64, device=payload.device).view(torch.uint8)
+        received = links.all_to_all(torch.cat([payload, weights], 1))
         weights = received[:, -WEIGHT_BYTES:].contiguous().view(torch.float64).flatten().tolist()
         content = received[:, :-WEIGHT_BYTES].contiguous()
-        if self._codec is None:
+        if coder is None:
             return _weighted_mean(content.view(sent.dtype), weights)
-        return own - _weighted_mean(self._decoded(content), weights)
+        return self._own(state.values, links) - _weighted_mean(coder.decoded(content), weights)
 
-    def _step_of_all(self, step: Tensor) -> Tensor:
-        """Send the outer step of this site's rows; return those of all sites, [numel], as all sites decode them."""
-        received = self._sites.all_gather(self._encoded(step, 1, self.errors[1])[0])
-        return self._decoded(received).view(-1)[: self.fragment.numel]
 
-    def _encoded(self, flat: Tensor, world: int, errors: Sequence[Tensor]) -> Tensor:
-        assert self._codec is not None
-        return encode(flat, errors, self._codec, self._rows, world, self.rounds, self._sites.rank)
+@dataclass(frozen=True)
+class _Coder:
+    """Codes of one round."""
 
-    def _decoded(self, received: Tensor) -> Tensor:
+    codec: CompressionMethod
+    rows: int
+    links: Links
+    number: int
+
+    def encoded(self, flat: Tensor, world: int, errors: Sequence[Tensor]) -> Tensor:
+        return encode(flat, errors, self.codec, self.rows, world, self.number, self.links.rank)
+
+    def decoded(self, received: Tensor) -> Tensor:
         """Decode rows of all sites: [sites, payload bytes] uint8 -> [sites, rows]."""
-        assert self._codec is not None
-        return decode(received, self._codec, self._rows, self.rounds)
-
-
-def _changing(state: Mapping[str, Any]) -> list[Tensor]:
-    """Return the tensors of a state that rounds change in place."""
-    return [state["momentum"], *state["errors"][0], *state["errors"][1]]
+        return decode(received, self.codec, self.rows, self.number)
 
 
 def _weighted_mean(rows: Tensor, weights: Sequence[float]) -> Tensor:

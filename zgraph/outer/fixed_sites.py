@@ -1,0 +1,120 @@
+"""Sites whose ranks are all in one process group, from the first step to the last."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from zgraph.errors import ZgraphError
+from zgraph.outer.rounds import Anchor, OuterOptimizer
+from zgraph.outer.turns import Running, Timetable, Turn
+from zgraph.runtime.collective_error import collective_error
+from zgraph.runtime.exchanges.changes import checksum
+from zgraph.runtime.exchanges.collectives import all_gather, all_to_all
+from zgraph.runtime.groups import group_rank, group_size
+from zgraph.torch_compat.groups import find_group, make_sibling_group, resolve_group
+
+OF_ROUNDS = ".rounds"  # name suffix of groups with the same ranks, one for the rounds of each `OuterSteps`
+
+
+class FixedSites:
+    """Takes part in rounds with all other sites, at fixed steps; each rank with those at its position in other sites.
+
+    It has the exchanges of `zgraph.outer.rounds.Links`. All members of the group create this object, in the same order
+    if they create several.
+
+    Args:
+        group: the ranks at this rank's position in each site; None: a single site.
+
+    Attributes:
+        sent_bytes: bytes that this rank has sent to other sites in rounds.
+    """
+
+    def __init__(self, group: ProcessGroup | None) -> None:
+        self.sent_bytes = 0
+        self._group_name = ""
+        if group is not None and group.size() > 1:
+            # A group of its own, because rounds run while other groups are used for other things.
+            names = (f"{group.group_name}{OF_ROUNDS}{number}" for number in itertools.count())
+            self._group_name = next(name for name in names if find_group(name) is None)
+            make_sibling_group(group, self._group_name)
+
+    @property
+    def count(self) -> int:
+        return group_size(self._group_name)
+
+    @property
+    def rank(self) -> int:
+        return group_rank(self._group_name)
+
+    def all_to_all(self, rows: Tensor) -> Tensor:
+        self.sent_bytes += (self.count - 1) * rows[0].nbytes
+        return all_to_all(rows, [1] * self.count, self._group_name)
+
+    def all_gather(self, row: Tensor) -> Tensor:
+        self.sent_bytes += (self.count - 1) * row.nbytes
+        return all_gather(row[None], self.count, self._group_name)
+
+    def join(self, described: Mapping[str, object], anchors: Sequence[Anchor]) -> None:
+        """Check that sites have equal options and parameters, and let them start from the first site's values.
+
+        Args:
+            described: options, and layouts of parameters, by name.
+            anchors: anchors, whose values may change.
+
+        Raises:
+            ZgraphError: on all ranks, if sites differ.
+        """
+        own = {name: repr(value) for name, value in described.items()}, [checksum([one.values]) for one in anchors]
+        found: list[Any] = [own] * self.count
+        if self.count == 1:
+            return
+        dist.all_gather_object(found, own, group=resolve_group(self._group_name))
+        first, _ = found[0]
+        for site, (other, _) in enumerate(found):
+            check_same(first, other, f"on site {site}", "on site 0")
+        for place, one in enumerate(anchors):
+            if len({digests[place] for _, digests in found}) > 1:
+                dist.broadcast(one.values, group=resolve_group(self._group_name), group_src=0)
+                one.fragment.write(one.values)
+
+    def turn(self, steps: int, running: Sequence[Running], table: Timetable) -> Turn:
+        ending = [one for one in running if one.begun_at + table.delay <= steps]
+        return Turn(ending, [(0, place) for place in range(table.fragments) if table.begins(place, steps)])
+
+    def last_turns(self, table: Timetable) -> Iterator[tuple[int, int]]:
+        return ((0, place) for place in range(table.fragments))
+
+    def run_round(
+        self, anchor: Anchor, sent: Tensor, weight: float, optimizer: OuterOptimizer, number: int
+    ) -> Tensor | None:
+        """Run a round, and return the new values of the anchor.
+
+        Raises:
+            CollectiveError: an exchange failed; the anchor is unchanged.
+        """
+        try:
+            anchor.state = anchor.run_round(anchor.state, sent, weight, optimizer, self, anchor.state.rounds)
+        except RuntimeError as error:
+            names = anchor.fragment.names
+            raise collective_error("zgraph.OuterSteps' round", names, self._group_name, error) from error
+        return anchor.values
+
+
+def check_same(first: Mapping[str, str], other: Mapping[str, str], where: str, where_first: str) -> None:
+    """Check that two sites have equal options and parameters.
+
+    Raises:
+        ZgraphError: they differ; the message names the first difference.
+    """
+    name = next((name for name in {**first, **other} if first.get(name) != other.get(name)), None)
+    if name is not None:
+        raise ZgraphError(
+            f"zgraph.OuterSteps: {name} is {other.get(name, 'missing')} {where}, and {first.get(name, 'missing')} "
+            f"{where_first}; give all sites equal options, and models sharded alike."
+        )

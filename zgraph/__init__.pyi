@@ -31,6 +31,7 @@ from zgraph.optimizers.local_step import step_on_shards as step_on_shards
 from zgraph.optimizers.loss_scale import reset_error_feedback as reset_error_feedback
 from zgraph.optimizers.loss_scale import set_loss_scale as set_loss_scale
 from zgraph.optimizers.replicas import Replicas as Replicas
+from zgraph.outer.meeting import Meeting as Meeting
 from zgraph.outer.outer_steps import OuterSteps as OuterSteps
 from zgraph.planner.plan import plan as plan
 from zgraph.planner.plan_pipeline import plan_pipeline as plan_pipeline

@@ -45,6 +45,14 @@ class FixedSites:
             make_sibling_group(group, self._group_name)
 
     @property
+    def overlaps(self) -> bool:
+        """Whether rounds may take several steps: those of a single site end at once."""
+        return self.count > 1
+
+    def give(self, request: int, anchors: Sequence[Anchor]) -> None:
+        raise AssertionError("all sites are there from the start")
+
+    @property
     def count(self) -> int:
         return group_size(self._group_name)
 
@@ -85,7 +93,7 @@ class FixedSites:
 
     def turn(self, steps: int, running: Sequence[Running], table: Timetable) -> Turn:
         ending = [one for one in running if one.begun_at + table.delay <= steps]
-        return Turn(ending, [(0, place) for place in range(table.fragments) if table.begins(place, steps)])
+        return Turn(ending, [(0, place) for place in range(table.fragments) if table.begins(place, steps)], [])
 
     def last_turns(self, table: Timetable) -> Iterator[tuple[int, int]]:
         return ((0, place) for place in range(table.fragments))

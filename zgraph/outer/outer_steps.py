@@ -18,6 +18,8 @@ from zgraph.compression.methods import BlockMethod, CompressionMethod, LoCo
 from zgraph.errors import ZgraphError, ZgraphWarning, check_kind, check_least, is_count
 from zgraph.outer.fixed_sites import FixedSites
 from zgraph.outer.fragments import Fragment, local_tensor, pack
+from zgraph.outer.meeting import Meeting
+from zgraph.outer.met_sites import MetSites
 from zgraph.outer.rounds import Anchor, OuterOptimizer
 from zgraph.outer.saved_state import restored, saved
 from zgraph.outer.trained import check_unchanged, check_values, trained
@@ -55,7 +57,8 @@ class OuterSteps:
         model: the model, sharded or not, with its values; optimizers come before or after. If sites have different
             values, those of the first site are used.
         sites: mesh with the axis of the sites, or the process group of the ranks at this rank's position in each site.
-            None: a single site, whose outer optimizer needs no network.
+            Or a `zgraph.Meeting`, if each site is a run of its own. None: a single site, whose outer optimizer needs no
+            network.
         every: number of steps between two rounds of a fragment, H in the papers.
         lr, momentum: options of the outer optimizer, Nesterov's method.
         codec: compression of differences between sites; None: sites send parameters as they are.
@@ -78,7 +81,7 @@ class OuterSteps:
     def __init__(
         self,
         model: nn.Module,
-        sites: DeviceMesh | ProcessGroup | None = None,
+        sites: DeviceMesh | ProcessGroup | Meeting | None = None,
         *,
         every: int = 30,
         lr: float = 0.8,
@@ -90,9 +93,7 @@ class OuterSteps:
         _check(sites, every, lr, momentum, codec, fragments, delay)
         self._model = without_compile(model)
         named = self._trained = trained(self._model)
-        group = sites.get_group() if isinstance(sites, DeviceMesh) else sites
-        check_values(named, group)
-        self._sites = FixedSites(group)
+        self._sites = _sites_of(sites, named)
         self._optimizer = OuterOptimizer(lr, momentum)
         self.waited_s = 0.0
         self._thread = thread("sites")
@@ -107,7 +108,7 @@ class OuterSteps:
         ]
         self._anchors = [Anchor(one, codec, self._sites.count, self._sites.rank) for one in fragments_of]
         self._weights = [0.0] * len(self._anchors)
-        self._table = Timetable(every, delay if self._sites.count > 1 else 0, len(self._anchors))
+        self._table = Timetable(every, delay if self._sites.overlaps else 0, len(self._anchors))
         self._sites.join(
             {"every": every, "lr": lr, "momentum": momentum, "codec": codec, "fragments": count, "delay": delay}
             | {name: f"{tuple(local_tensor(one).shape)} {one.dtype}" for name, one in named.items()},
@@ -129,12 +130,16 @@ class OuterSteps:
         self._check_call()
         self._steps += 1
         self._weights = [one + weight for one in self._weights]
+        start = time.perf_counter()
         turn = self._sites.turn(self._steps, self._running, self._table)
+        self.waited_s += time.perf_counter() - start
         if turn.ending or turn.beginning:
             check_unchanged(self._model, self._trained)
             meet(self._model, "zgraph.OuterSteps.step()")
         for one in turn.ending:
             self._end(one, overlaps=True)
+        for request in turn.giving:
+            self._thread.submit(self._sites.give, request, self._anchors)
         for number, place in turn.beginning:
             one = self._begin(number, place)
             if not self._table.delay:
@@ -208,6 +213,11 @@ class OuterSteps:
         Raises:
             ZgraphError: the state belongs to other parameters, fragments or ranks; nothing has changed.
         """
+        if isinstance(self._sites, MetSites):
+            raise ZgraphError(
+                "zgraph.OuterSteps: a site that comes to a zgraph.Meeting gets the anchors of the others; load the "
+                "model and the optimizer before OuterSteps is made, and leave out load_state_dict."
+            )
         if self._running:
             raise ZgraphError("zgraph.OuterSteps: rounds are running; load the state before the first outer.step().")
         states = restored(self._anchors, state_dict["anchors"])
@@ -226,7 +236,7 @@ class OuterSteps:
             found, values = Future[Tensor | None](), self._anchors[entry["fragment"]].values
             found.set_result(values)  # at most one round of a fragment is running
             sent = entry["sent"].to(values.device, copy=True)
-            self._running.append(Running(entry["fragment"], 0, sent, 0.0, entry["begun_at"], found))
+            self._running.append(Running(entry["fragment"], 0, sent, 0.0, entry["begun_at"], 0.0, found))
 
     def _check_call(self) -> None:
         if any(scope.handle_of is not None for scope in scopes_of(self._model)):
@@ -245,7 +255,7 @@ class OuterSteps:
         self._weights[place] = 0.0
         sent = anchor.fragment.read()
         found = self._thread.submit(self._run, anchor, sent, weight, number)
-        self._running.append(Running(place, number, sent, weight, self._steps, found))
+        self._running.append(Running(place, number, sent, weight, self._steps, time.monotonic(), found))
         return self._running[-1]
 
     @torch.no_grad()
@@ -265,6 +275,14 @@ class OuterSteps:
             fragment.write(fragment.read() + (new - one.sent) if overlaps else new)
 
 
+def _sites_of(
+    sites: DeviceMesh | ProcessGroup | Meeting | None, named: Mapping[str, nn.Parameter]
+) -> FixedSites | MetSites:
+    group = sites.get_group() if isinstance(sites, DeviceMesh) else sites
+    check_values(named, group if isinstance(group, ProcessGroup) else None)
+    return MetSites(group) if isinstance(group, Meeting) else FixedSites(group)
+
+
 def _check(
     sites: object, every: int, lr: float, momentum: float, codec: object, fragments: int | str, delay: int
 ) -> None:
@@ -274,7 +292,9 @@ def _check(
             f"{who}: the mesh has {sites.ndim} axes {sites.mesh_dim_names}; pass the axis of the sites, such as "
             'mesh["site"].'
         )
-    check_kind(f"{who}: sites", sites, DeviceMesh | ProcessGroup | None, 'write mesh["site"], a process group or None')
+    check_kind(
+        f"{who}: sites", sites, DeviceMesh | ProcessGroup | Meeting | None, 'write mesh["site"], a Meeting or None'
+    )
     if not is_count(every):
         raise ValueError(f"{who}: every={every!r}; write a number of steps, at least 1.")
     check_least(who, 0, "a learning rate of at least 0, such as 0.8", lr=lr)

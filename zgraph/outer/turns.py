@@ -18,7 +18,7 @@ class Running:
         number: number of the round.
         sent: [numel], the values of this site when the round began.
         weight: weight of this site.
-        begun_at: number of the step at which the round began.
+        begun_at, begun_s: number of the step at which the round began, and its time on the monotonic clock.
         found: the new anchor, once the round has run; None if it was given up.
     """
 
@@ -27,6 +27,7 @@ class Running:
     sent: Tensor
     weight: float
     begun_at: int
+    begun_s: float
     found: Future[Tensor | None]
 
 
@@ -37,10 +38,12 @@ class Turn:
     Attributes:
         ending: rounds that end.
         beginning: (number of the round, index of its fragment).
+        giving: numbers of newcomers' requests for values, to be answered.
     """
 
     ending: Sequence[Running]
     beginning: Sequence[tuple[int, int]]
+    giving: Sequence[int]
 
 
 @dataclass(frozen=True)

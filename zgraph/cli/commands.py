@@ -18,6 +18,7 @@ from zgraph.cli.diff import diff
 from zgraph.cli.doctor import doctor
 from zgraph.cli.plan import plan
 from zgraph.cli.report import report
+from zgraph.cli.sites import sites
 from zgraph.errors import ZgraphError
 
 INTERRUPTED = 130  # exit status of shells for Ctrl-C
@@ -73,3 +74,4 @@ commands.add_command(calibrate)
 commands.add_command(plan)
 commands.add_command(report)
 commands.add_command(diff)
+commands.add_command(sites)

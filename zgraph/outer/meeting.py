@@ -73,6 +73,15 @@ class Meeting:
             ) from error
 
 
+def open_store(port: int) -> TCPStore:
+    """Open the store of a meeting in this process; it ends with the returned object.
+
+    Raises:
+        RuntimeError: the port cannot be opened.
+    """
+    return TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)
+
+
 class Ledger:
     """Keys and values that all sites share."""
 

@@ -1,0 +1,144 @@
+"""Sites that meet at a store: they come late, are killed, come back, and keep equal anchors."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import TCPStore
+
+import zgraph
+from tests.outer.test_outer_steps import batches, loss_of
+from tests.support.meetings import meeting
+from tests.support.models import Language
+from tests.support.ranks import RankFailure
+from zgraph.runtime.exchanges.changes import checksum
+
+DEADLINE_S = 8.0
+Log = list[tuple[int, int, int]]  # of anchors: fragment, rounds, checksum
+
+
+def anchors_of(outer: zgraph.OuterSteps) -> Log:
+    return [(place, one.state.rounds, checksum([one.values])) for place, one in enumerate(outer._anchors)]
+
+
+def train(address: str, seed: int, phases: Sequence[tuple[int, int]], ends: str = "returns") -> Log:
+    """Train until so many rounds had so many sites, phase by phase; the anchors after each step.
+
+    Each phase that has ended adds to a counter of the store. A site may be killed at the end, while rounds run.
+    """
+    host, port = address.split(":")
+    store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60))
+    torch.manual_seed(seed)
+    model: nn.Module = Language(layers=1, width=12)
+    if dist.get_world_size() > 1:
+        model = zgraph.shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    outer = zgraph.OuterSteps(model, zgraph.Meeting(address, deadline_s=DEADLINE_S), every=4, fragments=2, delay=1)
+    log = anchors_of(outer)
+    step = 0
+    for number, (sites, rounds) in enumerate(phases):
+        seen = {(place, count) for place, count, _ in anchors_of(outer)}
+        done = 0
+        while done < rounds:
+            loss_of(model, *batches(step, seed, dist.get_rank())).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            outer.step()
+            step += 1
+            found = anchors_of(outer)
+            log += found
+            new = {(place, count) for place, count, _ in found} - seen
+            seen |= new
+            done += len(new) if outer._sites.count == sites else 0
+        if dist.get_rank() == 0:
+            store.add(f"phase {number}", 1)
+    if ends == "is killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return log
+
+
+def check_equal(logs: Sequence[Log]) -> int:
+    """Check that the anchors of a fragment are equal after equal rounds; the number of rounds."""
+    known: dict[tuple[int, int], int] = {}
+    for log in logs:
+        for place, rounds, digest in log:
+            assert known.setdefault((place, rounds), digest) == digest, f"fragment {place} after round {rounds}"
+    return len(known)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_sites_that_meet_keep_equal_anchors(ranks: int) -> None:
+    """Of each site one rank or two; each position has anchors of its own."""
+    with meeting() as sites:
+        runs = [sites.start(train, seed, [(2, 6)], ranks=ranks) for seed in range(2)]
+        logs = [run.result() for run in runs]
+    for position in range(ranks):
+        assert check_equal([log[position] for log in logs]) > 6
+
+
+def test_a_killed_site_delays_no_round_for_long_and_its_successor_gets_the_anchors() -> None:
+    with meeting() as sites:
+        survivors = [sites.start(train, seed, [(3, 3), (2, 4), (3, 3)]) for seed in range(2)]
+        killed = sites.start(train, 2, [(3, 3)], "is killed")
+        with pytest.raises(RankFailure, match="died"):
+            killed.result()
+        sites.await_counter("phase 1", 2)
+        successor = sites.start(train, 3, [(3, 3)])
+        logs = [run.result()[0] for run in (*survivors, successor)]
+    assert check_equal(logs) > 10
+    first = logs[-1][:2]
+    assert all(entry in logs[0] or entry in logs[1] for entry in first), "it starts from anchors of others"
+
+
+def join_with(address: str, every: int) -> None:
+    zgraph.OuterSteps(nn.Linear(2, 2), zgraph.Meeting(address, deadline_s=2), every=every)
+
+
+def test_a_site_with_other_options_is_refused() -> None:
+    with meeting() as sites:
+        sites.start(join_with, 4).result()
+        with pytest.raises(RankFailure, match="every is 5 on site 2, and 4 where the meeting began"):
+            sites.start(join_with, 5).result()
+
+
+def test_a_site_whose_predecessors_have_all_ended_is_told() -> None:
+    with meeting() as sites:
+        first = sites.start(join_with, 4)
+        first.result()
+        sites.ranks[0].close()
+        with pytest.raises(RankFailure, match="none of its sites has been live for 2 s"):
+            sites.start(join_with, 4).result()
+
+
+def test_bad_addresses_are_refused() -> None:
+    for address in ("10.0.0.1", "host:port", ":29400"):
+        with pytest.raises(ValueError, match=re.escape(f"address={address!r}")):
+            zgraph.Meeting(address)
+    with pytest.raises(ValueError, match="least=0"):
+        zgraph.Meeting("host:1", least=0)
+    with pytest.raises(ValueError, match="deadline_s=0"):
+        zgraph.Meeting("host:1", deadline_s=0)
+    with pytest.raises(zgraph.ZgraphError, match="Start one with zgraph sites --port 1,"):
+        zgraph.OuterSteps(nn.Linear(2, 2), zgraph.Meeting("127.0.0.1:1", deadline_s=1))
+
+
+def test_the_command_keeps_a_store() -> None:
+    command = [sys.executable, "-m", "zgraph", "sites", "--port", "0", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        lines = [process.stdout.readline() for _ in range(4)]
+        port = re.search(r'"port": (\d+)', "".join(lines))
+        assert port is not None, lines
+        zgraph.OuterSteps(nn.Linear(2, 2), zgraph.Meeting(f"127.0.0.1:{port[1]}"))
+        process.send_signal(signal.SIGINT)
+        assert process.wait() == 130

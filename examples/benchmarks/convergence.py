@@ -17,6 +17,9 @@ nothing, and steps the matrices of the blocks by torch.optim.Muon, whose updates
 times the learning rate. "AdamW8bit" compresses nothing either: it has moments of 8 bits, and with "bf16 weights" rounds
 weights and mean gradients to bfloat16, of which it keeps 8 further bits; torchao's is there if it is installed. With
 betas of 0.9 and 0.999 second moments change by less than a code in most steps: --beta2 0.999.
+"OuterSteps" has sites that train by themselves on their ranks' batches, with the defaults of zgraph.OuterSteps.
+"DiLoCo" is the same as published, in fp32, without fragments and delay; "averages" only averages parameters as often,
+as torch's PostLocalSGDOptimizer does after its warm-up.
 """
 
 from __future__ import annotations
@@ -30,21 +33,25 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import torch
 from record import about, parser_of, table
-from simulated import CompressedMean, HookMean, LowRankMean, Mean
+from simulated import CompressedMean, HookMean, LowRankMean, Mean, OuterSites
 from torch import Tensor
 
 import zgraph
 from zgraph.codegen.kernels import reference
 from zgraph.compression.low_rank import LowRank
-from zgraph.compression.methods import CompressionMethod, ErrorFeedback, LoCo, NoFeedback, TwoHop
+from zgraph.compression.methods import BlockMethod, CompressionMethod, ErrorFeedback, LoCo, NoFeedback, TwoHop
+from zgraph.outer.outer_steps import CODEC
+from zgraph.outer.rounds import OuterOptimizer
+from zgraph.outer.turns import Timetable
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from train_gpt import GPT, cut, evaluate, lr_factor, make_optimizer, read_sources
@@ -52,11 +59,37 @@ from train_gpt import GPT, cut, evaluate, lr_factor, make_optimizer, read_source
 MUON_LR = (1, 2)
 EIGHT_BIT = ("AdamW8bit", "AdamW8bit, bf16 weights")
 TORCHAO = "torchao's AdamW8bit"
+EVERY = 30  # steps between two rounds of sites
 SMALLEST = 4096  # elements of a tensor that is compressed
 FINAL_SHARE = 0.05  # of the steps, over which the final loss is a mean
 WINDOWS = 1024  # held out
 # Student's t, 95 % within, for 1, 2, ... degrees of freedom; from here on 2.1 is close.
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120)
+
+
+@dataclass(frozen=True)
+class Outer:
+    """Sites that train by themselves, and options of their outer steps."""
+
+    sites: int
+    lr: float = 0.8
+    momentum: float = 0.7
+    codec: BlockMethod | None = CODEC
+    fragments: int = 6  # the model has no more than seven matrices and vectors
+    delay: int = 1
+
+
+OUTER = MappingProxyType(
+    {
+        "OuterSteps, 1 site": Outer(1, delay=0),
+        "OuterSteps, 2 sites": Outer(2),
+        "OuterSteps, 4 sites": Outer(4),
+        "DiLoCo, 2 sites": Outer(2, 0.6, 0.9, None, 1, 0),
+        "DiLoCo, 4 sites": Outer(4, 0.6, 0.9, None, 1, 0),
+        "averages, 2 sites": Outer(2, 1.0, 0.0, None, 1, 0),
+        "averages, 4 sites": Outer(4, 1.0, 0.0, None, 1, 0),
+    }
+)
 
 
 def methods(ranks_per_host: int) -> dict[str, Callable[[Sequence[int], int], Mean] | None]:
@@ -79,6 +112,7 @@ def methods(ranks_per_host: int) -> dict[str, Callable[[Sequence[int], int], Mea
         **{f"LowRank(rank={rank})": lambda _, world, rank=rank: LowRankMean(world, method=LowRank(rank=rank))
            for rank in (1, 2, 4)},
         **{f"PowerSGD hook, {rank}": lambda _, world, rank=rank: HookMean(world, rank=rank) for rank in (1, 4)},
+        **dict.fromkeys(OUTER),
     }  # fmt: skip
 
 
@@ -160,6 +194,48 @@ def train(name: str, seed: int, sizes: Sizes) -> Run:
     torch.set_num_threads(1)
     started = time.perf_counter()
     text, held_out_text = read_sources()
+    if name in OUTER:
+        model, losses = train_sites(OUTER[name], seed, sizes, text)
+    else:
+        model, losses = train_together(name, seed, sizes, text)
+    windows = torch.linspace(0, len(held_out_text) - sizes.sequence - 1, WINDOWS).long().view(-1, 32)
+    held_out = evaluate(model, held_out_text, windows, sizes.sequence)
+    return Run(name, seed, losses, held_out, time.perf_counter() - started)
+
+
+def train_sites(outer: Outer, seed: int, sizes: Sizes, text: Tensor) -> tuple[GPT, list[float]]:
+    """Train sites by themselves, each on the batches of its ranks; the model at the end, and mean losses."""
+    torch.manual_seed(seed)
+    model = GPT(sizes.layers, sizes.width, sizes.heads, sizes.sequence)
+    models = [model, *(copy.deepcopy(model) for _ in range(1, outer.sites))]
+    optimizers = [optimizers_of("none", one, sizes.lr, sizes.beta2)[0] for one in models]
+    factor = partial(lr_factor, steps=sizes.steps)
+    schedulers = [torch.optim.lr_scheduler.LambdaLR(one, factor) for one in optimizers]
+    batches = [torch.Generator().manual_seed(1000 * seed + rank) for rank in range(sizes.ranks)]
+    table = Timetable(EVERY, outer.delay, outer.fragments)
+    sites = OuterSites(models, OuterOptimizer(outer.lr, outer.momentum), table, outer.codec)
+    losses: list[float] = []
+    for _ in range(sizes.steps):
+        found: list[float] = []
+        for site, (one, optimizer, scheduler) in enumerate(zip(models, optimizers, schedulers, strict=True)):
+            own = batches[site * sizes.ranks // outer.sites : (site + 1) * sizes.ranks // outer.sites]
+            draws = [torch.randint(len(text) - sizes.sequence, (sizes.batch,), generator=random) for random in own]
+            loss = one(*cut(text, torch.cat(draws), sizes.sequence))
+            loss.backward()
+            found.append(loss.item())
+            if sizes.clip:
+                torch.nn.utils.clip_grad_norm_(one.parameters(), sizes.clip)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        losses.append(statistics.fmean(found))
+        sites.step()
+    sites.finish()
+    return model, losses
+
+
+def train_together(name: str, seed: int, sizes: Sizes, text: Tensor) -> tuple[GPT, list[float]]:
+    """Train with one mean gradient a step; the model at the end, and mean losses."""
     torch.manual_seed(seed)
     model = GPT(sizes.layers, sizes.width, sizes.heads, sizes.sequence)
     parameters = list(model.parameters())
@@ -206,10 +282,7 @@ def train(name: str, seed: int, sizes: Sizes) -> Run:
             one.step()
         if stepped is not model:
             model.load_state_dict(stepped.state_dict())
-
-    windows = torch.linspace(0, len(held_out_text) - sizes.sequence - 1, WINDOWS).long().view(-1, 32)
-    held_out = evaluate(model, held_out_text, windows, sizes.sequence)
-    return Run(name, seed, losses, held_out, time.perf_counter() - started)
+    return model, losses
 
 
 def _grad_of(parameter: Tensor) -> Tensor:

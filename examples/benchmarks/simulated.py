@@ -1,24 +1,29 @@
-"""Data-parallel ranks in one process: the mean of their gradients as N machines compress and sum it, with no network.
+"""Data-parallel ranks in one process: what N machines compress, sum and average, with no network.
 
 Each mean is called with the gradients of every rank, contiguous, and with the number of the step, counted from 0, and
-returns the mean of each gradient, fp32 in its shape.
+returns the mean of each gradient, fp32 in its shape. `OuterSites` are sites that train by themselves.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import ModuleType
 
 import torch
 from low_rank_twin import low_rank_mean
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 from zgraph.codegen.low_rank_kernels import first_right
 from zgraph.compression.low_rank import LowRank, matrix_shape, state_of_matrix
-from zgraph.compression.methods import CompressionMethod, RngKey, TwoHop
+from zgraph.compression.methods import BlockMethod, CompressionMethod, RngKey, TwoHop
 from zgraph.compression.payload import BucketLayout
+from zgraph.outer.fragments import Fragment, pack
+from zgraph.outer.rounds import Anchor, OuterOptimizer, State
+from zgraph.outer.turns import Timetable
 
 Grads = Sequence[Sequence[Tensor]]  # of each rank
 Mean = Callable[[Grads, int], list[Tensor]]
@@ -185,3 +190,90 @@ class HookMean(FactorsMean):
         mean = left @ self.rights[place].transpose(1, 2)
         self.errors[place] = [delta - mean for delta in deltas]
         return mean.view(parts[0].shape)
+
+
+class _Links:
+    """Exchanges of a site with the others, each of which runs in a thread: `zgraph.outer.rounds.Links`."""
+
+    def __init__(self, rank: int, rows: list[Tensor | None], barrier: threading.Barrier) -> None:
+        self.rank, self.count, self._rows, self._barrier = rank, len(rows), rows, barrier
+
+    def all_to_all(self, rows: Tensor) -> Tensor:
+        return torch.stack([one[self.rank] for one in self._swapped(rows)])
+
+    def all_gather(self, row: Tensor) -> Tensor:
+        return torch.stack(self._swapped(row))
+
+    def _swapped(self, own: Tensor) -> list[Tensor]:
+        self._rows[self.rank] = own
+        self._barrier.wait()
+        found = [one for one in self._rows if one is not None]
+        self._barrier.wait()
+        return found
+
+
+class OuterSites:
+    """`zgraph.OuterSteps` of sites that train in turn.
+
+    Args:
+        models: the model of each site, with equal values.
+        optimizer: the outer optimizer.
+        table: when rounds begin and end.
+        codec: as for `zgraph.OuterSteps`.
+    """
+
+    def __init__(
+        self, models: Sequence[nn.Module], optimizer: OuterOptimizer, table: Timetable, codec: BlockMethod | None
+    ) -> None:
+        self.optimizer, self.table, self.steps = optimizer, table, 0
+        align = 1 if codec is None else codec.group
+        named = [dict(model.named_parameters()) for model in models]
+        names = list(named[0])
+        packed = pack([named[0][name].numel() for name in names], table.fragments)
+
+        def anchor_of(site: int, places: Sequence[int]) -> Anchor:
+            parameters = {names[place]: named[site][names[place]] for place in places}
+            return Anchor(Fragment(parameters, align, None), codec, len(models), site)
+
+        self.anchors = [[anchor_of(site, places) for site in range(len(models))] for places in packed]
+        self.running: list[tuple[int, int, list[Tensor]]] = []  # due, fragment, values that were sent
+        self._pool = ThreadPoolExecutor(len(models))
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.steps += 1
+        for one in [one for one in self.running if one[0] <= self.steps]:
+            self.running.remove(one)
+            self._end(one[1], one[2])
+        for place in range(self.table.fragments):
+            if self.table.begins(place, self.steps):
+                sent = self._begin(place)
+                if self.table.delay:
+                    self.running.append((self.steps + self.table.delay, place, sent))
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        for _, place, sent in self.running:
+            self._end(place, sent)
+        for place in range(self.table.fragments):
+            self._begin(place, overlaps=False)
+
+    def _begin(self, place: int, *, overlaps: bool | None = None) -> list[Tensor]:
+        anchors = self.anchors[place]
+        sent = [one.fragment.read() for one in anchors]
+        barrier, rows = threading.Barrier(len(anchors)), list[Tensor | None]([None] * len(anchors))
+
+        def run(site: int) -> State:
+            one, links = anchors[site], _Links(site, rows, barrier)
+            with torch.no_grad():
+                return one.run_round(one.state, sent[site], 1.0, self.optimizer, links, one.state.rounds)
+
+        for one, state in zip(anchors, self._pool.map(run, range(len(anchors))), strict=True):
+            one.state = state
+            if not (self.table.delay if overlaps is None else overlaps):
+                one.fragment.write(one.values)
+        return sent
+
+    def _end(self, place: int, sent: Sequence[Tensor]) -> None:
+        for one, values in zip(self.anchors[place], sent, strict=True):
+            one.fragment.write(one.fragment.read() + (one.values - values))

@@ -8,6 +8,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from zgraph.errors import ZgraphError
 
 if TYPE_CHECKING:
     from zgraph.analysis.hardware import Hardware
+    from zgraph.planner.outer_rounds import OuterPlan
     from zgraph.planner.planned_step import Plan
 
 Step = tuple[Any, tuple[Any, ...]]  # a model, and the arguments of one rank's forward
@@ -73,6 +75,9 @@ class AxisSizes(click.ParamType):
     type=click.Choice(["adam", "adamw", "sgd"]),
     help="Plan its step too, as zgraph.training_step runs it; otherwise only forward and backward.",
 )
+@click.option("--sites", type=click.IntRange(min=2), help="Plan outer steps between so many of these clusters.")
+@click.option("--site-link", help="Rate of each site's link, such as 100mbit, with --sites.")
+@click.option("--every", type=click.IntRange(min=1), default=30, show_default=True, help="As in zgraph.OuterSteps.")
 @click.option(
     "--html", type=click.Path(path_type=Path), help="Folder for a report of the plan, with a page to look at."
 )
@@ -87,6 +92,9 @@ def plan(
     zero_stage: int,
     param_dtype: str | None,
     optimizer: str | None,
+    sites: int | None,
+    site_link: str | None,
+    every: int,
     html: Path | None,
     as_json: bool,
 ) -> None:
@@ -108,6 +116,10 @@ def plan(
         raise click.UsageError("A pipeline needs the number of micro-batches; write --micro-batches 8.")
     if not is_pipeline and micro_batches is not None:
         raise click.UsageError("--micro-batches belongs to a pipeline; add its ranks, such as --world pp=4,dp=16.")
+    if (sites is None) != (site_link is None):
+        raise click.UsageError("Outer steps need the number of sites and their link: --sites 2 --site-link 100mbit.")
+    if sites is not None and is_pipeline:
+        raise click.UsageError("Outer steps of a pipeline are planned stage by stage; leave --sites or pp out.")
     with working("planning"):
         step = function_named(function)
         machine = hardware_named(hardware)
@@ -123,10 +135,19 @@ def plan(
             micro_batches=micro_batches,
         )
         written = None if html is None else _write(found, html)
+    outer: OuterPlan | None = None
+    if sites is not None and site_link is not None:
+        try:
+            outer = found.outer_steps(sites=sites, link=site_link, every=every)
+        except ValueError as error:
+            raise UserError(str(error)) from error
     if as_json:
-        print_json(found.as_json() | ({} if written is None else {"report": str(written)}))
+        more = {} if written is None else {"report": str(written)}
+        print_json(found.as_json() | more | ({} if outer is None else {"outer_steps": asdict(outer)}))
         return
     print_tables(found.tables())
+    if outer is not None:
+        click.echo(str(outer))
     if written is not None:
         click.echo(f"report: {written}")
 

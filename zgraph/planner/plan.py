@@ -12,6 +12,7 @@ from zgraph.analysis.liveness import EXACT, Allocator
 from zgraph.compiler.graph_pass import GraphPass
 from zgraph.compiler.pass_list import PassList
 from zgraph.errors import ZgraphError, is_count, renamed
+from zgraph.outer.fragments import Fragment
 from zgraph.passes import presets
 from zgraph.planner.cluster import Cluster, Sharder, check_functions
 from zgraph.planner.frames import FramePlanner
@@ -115,6 +116,7 @@ def plan(
                 "zgraph.plan_pipeline for a list of stages."
             )
         cluster.shard(shard_fn, model, mesh)
+        trained = tuple(Fragment({"": one}, 1, None).numel for one in model.parameters() if one.requires_grad)
         resting = rest_on_paper(model, offload)
         update = None if resting is None else resting.options.update
         host_budget_bytes = None if resting is None else resting.options.host_budget_bytes
@@ -158,6 +160,7 @@ def plan(
         optimizer=" and ".join(type(one).__name__ for one in optimizers or ()),
         host_budget_bytes=host_budget_bytes,
         axes=axes,
+        trained=trained,
     )
 
 

@@ -11,7 +11,10 @@ from zgraph.analysis.hardware import Hardware
 from zgraph.analysis.liveness import MemoryCurve
 from zgraph.compiler.graph_pass import Direction
 from zgraph.compiler.memory_ledger import SpaceUse
+from zgraph.compression.methods import CompressionMethod
+from zgraph.outer.outer_steps import CODEC
 from zgraph.planner.memory import what_would_fit
+from zgraph.planner.outer_rounds import LATENCY_US, OuterPlan, plan_rounds
 from zgraph.planner.planned_pipeline import pipeline_document, pipeline_lines, pipeline_tables
 from zgraph.planner.schedules.axes import Axes, AxisTraffic
 from zgraph.planner.schedules.pipeline_plan import PipelinePlan
@@ -76,6 +79,7 @@ class Plan:
         axes: axes of the cluster; None: only the number of ranks was given.
         pipeline: stages and schedules of a pipeline; None: there is none. With a pipeline, memory and bytes are those
             of the rank with the most, and times are those of the planned schedule.
+        trained: number of elements of each trained parameter that a rank would exchange with other sites.
     """
 
     world_size: int
@@ -90,6 +94,7 @@ class Plan:
     host_budget_bytes: int | None = None
     axes: Axes | None = None
     pipeline: PipelinePlan | None = None
+    trained: tuple[int, ...] = ()
 
     @property
     def parameter_bytes(self) -> int:
@@ -167,6 +172,44 @@ class Plan:
             for axis, traffic in graph.traffic.items():
                 found[axis] = found.get(axis, AxisTraffic()) + traffic
         return found
+
+    def outer_steps(
+        self,
+        *,
+        sites: int,
+        link: str,
+        every: int = 30,
+        codec: CompressionMethod | None = CODEC,
+        latency_us: float = LATENCY_US,
+    ) -> OuterPlan:
+        """Plan `zgraph.OuterSteps` between sites, each of which is the planned cluster.
+
+        Args:
+            sites: number of sites.
+            link: rate of each site's link, in each direction, such as "100mbit".
+            every, codec: as for `zgraph.OuterSteps`.
+            latency_us: latency of an exchange between sites, in microseconds.
+
+        Returns:
+            The smallest number of fragments and the delay with which steps hide rounds as far as the link allows.
+
+        Raises:
+            ValueError: an option is invalid, or the plan is that of a pipeline.
+        """
+        if self.pipeline is not None:
+            raise ValueError(
+                "zgraph.Plan.outer_steps: plan the stages of a pipeline one by one; each has its own sites."
+            )
+        return plan_rounds(
+            self.trained,
+            self.step_us,
+            ranks=self.world_size,
+            sites=sites,
+            link=link,
+            every=every,
+            codec=codec,
+            latency_us=latency_us,
+        )
 
     def report(self, directory: str | Path) -> Path:
         """Write the plan to files, as `zgraph.report` does for a compiled model, and return the folder of rank 0.

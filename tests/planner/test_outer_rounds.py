@@ -35,6 +35,7 @@ def test_what_a_link_cannot_carry_is_waited_for() -> None:
     """The bytes of all rounds, less the time of `every` steps."""
     found = planned("10mbit")
     assert found.exposed_us == pytest.approx(found.sent_bytes / (10 / 8) - STEP_US)
+    assert found.fragments > 1, "a round then takes the fewest steps"
     assert planned("10mbit", every=120).exposed_us == 0
 
 
@@ -47,7 +48,7 @@ def test_bytes_are_those_of_codes_and_scales() -> None:
     found = planned("1gbit")
     numel = sum(NUMELS)
     assert found.sent_bytes * 30 == 2 * (numel // 2) * (4 + 16 / 128) / 8 + WEIGHT_BYTES
-    assert planned("1gbit", ranks=4).sent_bytes == 4 * found.sent_bytes
+    assert planned("1gbit", ranks=4).sent_bytes == pytest.approx(4 * found.sent_bytes, rel=1e-5)
 
 
 def test_a_plan_has_the_parameters_of_a_rank() -> None:

@@ -103,7 +103,10 @@ def plan_rounds(
         return min(every, math.ceil(round_us(packed) / step_us))
 
     choices = [pack(numels, count) for count in range(1, 1 + min(every, len(numels)))]
-    packed = min(choices, key=lambda packed: (exposed_us(packed), delay_of(packed), len(packed)))
+    packed = min(
+        choices,  # waits that differ by less than a hundredth of a step count as equal
+        key=lambda packed: (round(100 * exposed_us(packed) / every / step_us), delay_of(packed), len(packed)),
+    )
     numel = sum(numels)
     errors = 0
     if codec is not None:

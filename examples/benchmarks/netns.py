@@ -88,6 +88,10 @@ class ShapedNetwork:
     def address(self, host: int) -> str:
         return f"10.78.0.{host + 1}"
 
+    def namespace(self, host: int) -> str:
+        """Name of a host's network namespace, for `ip -n`."""
+        return self._hosts[host]
+
     def popen(self, host: int, command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
         """Start a command inside a host; the network ends it on exit if it is still running.
 

@@ -1,0 +1,182 @@
+"""Sites that are killed, cut off and slow, while they train with outer steps.
+
+    sudo .venv/bin/python examples/benchmarks/site_faults.py --kills 50 --json results.json
+
+Four sites in network namespaces train the GPT of examples/train_gpt.py, and meet at a store in a fifth. A random one is
+killed again and again, and comes back; the link of another one is down for 20 seconds; the last one is half as fast.
+Training ends after a number of rounds. The same is done without faults, for each seed. Exits with 1 if anchors of the
+same round differ between sites, also those of a site that comes, or if a step waits for longer than the deadline.
+"""
+
+# pyright: reportPrivateUsage=false
+# Anchors and their rounds are looked at while rounds run, which state_dict would wait for.
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from netns import INTERFACE, ShapedNetwork
+from record import about, parser_of, save
+
+import zgraph
+from zgraph.runtime.exchanges.changes import checksum
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from train_gpt import GPT, cut, evaluate, make_optimizer, read_sources
+
+SITES, PORT, DEADLINE_S = 4, 29400, 20.0
+CUT_S = 20.0
+STEP_S = 0.06  # of a step, which sleeps for what it does not compute; twice as much on the last site
+SEQUENCE, BATCH, EVERY, FRAGMENTS = 64, 2, 20, 4
+
+
+def main() -> int:
+    if len(sys.argv) > 1 and sys.argv[1] == "site":
+        address, site, seed, rounds, log = sys.argv[2:]
+        train(address, int(site), int(seed), int(rounds), Path(log))
+        return 0
+    parser = parser_of(__doc__, kills=50, rounds=800, seeds=3, rate="100mbit")
+    options = parser.parse_args()
+    rows = {f"no faults, seed {seed}": run(options, seed, kills=0) for seed in range(options.seeds)}
+    rows["faults, seed 0"] = run(options, 0, kills=options.kills)
+    for name, row in rows.items():
+        print(name, {key: value for key, value in row.items() if key != "failures"}, *row["failures"], sep="\n  ")
+    save(options.json, about() | {"kills": options.kills, "rounds": options.rounds, "rows": rows})
+    return int(any(row["failures"] for row in rows.values()))
+
+
+# --- the site ---------------------------------------------------------------------------------------------------------
+
+
+def train(address: str, site: int, seed: int, rounds: int, log: Path) -> None:
+    """Train until so many rounds are done, and write down each step."""
+    torch.set_num_threads(1)
+    text, held_out_text = read_sources()
+    torch.manual_seed(seed)
+    model = GPT(layers=1, width=128, heads=4, sequence=SEQUENCE)
+    optimizer = make_optimizer(model, lr=1e-3)
+    outer = zgraph.OuterSteps(model, zgraph.Meeting(address, deadline_s=DEADLINE_S), every=EVERY, fragments=FRAGMENTS)
+    generator = torch.Generator().manual_seed(1000 * seed + 10 * site + int(time.time()) % 10)
+    with log.open("a") as lines:
+        known = write(lines, outer, {}, came=True)
+        while max(one.state.rounds for one in outer._anchors) < rounds:
+            began = time.perf_counter()
+            starts = torch.randint(len(text) - SEQUENCE, (BATCH,), generator=generator)
+            model(*cut(text, starts, SEQUENCE)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            time.sleep(max(0.0, STEP_S * (2 if site == SITES - 1 else 1) - (time.perf_counter() - began)))
+            waited_s = outer.waited_s
+            outer.step(weight=BATCH)
+            known = write(lines, outer, known, waited_s=outer.waited_s - waited_s)
+        windows = torch.linspace(0, len(held_out_text) - SEQUENCE - 1, 512).long().view(-1, 32)
+        with outer.anchor():
+            loss = evaluate(model, held_out_text, windows, SEQUENCE)
+        write(lines, outer, known, loss=loss)
+
+
+def write(lines: Any, outer: zgraph.OuterSteps, known: dict[int, int], **facts: Any) -> dict[int, int]:
+    """Write a line with the anchors that have changed, as [fragment, rounds, checksum]; the rounds of each fragment."""
+    rounds = {place: one.state.rounds for place, one in enumerate(outer._anchors)}
+    changed = [
+        [place, count, checksum([outer._anchors[place].values])]
+        for place, count in rounds.items()
+        if known.get(place) != count
+    ]
+    lines.write(json.dumps({**facts, "anchors": changed}) + "\n")
+    lines.flush()
+    return rounds
+
+
+# --- the machine ------------------------------------------------------------------------------------------------------
+
+
+def run(options: argparse.Namespace, seed: int, kills: int) -> dict[str, Any]:
+    """Let the sites train, with faults if any are killed; what their logs tell."""
+    chance = random.Random(seed)
+    with tempfile.TemporaryDirectory() as folder, ShapedNetwork(SITES + 1, options.rate) as network:
+        store = [sys.executable, "-m", "zgraph", "sites", "--port", str(PORT)]
+        network.popen(SITES, store, {})
+        time.sleep(5)
+        logs = [Path(folder, f"site{site}.jsonl") for site in range(SITES)]
+
+        def start(site: int) -> subprocess.Popen[bytes]:
+            address = f"{network.address(SITES)}:{PORT}"
+            arguments = ["site", address, str(site), str(seed), str(options.rounds), str(logs[site])]
+            environment = {"GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1"}
+            return network.popen(site, [sys.executable, __file__, *arguments], environment)
+
+        sites = [start(site) for site in range(SITES)]
+        killed = 0
+        while any(one.poll() is None for one in sites):
+            time.sleep(chance.uniform(0.5, 4) if killed < kills else 1)
+            live = [site for site, one in enumerate(sites) if one.poll() is None and _trains(logs[site])]
+            if killed < kills and len(live) > 1:
+                site = chance.choice(live)
+                sites[site].kill()
+                sites[site].wait()
+                sites[site] = start(site)
+                killed += 1
+                if killed == kills // 2:
+                    _cut(network, chance.choice([one for one in range(SITES) if one != site]))
+        ended = [one.returncode for one in sites]
+        return {"killed": killed, "ended": ended} | judged([_read(log) for log in logs])
+
+
+def _trains(log: Path) -> bool:
+    """Whether a site has come, and has stepped since."""
+    lines = _read(log)
+    return len(lines) > 1 and not lines[-1].get("came")
+
+
+def _read(log: Path) -> list[dict[str, Any]]:
+    """The lines of a log; the last one may have been cut by a kill."""
+    text = log.read_text() if log.exists() else ""
+    return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+
+
+def _cut(network: ShapedNetwork, host: int) -> None:
+    namespace = network.namespace(host)
+    subprocess.run(["ip", "-n", namespace, "link", "set", INTERFACE, "down"], check=True)
+    time.sleep(CUT_S)
+    subprocess.run(["ip", "-n", namespace, "link", "set", INTERFACE, "up"], check=True)
+
+
+def judged(logs: list[list[dict[str, Any]]]) -> dict[str, Any]:
+    """What the sites' logs have in common, and what they should not."""
+    failures: list[str] = []
+    digests: dict[tuple[int, int], int] = {}
+    for log in logs:
+        last: dict[int, int] = {}
+        for line in log:
+            for place, rounds, digest in line["anchors"]:
+                if digests.setdefault((place, rounds), digest) != digest and rounds:
+                    failures.append(f"fragment {place} differs after round {rounds}")
+                if not line.get("came") and rounds <= last.get(place, -1):
+                    failures.append(f"fragment {place} goes from round {last[place]} to {rounds}")
+                last[place] = rounds
+    waits = [line["waited_s"] for log in logs for line in log if "waited_s" in line]
+    if max(waits) > DEADLINE_S + 2:
+        failures.append(f"a step has waited for {max(waits):.1f} s")
+    losses = [line["loss"] for log in logs for line in log if "loss" in line]
+    return {
+        "rounds": len({rounds for _, rounds in digests if rounds}),
+        "came": sum(bool(line.get("came")) for log in logs for line in log),
+        "steps": [sum("waited_s" in line for line in log) for log in logs],
+        "longest_wait_s": max(waits),
+        "held_out": losses,
+        "failures": failures,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

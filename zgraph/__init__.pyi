@@ -31,8 +31,6 @@ from zgraph.optimizers.local_step import step_on_shards as step_on_shards
 from zgraph.optimizers.loss_scale import reset_error_feedback as reset_error_feedback
 from zgraph.optimizers.loss_scale import set_loss_scale as set_loss_scale
 from zgraph.optimizers.replicas import Replicas as Replicas
-from zgraph.outer.meeting import Meeting as Meeting
-from zgraph.outer.outer_steps import OuterSteps as OuterSteps
 from zgraph.planner.plan import plan as plan
 from zgraph.planner.plan_pipeline import plan_pipeline as plan_pipeline
 from zgraph.planner.split_stages import split_stages as split_stages
@@ -48,6 +46,8 @@ from zgraph.sharding.no_sync import no_sync as no_sync
 from zgraph.sharding.pipeline.stage import PipelineStage as PipelineStage
 from zgraph.sharding.shard import shard as shard
 from zgraph.sharding.state_dict import full_state_dict as full_state_dict
+from zgraph.step.outer.meeting import Meeting as Meeting
+from zgraph.step.outer.outer_steps import OuterSteps as OuterSteps
 from zgraph.step.training_step import training_step as training_step
 from zgraph.tiers.offload import Offload as Offload
 from zgraph.tiers.tier import Tier as Tier

@@ -25,6 +25,7 @@ PAGES = (
     ROOT / "docs" / "benchmarks.md",
     ROOT / "docs" / "gpus.md",
     ROOT / "docs" / "models.md",
+    ROOT / "docs" / "slow-links.md",
     ROOT / "docs" / "start-up.md",
     ROOT / "examples" / "README.md",
 )
@@ -86,6 +87,18 @@ OPTIMIZERS = (
     ("zgraph-3", "zgraph, stage 3"),
     ("zgraph-3-muon-everywhere", "the same, every rank computes all matrices"),
 )
+# Rows of slow_links.py, and the files of its columns.
+SITES = (
+    ("alone", "compute without a network"),
+    ("outer-30", "outer steps, `every=30`"),
+    ("outer-60", "outer steps, `every=60`"),
+    ("zgraph-0-lowrank1", "zgraph, stage 0, `LowRank(rank=1)`"),
+    ("zgraph-0-loco-means4", "zgraph, stage 0, `LoCo()`, means of 4 bits"),
+    ("ddp-powersgd-1", "DDP, PowerSGD of rank 1"),
+    ("ddp-bf16", "DDP, bf16 hook"),
+    ("ddp", "DDP"),
+)
+SLOW_LINKS = tuple(f"slow_links-2x33.7M-{rate}" for rate in ("10mbit", "100mbit", "1gbit"))
 # What each column of the table of methods is made of; where two files have a row, the first one's is taken.
 METHODS = (
     ("shaped_link-2x33.7M-100mbit",),
@@ -139,12 +152,15 @@ def filled(page: str) -> str:
 def table(name: str) -> str:
     if name == "methods":
         return methods([[load(name) for name in names] for names in METHODS])
+    if name == "slow_links":
+        return slow_links([load(one) for one in SLOW_LINKS])
     if name.startswith("gpu-"):
         return gpu(load("gpu-h200"), name.removeprefix("gpu-"))
     kinds = {
         "convergence": convergence,
         "convergence-muon": convergence,
         "convergence-adamw_8bit": convergence,
+        "convergence-outer": convergence,
         "zoo": zoo,
         "offload_states": states,
     }
@@ -237,6 +253,17 @@ def methods(columns: Sequence[Sequence[dict[str, Any]]]) -> str:
         if all(name in rows for rows in merged)
     ]
     return markdown(heads, rows) + provenance([result for results in columns for result in results])
+
+
+def slow_links(results: Sequence[dict[str, Any]]) -> str:
+    """Median steps over slow links; "" where a row was not run, because a step would take minutes."""
+    heads = ("step ms", "sent MB", *(spelled(result["rate"]) for result in results))
+    rows: list[tuple[str, ...]] = []
+    for name, label in SITES:
+        found = [result["rows"].get(name) for result in results]
+        sent = next((f"{row['sent_bytes'] / 1e6:.2f}" for row in found if row is not None), "")
+        rows.append((label, sent, *("" if row is None else f"{row['step_ms_median']:.0f}" for row in found)))
+    return markdown(heads, rows) + provenance(results)
 
 
 def spelled(rate: str) -> str:

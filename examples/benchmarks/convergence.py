@@ -49,9 +49,9 @@ import zgraph
 from zgraph.codegen.kernels import reference
 from zgraph.compression.low_rank import LowRank
 from zgraph.compression.methods import BlockMethod, CompressionMethod, ErrorFeedback, LoCo, NoFeedback, TwoHop
-from zgraph.outer.outer_steps import CODEC
-from zgraph.outer.rounds import OuterOptimizer
-from zgraph.outer.turns import Timetable
+from zgraph.step.outer.outer_steps import CODEC
+from zgraph.step.outer.rounds import OuterOptimizer
+from zgraph.step.outer.turns import Timetable
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from train_gpt import GPT, cut, evaluate, lr_factor, make_optimizer, read_sources

@@ -21,9 +21,9 @@ from zgraph.codegen.low_rank_kernels import first_right
 from zgraph.compression.low_rank import LowRank, matrix_shape, state_of_matrix
 from zgraph.compression.methods import BlockMethod, CompressionMethod, RngKey, TwoHop
 from zgraph.compression.payload import BucketLayout
-from zgraph.outer.fragments import Fragment, pack
-from zgraph.outer.rounds import Anchor, OuterOptimizer, State
-from zgraph.outer.turns import Timetable
+from zgraph.step.outer.fragments import Fragment, pack
+from zgraph.step.outer.rounds import Anchor, OuterOptimizer, State
+from zgraph.step.outer.turns import Timetable
 
 Grads = Sequence[Sequence[Tensor]]  # of each rank
 Mean = Callable[[Grads, int], list[Tensor]]
@@ -193,7 +193,7 @@ class HookMean(FactorsMean):
 
 
 class _Links:
-    """Exchanges of a site with the others, each of which runs in a thread: `zgraph.outer.rounds.Links`."""
+    """Exchanges of a site with the others, each of which runs in a thread: `zgraph.step.outer.rounds.Links`."""
 
     def __init__(self, rank: int, rows: list[Tensor | None], barrier: threading.Barrier) -> None:
         self.rank, self.count, self._rows, self._barrier = rank, len(rows), rows, barrier

@@ -91,3 +91,12 @@ def test_a_mixture_of_experts_trains_on_two_ranks(tmp_path: Path) -> None:
     for shares in re.findall(r"tokens per expert ([ \d%]+)  dropped", text):
         assert sum(int(share) for share in shares.replace("%", "").split()) == pytest.approx(100, abs=4)  # rounded
     assert max(float(found) for found in re.findall(r"dropped ([\d.]+)%", text)) > 0
+
+
+def test_two_sites_train_and_exchange_a_part_of_what_ddp_does(tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLES / "train_two_sites.py"), "--quick"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    outer, ddp = (line.split()[-4:] for line in done.stdout.splitlines()[-2:])
+    assert float(outer[2]) < 0.05 * float(ddp[2]), "sent MB"
+    assert float(outer[3]) < 1.2 * float(ddp[3]), "held-out loss"

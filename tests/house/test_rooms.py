@@ -57,7 +57,7 @@ ROOMS = (
     "zgraph.step.lines",
     "zgraph.step.capture",
     "zgraph.step",
-    "zgraph.outer",
+    "zgraph.step.outer",
     "zgraph.planner.schedules",
     "zgraph.planner",
     "zgraph.integrations",

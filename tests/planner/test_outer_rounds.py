@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import zgraph
-from zgraph.outer.rounds import WEIGHT_BYTES
 from zgraph.passes import LoCo
 from zgraph.planner.outer_rounds import OuterPlan, plan_rounds
+from zgraph.step.outer.rounds import WEIGHT_BYTES
 
 NUMELS = [2**20] * 40
 STEP_US = 400e3

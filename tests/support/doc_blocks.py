@@ -100,6 +100,28 @@ def _with_a_folder_on_a_mesh() -> dict[str, Any]:
     return {**_with_a_folder(), "mesh": _mesh()}
 
 
+def _with_batches_of_a_site() -> dict[str, Any]:
+    torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
+    return {"init_device_mesh": init_device_mesh, "Net": Net, "batches": [_tokens() for _ in range(7)]}
+
+
+def _equal_sites(names: dict[str, Any]) -> None:
+    for parameter in names["model"].parameters():
+        first = parameter.full_tensor().clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(first, parameter.full_tensor())
+    assert names["outer"].sent_bytes > 0
+
+
+def _resumed_site(names: dict[str, Any]) -> None:
+    assert names["found"].step == 100
+    _equal_sites(names)
+
+
+def _outer_planned(names: dict[str, Any]) -> None:
+    assert names["plan"].outer_steps(sites=2, link="100mbit").delay >= 1
+
+
 def _with_many_batches() -> dict[str, Any]:
     return {"Net": Net, "batches": [_tokens() for _ in range(43)]}
 
@@ -545,6 +567,10 @@ SETTINGS = [
     Setting("model = zgraph.shard(model.bfloat16()", _unsharded_on_a_mesh, _packed),
     Setting('offload = zgraph.Offload(params="disk", optimizer="disk"', _with_a_folder_on_a_mesh, _packed),
     Setting("state   = opt.unpacked_state_dict()", _with_eight_bits, _unpacked),
+    # slow-links.md
+    Setting('mesh  = init_device_mesh("cpu", (2, 1)', _with_batches_of_a_site, _equal_sites),
+    Setting("place = f", None, _resumed_site),
+    Setting("plan = zgraph.plan(Net, world_size=1", _with_batches_of_a_site, _outer_planned, on="one process"),
     # planning.md
     Setting("def batch():", _llama, _nothing, on="one process"),
     Setting("def shard(model, mesh):", _mlp_blocks, _waited_for, on="one process"),

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from tests.support.ranks import Ranks
-from zgraph.outer.meeting import open_store
+from zgraph.step.outer.meeting import open_store
 
 
 class Sites:

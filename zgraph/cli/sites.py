@@ -19,7 +19,7 @@ def sites(port: int, as_json: bool) -> None:
     Start it on a host that all sites reach, and that stays while sites come and leave. Little data passes through it:
     sites exchange parameters directly.
     """
-    from zgraph.outer.meeting import Meeting, open_store
+    from zgraph.step.outer.meeting import Meeting, open_store
 
     try:
         store = open_store(port)

@@ -6,16 +6,17 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from zgraph.compression.methods import BlockMethod, CompressionMethod
 from zgraph.compression.payload import BucketLayout
 from zgraph.errors import check_least, is_count
-from zgraph.outer.fragments import pack
-from zgraph.outer.rounds import WEIGHT_BYTES
 from zgraph.reporting.tables import duration, size
+from zgraph.step.outer.fragments import pack
+from zgraph.step.outer.rounds import WEIGHT_BYTES
 
 LATENCY_US = 20_000.0  # of each of a round's two exchanges, between distant sites
-_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+_UNITS = MappingProxyType({"kbit": 1e3, "mbit": 1e6, "gbit": 1e9})
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from zgraph.analysis.liveness import EXACT, Allocator
 from zgraph.compiler.graph_pass import GraphPass
 from zgraph.compiler.pass_list import PassList
 from zgraph.errors import ZgraphError, is_count, renamed
-from zgraph.outer.fragments import Fragment
 from zgraph.passes import presets
 from zgraph.planner.cluster import Cluster, Sharder, check_functions
 from zgraph.planner.frames import FramePlanner
@@ -23,6 +22,7 @@ from zgraph.planner.planned_step import Plan
 from zgraph.planner.schedules.axes import Axes
 from zgraph.planner.whole_step import Optimizers, StepMaker, as_tuple, loop_body, plan_whole_step
 from zgraph.sharding.shard import shard
+from zgraph.step.outer.fragments import Fragment
 from zgraph.tiers.offload import Offload
 from zgraph.tiers.placement.host_budget import check_host_budget
 from zgraph.tiers.tier import HOST

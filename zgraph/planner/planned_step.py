@@ -12,7 +12,6 @@ from zgraph.analysis.liveness import MemoryCurve
 from zgraph.compiler.graph_pass import Direction
 from zgraph.compiler.memory_ledger import SpaceUse
 from zgraph.compression.methods import CompressionMethod
-from zgraph.outer.outer_steps import CODEC
 from zgraph.planner.memory import what_would_fit
 from zgraph.planner.outer_rounds import LATENCY_US, OuterPlan, plan_rounds
 from zgraph.planner.planned_pipeline import pipeline_document, pipeline_lines, pipeline_tables
@@ -22,6 +21,7 @@ from zgraph.reporting.export.folder import write_pipeline, write_report
 from zgraph.reporting.summary import Report
 from zgraph.reporting.tables import Table, as_html, duration, size
 from zgraph.scheduling.timeline import Timeline
+from zgraph.step.outer.outer_steps import CODEC
 from zgraph.tiers.tier import DEVICE, HOST
 
 GIB = 2**30

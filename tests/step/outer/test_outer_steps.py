@@ -17,7 +17,7 @@ from tests.support.outer_twin import Options, Twin
 from tests.support.ranks import Ranks, worlds
 from tests.support.whole_tensors import whole
 from zgraph import passes
-from zgraph.outer.fragments import pack
+from zgraph.step.outer.fragments import pack
 
 LOCO = passes.LoCo(bits=4)
 

@@ -8,7 +8,7 @@ A round has a number n, which counts the rounds of all fragments. Under this num
     done/n      the number of ranks that have finished their exchanges
     outcome/n   "commit" once all have; "abort" if one of them gives up before
 
-Keys are written once, by whoever comes first, so all sites see the same members and outcomes.
+Each key is written once, by the first rank that does so; thus all sites see the same members and outcomes.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Meeting:
         """Open a connection to the store; each thread needs its own, because a call blocks the connection.
 
         Raises:
-            ZgraphError: nobody answers.
+            ZgraphError: there is no store at this address.
         """
         host, _, port = self.address.rpartition(":")
         timeout = timedelta(seconds=self.deadline_s)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed import TCPStore
 
 import zgraph
-from tests.outer.test_outer_steps import batches, loss_of
+from tests.step.outer.test_outer_steps import batches, loss_of
 from tests.support.meetings import meeting
 from tests.support.models import Language
 from tests.support.ranks import RankFailure

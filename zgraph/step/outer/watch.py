@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 
-from zgraph.outer.meeting import Ledger
+from zgraph.step.outer.meeting import Ledger
 
 _log = logging.getLogger(__name__)
 _LOOK_S = 0.1
@@ -54,7 +54,7 @@ class Watch:
         self.failure = ""
         self._ledger, self._site, self._next = ledger, site, number
         self._beats, self._beat_at = Beats(), -math.inf
-        self._requests: list[int] = []  # that nobody has promised to answer
+        self._requests: list[int] = []  # that no site has promised to answer
         self._last_request = 0
         threading.Thread(target=_look_again, args=(weakref.ref(self),), name="zgraph-meeting", daemon=True).start()
 

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroupGloo, Store  # pyright: ignore[reportP
 
 
 class Peers:
-    """A gloo group of members, made without the process groups of the run: `zgraph.outer.rounds.Links`.
+    """A gloo group of members, made without the process groups of the run: `zgraph.step.outer.rounds.Links`.
 
     Args:
         store: store under a prefix of its own; all members create the group, and wait for the others.

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from zgraph.errors import ZgraphError
-from zgraph.outer.rounds import Anchor, State
+from zgraph.step.outer.rounds import Anchor, State
 
 
 def saved(anchor: Anchor) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from tests.support.resting import DISK, HOST, under
 from tests.support.whole_steps import Case, Loop, assert_same, train
 from tests.support.whole_tensors import whole
 from zgraph import passes
-from zgraph.outer.fragments import pack
+from zgraph.step.outer.fragments import pack
 
 STEPS = 7
 LOCO = passes.LoCo(bits=4)

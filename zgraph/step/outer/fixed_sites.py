@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from zgraph.errors import ZgraphError
-from zgraph.outer.rounds import Anchor, OuterOptimizer
-from zgraph.outer.turns import Running, Timetable, Turn
 from zgraph.runtime.collective_error import collective_error
 from zgraph.runtime.exchanges.changes import checksum
 from zgraph.runtime.exchanges.collectives import all_gather, all_to_all
 from zgraph.runtime.groups import group_rank, group_size
+from zgraph.step.outer.rounds import Anchor, OuterOptimizer
+from zgraph.step.outer.turns import Running, Timetable, Turn
 from zgraph.torch_compat.groups import find_group, make_sibling_group, resolve_group
 
 OF_ROUNDS = ".rounds"  # name suffix of groups with the same ranks, one for the rounds of each `OuterSteps`
@@ -25,8 +25,8 @@ OF_ROUNDS = ".rounds"  # name suffix of groups with the same ranks, one for the 
 class FixedSites:
     """Takes part in rounds with all other sites, at fixed steps; each rank with those at its position in other sites.
 
-    It has the exchanges of `zgraph.outer.rounds.Links`. All members of the group create this object, in the same order
-    if they create several.
+    It has the exchanges of `zgraph.step.outer.rounds.Links`. All members of the group create this object; if they
+    create several, then in the same order.
 
     Args:
         group: the ranks at this rank's position in each site; None: a single site.

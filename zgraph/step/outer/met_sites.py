@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zgraph.errors import ZgraphError
-from zgraph.outer.fixed_sites import check_same
-from zgraph.outer.meeting import PATIENCE, Meeting
-from zgraph.outer.peers import Peers
-from zgraph.outer.rounds import Anchor, OuterOptimizer, State
-from zgraph.outer.turns import Running, Timetable, Turn
-from zgraph.outer.watch import Beats, Watch
 from zgraph.runtime.groups import rank_and_world
+from zgraph.step.outer.fixed_sites import check_same
+from zgraph.step.outer.meeting import PATIENCE, Meeting
+from zgraph.step.outer.peers import Peers
+from zgraph.step.outer.rounds import Anchor, OuterOptimizer, State
+from zgraph.step.outer.turns import Running, Timetable, Turn
+from zgraph.step.outer.watch import Beats, Watch
 
 _log = logging.getLogger(__name__)
 _LOOK_S = 0.02

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from zgraph.codegen.compressed_kernels import decode, encode
 from zgraph.compression.methods import CompressionMethod
-from zgraph.outer.fragments import Fragment
+from zgraph.step.outer.fragments import Fragment
 
 WEIGHT_BYTES = 8  # a float64 at the end of each row of the first exchange
 

@@ -16,16 +16,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zgraph.compression.methods import BlockMethod, CompressionMethod, LoCo
 from zgraph.errors import ZgraphError, ZgraphWarning, check_kind, check_least, is_count
-from zgraph.outer.fixed_sites import FixedSites
-from zgraph.outer.fragments import Fragment, local_tensor, pack
-from zgraph.outer.meeting import Meeting
-from zgraph.outer.met_sites import MetSites
-from zgraph.outer.rounds import Anchor, OuterOptimizer
-from zgraph.outer.saved_state import restored, saved
-from zgraph.outer.trained import check_unchanged, check_values, trained
-from zgraph.outer.turns import Running, Timetable
 from zgraph.sharding.scope import scopes_of, window_is_open
 from zgraph.sharding.state_dict import meet
+from zgraph.step.outer.fixed_sites import FixedSites
+from zgraph.step.outer.fragments import Fragment, local_tensor, pack
+from zgraph.step.outer.meeting import Meeting
+from zgraph.step.outer.met_sites import MetSites
+from zgraph.step.outer.rounds import Anchor, OuterOptimizer
+from zgraph.step.outer.saved_state import restored, saved
+from zgraph.step.outer.trained import check_unchanged, check_values, trained
+from zgraph.step.outer.turns import Running, Timetable
 from zgraph.tiers.thread_lanes import thread
 from zgraph.torch_compat.dynamo import never_compiled, without_compile
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -44,8 +45,9 @@ def main() -> int:
         address, site, seed, rounds, log = sys.argv[2:]
         train(address, int(site), int(seed), int(rounds), Path(log))
         return 0
-    parser = parser_of(__doc__, kills=50, rounds=800, seeds=3, rate="100mbit")
+    parser = parser_of(__doc__, kills=50, rounds=300, seeds=3, rate="100mbit")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # namespaces are removed on the way out
     rows = {f"no faults, seed {seed}": run(options, seed, kills=0) for seed in range(options.seeds)}
     rows["faults, seed 0"] = run(options, 0, kills=options.kills)
     for name, row in rows.items():

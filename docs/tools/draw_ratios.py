@@ -1,4 +1,4 @@
-"""Draw docs/images/ratios.svg: how many times as fast as its peers zgraph was, as shaped_link.py has measured it.
+"""Draw docs/images/ratios.svg: how many times as fast as its peers zgraph was, as it was measured over links.
 
 python docs/tools/draw_ratios.py            # draw it anew
 python docs/tools/draw_ratios.py --check    # fail where the drawing is not that of the figures
@@ -17,6 +17,7 @@ SETTINGS = (
     (("shaped_link-2x33.7M-1gbit", "shaped_link-2x33.7M-1gbit-deepspeed"), "2 ranks, 33.7 M parameters"),
     (("shaped_link-4x33.7M-2hosts-1gbit",), "4 ranks on 2 hosts, 33.7 M"),
     (("shaped_link-2x109.5M-1gbit",), "2 ranks, 109.5 M"),
+    (("slow_links-2x33.7M-100mbit",), "2 ranks, 33.7 M, links of 100 Mbit/s"),
 )
 PAIRS = (
     ("zgraph-0", "ddp", "stage 0 vs DDP"),
@@ -27,6 +28,8 @@ PAIRS = (
     ("zgraph-3", "fsdp2", "stage 3 vs FSDP2"),
     ("zgraph-3-bf16", "fsdp2-bf16", "stage 3, bf16 vs FSDP2, bf16"),
     ("zgraph-3-bf16-loco", "fsdp2-bf16", "stage 3, bf16, LoCo() vs FSDP2, bf16"),
+    ("outer-30", "ddp-powersgd-1", "outer steps vs DDP, PowerSGD of rank 1"),
+    ("outer-30", "zgraph-0-loco-means4", "outer steps vs stage 0, LoCo(), 4-bit means"),
 )
 LEFT, TOP, UNIT, ROW, RIGHT = 330, 58, 118, 21, 130
 
@@ -66,7 +69,7 @@ def draw(groups: Sequence[tuple[str, Sequence[Bar]]]) -> str:
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
         '<text x="16" y="24" font-size="14" font-weight="600">Speed of zgraph, as a multiple of its peer</text>',
         '<text x="16" y="42" fill="#5a6678">Step time of the peer / step time of zgraph: medians over interleaved '
-        "repetitions, 95 % intervals. 1 Gbit/s, gloo, two x86 cores.</text>",
+        "repetitions, 95 % intervals. gloo, two x86 cores, 1 Gbit/s unless it says otherwise.</text>",
     ]
     y = TOP
     for title, bars in groups:

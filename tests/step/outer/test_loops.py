@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import ScheduleGPipe
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zgraph
 from tests.support import models
@@ -73,3 +78,75 @@ def compare(case: Case) -> None:
 @pytest.mark.parametrize("name", [*CASES])
 def test_a_loop_equals_one_whose_sites_exchange_whole_values(ranks: Ranks, name: str, tmp_path: Path) -> None:
     ranks.run(compare, replace(CASES[name], at_rest=under(tmp_path, CASES[name].at_rest)))
+
+
+# --- other kinds of models --------------------------------------------------------------------------------------------
+
+
+def check_a_pipeline() -> None:
+    """Each stage has its own outer steps, with its like on the other site; at the end stages are equal on both."""
+    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("site", "pp", "dp"))
+    site, place = mesh["site"].get_local_rank(), mesh["pp"].get_local_rank()
+    torch.manual_seed(place)
+    chunk = zgraph.shard(nn.Sequential(nn.Linear(6, 6), nn.Tanh()), mesh["dp"])
+    stage = zgraph.PipelineStage(chunk, place, 2, torch.device("cpu"), group=mesh["pp"].get_group())
+    schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=nn.functional.mse_loss)
+    optimizer = torch.optim.AdamW(chunk.parameters(), lr=1e-2)
+    outer = zgraph.OuterSteps(chunk, mesh["site"], every=3, fragments=2)
+    generator = torch.Generator().manual_seed(site)
+    for _ in range(7):
+        x, y = torch.randn(2, 4, 6, generator=generator)
+        schedule.step(*([x] if place == 0 else []), target=y if place == 1 else None)
+        optimizer.step()
+        optimizer.zero_grad()
+        outer.step()
+    before = [whole(one.detach()).clone() for one in chunk.parameters()]
+    outer.finish()
+    for one, old in zip(chunk.parameters(), before, strict=True):
+        first = whole(one.detach()).clone()
+        assert not torch.equal(first, old), "the sites had other values before"
+        dist.broadcast(first, group=mesh["site"].get_group(), group_src=0)
+        assert torch.equal(first, whole(one.detach()))
+
+
+@worlds(4)
+def test_stages_of_a_pipeline_have_outer_steps_of_their_own(ranks: Ranks) -> None:
+    ranks.run(check_a_pipeline)
+
+
+def check_layouts(split: bool) -> None:
+    """Hybrid sharding, or layers split inside a site: values at the end equal those of sites without either."""
+    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("site", "inner", "dp"))
+    site = mesh["site"].get_local_rank()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    plain = [copy.deepcopy(model) for _ in range(2)]
+    if split:
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        model = zgraph.shard(parallelize_module(model, mesh["inner"], plan), mesh["dp"])
+    else:
+        model = zgraph.shard(model, mesh["inner", "dp"])
+    options = {"every": 2, "lr": 0.7, "momentum": 0.5, "fragments": 2, "codec": None}
+    outer = zgraph.OuterSteps(model, mesh["site"], **options)
+    numels = [one.numel() for one in plain[0].parameters()]
+    twin = Twin(plain[0], 2, 1, 0, Options(pack(numels, 2), every=2))
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, *twin.models)]
+    for step in range(6):
+        batches = [torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + one)) for one in range(2)]
+        for one, batch in zip((model, *twin.models), (batches[site], *batches), strict=True):
+            one(batch).square().mean().backward()
+        for one in optimizers:
+            one.step()
+            one.zero_grad()
+        outer.step()
+        twin.step()
+    outer.finish()
+    twin.finish()
+    for one, expected in zip(model.parameters(), twin.models[site].parameters(), strict=True):
+        torch.testing.assert_close(whole(one.detach()), expected.detach())
+
+
+@worlds(4)
+@pytest.mark.parametrize("split", [False, True])
+def test_replicas_and_split_layers_inside_a_site(ranks: Ranks, split: bool) -> None:
+    ranks.run(check_layouts, split)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -97,21 +98,39 @@ class MetSites:
             self._watch = Watch(self._meeting.connect(), self.site, self._next)
 
     def _ask(self, anchors: Sequence[Anchor]) -> None:
-        """Get anchors and the number of the next round from another site."""
-        request = self._from_first(lambda: self._ledger.add("requests", 1))
-        if not self._from_first(lambda: self._is_answered(request)):
-            raise ZgraphError(
-                f"zgraph.Meeting: the meeting at {self._meeting.address} has begun, and none of its sites has been "
-                f"live for {self._meeting.deadline_s:g} s. If all have ended, start the store anew."
-            )
-        peers = Peers(self._ledger.under(f"give/{request}/{self._position}"), 1, 2, self._meeting.deadline_s)
-        for anchor in anchors:
-            values, rounds = torch.empty_like(anchor.values), torch.zeros(2, dtype=torch.int64)
-            peers.swap({}, {0: values})
-            peers.swap({}, {0: rounds})
-            self._next = int(rounds[1])
-            anchor.state = replace(anchor.state, values=values, sites=0, rounds=int(rounds[0]))
+        """Get anchors and the number of the next round from another site; if it dies meanwhile, from the next."""
+        received: list[tuple[Tensor, Tensor]] | None = None
+        while received is None:
+            request = self._from_first(lambda: self._ledger.add("requests", 1))
+            if not self._from_first(partial(self._is_answered, request)):
+                raise ZgraphError(
+                    f"zgraph.Meeting: the meeting at {self._meeting.address} has begun, and none of its sites has been "
+                    f"live for {self._meeting.deadline_s:g} s. If all have ended, start the store anew."
+                )
+            received = self._received(request, anchors)
+        for anchor, (values, numbers) in zip(anchors, received, strict=True):
+            rounds, self._next = map(int, numbers)
+            anchor.state = replace(anchor.state, values=values, sites=0, rounds=rounds)
             anchor.fragment.write(values)
+
+    def _received(self, request: int, anchors: Sequence[Anchor]) -> list[tuple[Tensor, Tensor]] | None:
+        """Return the values of each anchor, with its rounds and the number of the next round; None on all ranks if the
+        site that gives them has failed on one."""
+        found: list[tuple[Tensor, Tensor]] = []
+        try:
+            peers = Peers(self._ledger.under(f"give/{request}/{self._position}"), 1, 2, self._meeting.deadline_s)
+            for anchor in anchors:
+                values, numbers = torch.empty_like(anchor.values), torch.zeros(2, dtype=torch.int64)
+                peers.swap({}, {0: values})
+                peers.swap({}, {0: numbers})
+                found.append((values, numbers))
+        except RuntimeError as error:
+            _log.warning("zgraph: a site that was giving its values has failed: %s", error)
+        missing = torch.tensor([len(anchors) - len(found)])
+        if self._ranks > 1:
+            missing = self._on_device(missing)
+            dist.all_reduce(missing, dist.ReduceOp.MAX)
+        return None if int(missing) else found
 
     def _is_answered(self, request: int) -> bool:
         """Wait until a site begins to give values, as long as any site is live."""
@@ -205,9 +224,13 @@ class MetSites:
 
     def _broadcast(self, tensor: Tensor) -> None:
         if self._ranks > 1:
-            sent = tensor.cuda() if dist.get_backend() == "nccl" else tensor
+            sent = self._on_device(tensor)
             dist.broadcast(sent, 0)
             tensor.copy_(sent)
+
+    def _on_device(self, tensor: Tensor) -> Tensor:
+        """Return a tensor on the device of the site's process group."""
+        return tensor.cuda() if dist.get_backend() == "nccl" else tensor
 
     # --- on the thread of rounds ---
 

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zgraph.compression.methods import BlockMethod, CompressionMethod, LoCo
 from zgraph.errors import ZgraphError, ZgraphWarning, check_kind, check_least, is_count
+from zgraph.reporting.tables import counted, size
 from zgraph.sharding.scope import scopes_of, window_is_open
 from zgraph.sharding.state_dict import meet
 from zgraph.step.outer.fixed_sites import FixedSites
@@ -101,7 +102,8 @@ class OuterSteps:
         self._running: list[Running] = []
         count = min(FRAGMENTS, every) if fragments == "auto" else fragments
         packed = pack([parameter.numel() for parameter in named.values()], min(count, len(named)))
-        names, align = list(named), codec.group if isinstance(codec, BlockMethod) else 1
+        names = list(named)
+        align = codec.group if isinstance(codec, BlockMethod) and self._sites.overlaps else 1
         resting = next((scope.resting for scope in scopes_of(self._model) if scope.resting is not None), None)
         fragments_of = [
             Fragment({names[place]: named[names[place]] for place in one}, align, resting) for one in packed
@@ -162,6 +164,12 @@ class OuterSteps:
             self._end(one, overlaps=True)
         for number, place in self._sites.last_turns(self._table):
             self._end(self._begin(number, place), overlaps=False)
+
+    def __str__(self) -> str:
+        table, rounds = self._table, sum(one.state.rounds for one in self._anchors)
+        shape = f"{counted(self._sites.count, 'site')}, {counted(table.fragments, 'fragment')}, every={table.every}"
+        done = f"{counted(self._steps, 'step')}, {counted(rounds, 'round')}, {size(self.sent_bytes)} sent"
+        return f"OuterSteps: {shape}; {done}, waited {self.waited_s:.1f} s, keeps {size(self.kept_bytes)}"
 
     @property
     def sent_bytes(self) -> int:

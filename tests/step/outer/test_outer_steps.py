@@ -381,7 +381,7 @@ def test_options_are_refused_by_name(options: dict[str, object], text: str) -> N
 def test_the_text_says_what_has_happened() -> None:
     outer = zgraph.OuterSteps(nn.Linear(2, 2), every=1)
     outer.step()
-    done = "1 step, 1 round, 0 bytes sent, waited 0.0 s, keeps 48 bytes"
+    done = "1 step, 1 round, 0 bytes sent, waited 0.0 s, keeps 2.00 KiB"
     assert str(outer) == f"OuterSteps: 1 site, 1 fragment, every=1; {done}"
 
 

@@ -102,8 +102,7 @@ class OuterSteps:
         self._running: list[Running] = []
         count = min(FRAGMENTS, every) if fragments == "auto" else fragments
         packed = pack([parameter.numel() for parameter in named.values()], min(count, len(named)))
-        names = list(named)
-        align = codec.group if isinstance(codec, BlockMethod) and self._sites.overlaps else 1
+        names, align = list(named), codec.group if isinstance(codec, BlockMethod) else 1
         resting = next((scope.resting for scope in scopes_of(self._model) if scope.resting is not None), None)
         fragments_of = [
             Fragment({names[place]: named[names[place]] for place in one}, align, resting) for one in packed

@@ -93,6 +93,12 @@ def test_two_sites_of_two_ranks_equal_the_twin(ranks: Ranks, stage: int) -> None
     ranks.run(check_twin, 2, stage, LOCO, 1)
 
 
+@worlds(3, 6)
+def test_three_sites_equal_the_twin(ranks: Ranks) -> None:
+    """Of one rank or two; rows do not divide by three."""
+    ranks.run(check_twin, ranks.world // 3, 3, LOCO, 1)
+
+
 # --- identities -------------------------------------------------------------------------------------------------------
 
 

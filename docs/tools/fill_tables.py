@@ -91,7 +91,7 @@ OPTIMIZERS = (
 SITES = (
     ("alone", "compute without a network"),
     ("outer-30", "outer steps, `every=30`"),
-    ("outer-60", "outer steps, `every=60`"),
+    ("outer-60", "outer steps, `every=60, delay=6`"),
     ("zgraph-0-lowrank1", "zgraph, stage 0, `LowRank(rank=1)`"),
     ("zgraph-0-loco-means4", "zgraph, stage 0, `LoCo()`, means of 4 bits"),
     ("ddp-powersgd-1", "DDP, PowerSGD of rank 1"),

@@ -10,8 +10,10 @@ and its mean counts.
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 
 import shaped_link
 import torch
@@ -22,13 +24,14 @@ from workload import ModelConfig
 
 import zgraph
 
-EVERY = {"outer-30": 30, "outer-60": 60}
+OUTER = MappingProxyType({"outer-30": {"every": 30}, "outer-60": {"every": 60, "delay": 6}})
 SHARED = ("ddp", "ddp-bf16", "ddp-powersgd-1", "zgraph-0-loco-means4", "zgraph-0-lowrank1")
 
 _EPILOG = """\
 strategies, in the order in which a repetition runs them:
   alone             each rank trains by itself, compiled by Inductor
-  outer-30, -60     zgraph.OuterSteps with a round of each fragment every 30 or 60 steps, otherwise with its defaults
+  outer-30, -60     zgraph.OuterSteps with a round of each fragment every 30 steps, or every 60 steps, and then with a
+                    delay of 6 steps; otherwise with its defaults
   the others        those of shaped_link.py: DDP, with hooks, and zgraph at stage 0 with compressed gradients
 """
 
@@ -50,7 +53,7 @@ def main() -> int:
 def strategies() -> dict[str, Strategy]:
     """Every row by name, in the order in which a repetition runs them."""
     outer = [
-        Strategy(name, build_outer(every), ("alone", *SHARED), "zgraph", steps=60) for name, every in EVERY.items()
+        Strategy(name, build_outer(options), ("alone", *SHARED), "zgraph", steps=60) for name, options in OUTER.items()
     ]
     others = [shaped_link.strategies()[name] for name in SHARED]
     return {row.name: row for row in (Strategy("alone", build_alone, steps=60), *outer, *others)}
@@ -61,10 +64,10 @@ def build_alone(setting: Setting) -> Trainer:
     return Trainer(torch.compile(model) if setting.lowering == "inductor" else model, adamw(model))
 
 
-def build_outer(every: int) -> Build:
+def build_outer(options: Mapping[str, int]) -> Build:
     def build(setting: Setting) -> Trainer:
         model = setting.new_model()
-        optimizer = _Stepping(adamw(model), zgraph.OuterSteps(model, setting.mesh, every=every))
+        optimizer = _Stepping(adamw(model), zgraph.OuterSteps(model, setting.mesh, **options))
         return Trainer(torch.compile(model) if setting.lowering == "inductor" else model, optimizer)
 
     return build

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 import shaped_link
 import torch
@@ -64,7 +65,7 @@ def build_alone(setting: Setting) -> Trainer:
     return Trainer(torch.compile(model) if setting.lowering == "inductor" else model, adamw(model))
 
 
-def build_outer(options: Mapping[str, int]) -> Build:
+def build_outer(options: Mapping[str, Any]) -> Build:
     def build(setting: Setting) -> Trainer:
         model = setting.new_model()
         optimizer = _Stepping(adamw(model), zgraph.OuterSteps(model, setting.mesh, **options))

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -98,6 +99,74 @@ def test_a_killed_site_delays_no_round_for_long_and_its_successor_gets_the_ancho
     assert check_equal(logs) > 10
     first = logs[-1][:2]
     assert all(entry in logs[0] or entry in logs[1] for entry in first), "it starts from anchors of others"
+
+
+def finish_after_a_pause(address: str, pauses: bool) -> tuple[list[float], float]:
+    """One site pauses while the other goes on with rounds, then finishes: what it has learnt is not lost."""
+    host, port = address.split(":")
+    store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60))
+    model = nn.Linear(1, 1, bias=False)
+    model.weight.data.zero_()
+    outer = zgraph.OuterSteps(
+        model, zgraph.Meeting(address, deadline_s=4), every=2, fragments=1, lr=1.0, momentum=0.0, codec=None
+    )
+    if pauses:
+        for _ in range(6):
+            outer.step()
+        model.weight.data += 8.0
+        store.add("paused", 1)
+        while store.add("rounds", 0) < 4:
+            time.sleep(0.05)
+        outer.finish()
+        store.add("finished", 1)
+        return [one.item() for one in model.parameters()], outer._anchors[0].values[0].item()
+    while store.add("finished", 0) == 0:
+        before = outer._anchors[0].state.rounds
+        outer.step(weight=1.0)
+        time.sleep(0.01)
+        if store.add("paused", 0) and outer._anchors[0].state.rounds != before:
+            store.add("rounds", 1)
+    outer.finish()
+    return [one.item() for one in model.parameters()], outer._anchors[0].values[0].item()
+
+
+def test_a_site_that_finishes_after_a_pause_loses_nothing() -> None:
+    with meeting() as sites:
+        going = sites.start(finish_after_a_pause, False)
+        paused = sites.start(finish_after_a_pause, True)
+        ((values, anchor),) = paused.result()
+        ((_, last),) = going.result()
+    assert values == [anchor] and anchor > 0, "it has moved the anchor"
+    assert last > 0, "also that of the other site"
+
+
+def finish_alone(address: str) -> str:
+    outer = zgraph.OuterSteps(nn.Linear(2, 2), zgraph.Meeting(address, least=2, deadline_s=4), every=2)
+    for _ in range(6):
+        outer.step()
+    with pytest.raises(zgraph.ZgraphError, match="have not been exchanged: 1 of at least 2 sites are live"):
+        outer.finish()
+    return str(outer)
+
+
+def test_a_lone_site_with_too_few_others_is_told_at_the_end() -> None:
+    with meeting() as sites:
+        assert "6 steps, 0 rounds" in sites.start(finish_alone).result()[0]
+
+
+def other_numbers_of_ranks(address: str) -> None:
+    model = nn.Linear(4, 4)
+    if dist.get_world_size() > 1:
+        model = zgraph.shard(model)
+    zgraph.OuterSteps(model, zgraph.Meeting(address, deadline_s=2), every=4)
+
+
+def test_a_site_with_another_number_of_ranks_is_refused_on_all_of_them() -> None:
+    with meeting() as sites:
+        sites.start(other_numbers_of_ranks).result()
+        with pytest.raises(RankFailure) as error:
+            sites.start(other_numbers_of_ranks, ranks=2).result()
+    assert str(error.value).count("the number of ranks is 2 on site 2, and 1 where the meeting began") >= 2
 
 
 def join_with(address: str, every: int) -> None:

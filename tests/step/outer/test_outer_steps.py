@@ -409,3 +409,111 @@ def test_models_without_parameters_to_train_are_refused() -> None:
         zgraph.OuterSteps(nn.Linear(2, 2).requires_grad_(False))
     with pytest.raises(zgraph.ZgraphError, match="weight has no values yet"):
         zgraph.OuterSteps(nn.Linear(2, 2, device="meta"))
+
+
+# --- sites that do not do the same ------------------------------------------------------------------------------------
+
+
+def check_unequal_steps() -> None:
+    """A site with fewer batches finishes while the other trains on: an error on both, with the steps of each."""
+    model = nn.Linear(40, 40)
+    outer = zgraph.OuterSteps(model, dist.group.WORLD, every=4, fragments=2)
+    with pytest.raises(zgraph.ZgraphError, match=r"after 5 steps, and site 1 fragment \d after 6 steps"):
+        for _ in range(5 if dist.get_rank() == 0 else 8):
+            outer.step()
+        outer.finish()
+    assert len(outer.state_dict()["running"]) == 0, "what failed is forgotten"
+
+
+@worlds(2)
+def test_sites_with_unequal_numbers_of_steps_are_told(ranks: Ranks) -> None:
+    ranks.run(check_unequal_steps)
+
+
+def check_values_that_are_not_finite() -> None:
+    model = nn.Linear(40, 40)
+    outer = zgraph.OuterSteps(model, dist.group.WORLD, every=1, fragments=1, delay=0)
+    before = model.weight.detach().clone()
+    if dist.get_rank() == 1:
+        model.weight.data[3, 4] = float("nan")
+    with pytest.raises(zgraph.ZgraphError, match=r"site 1 has values that are not finite among weight, bias"):
+        outer.step()
+    model.weight.data.copy_(before)
+    outer.step()
+    assert torch.equal(model.weight, before), "the anchor has kept no NaN"
+
+
+@worlds(2)
+def test_a_site_with_nan_is_named_and_changes_no_anchor(ranks: Ranks) -> None:
+    ranks.run(check_values_that_are_not_finite)
+
+
+def check_states_of_other_steps() -> None:
+    run = Run(2)
+    states = []
+    for first, last in ((0, 4), (4, 8)):
+        run.train(first, last)
+        states.append(copy.deepcopy(run.outer.state_dict()))
+    rank = run.mesh["site"].get_local_rank()
+    with pytest.raises(zgraph.ZgraphError, match="site 0 loads a state of step 8, and site 1 one of step 4"):
+        Run(2).outer.load_state_dict(states[1 - rank])
+
+
+@worlds(2)
+def test_sites_that_load_other_steps_are_told(ranks: Ranks) -> None:
+    ranks.run(check_states_of_other_steps)
+
+
+def check_other_first_values() -> None:
+    """With copies inside a site, and a parameter of which one rank has no slice."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("site", "dp"))
+    torch.manual_seed(mesh["site"].get_local_rank())
+    model = zgraph.shard(nn.Linear(8, 1), mesh["dp"], zero_stage=0)
+    zgraph.OuterSteps(model, mesh["site"])
+    torch.manual_seed(0)
+    for one, first in zip(model.parameters(), nn.Linear(8, 1).parameters(), strict=True):
+        assert torch.equal(whole(one), first)
+
+
+@worlds(4)
+def test_copies_start_from_the_first_sites_values_together(ranks: Ranks) -> None:
+    ranks.run(check_other_first_values)
+
+
+def test_weights_are_finite_and_not_negative() -> None:
+    outer = zgraph.OuterSteps(nn.Linear(2, 2), every=1)
+    for weight in (-1.0, float("nan"), float("inf"), "1"):
+        with pytest.raises(ValueError, match="weight="):
+            outer.step(weight=weight)  # pyright: ignore
+    assert "0 steps" in str(outer)
+
+
+def test_calls_inside_the_anchor_are_refused() -> None:
+    outer = zgraph.OuterSteps(nn.Linear(2, 2), every=1)
+    with outer.anchor(), pytest.raises(zgraph.ZgraphError, match=r"inside `with outer.anchor\(\)`"):
+        outer.step()
+    with pytest.raises(ArithmeticError), outer.anchor():
+        raise ArithmeticError
+    outer.step()
+
+
+def test_complex_parameters_are_refused() -> None:
+    with pytest.raises(zgraph.ZgraphError, match="weight is complex"):
+        zgraph.OuterSteps(nn.Linear(2, 2, dtype=torch.complex64))
+
+
+def check_anchors_seen_by_all() -> None:
+    """While rounds run, all sites evaluate the same anchors."""
+    run = Run(2)
+    for step in range(12):
+        run.train(step, step + 1)
+        with run.outer.anchor():
+            for one in run.values():
+                first = one.clone()
+                dist.broadcast(first, 0)
+                assert torch.equal(first, one), f"after step {step}"
+
+
+@worlds(2)
+def test_sites_evaluate_the_same_anchors(ranks: Ranks) -> None:
+    ranks.run(check_anchors_seen_by_all)

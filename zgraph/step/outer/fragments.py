@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -24,6 +25,7 @@ from zgraph.tiers.copy_lanes import lanes_of
 from zgraph.tiers.placement.resting import Resting
 from zgraph.tiers.tier import DEVICE
 from zgraph.torch_compat.dtensor import local_of
+from zgraph.torch_compat.groups import resolve_group
 
 
 def pack(numels: Sequence[int], count: int) -> list[list[int]]:
@@ -126,6 +128,16 @@ class Fragment:
         for part, local in self._locals():
             flat[part.offset : part.offset + part.stop - part.start] = local[part.start : part.stop]
         return flat
+
+    def any_copy(self, flag: bool) -> bool:
+        """Return whether a flag is set on any rank of this site that has copies of these parameters.
+
+        `write` communicates with these ranks, so all of them must call it or none.
+        """
+        found = torch.tensor([int(flag)], device=self.device)
+        for group in dict.fromkeys(group for section in self._sections for group in section.groups):
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=resolve_group(group))
+        return bool(found)
 
     def write(self, flat: Tensor) -> None:
         """Set the parameters' values, also on the ranks of this site that have copies: [numel]."""

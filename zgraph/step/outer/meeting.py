@@ -8,7 +8,10 @@ A round has a number n, which counts the rounds of all fragments. Under this num
     done/n      the number of ranks that have finished their exchanges
     outcome/n   "commit" once all have; "abort" if one of them gives up before
 
-Each key is written once, by the first rank that does so; thus all sites see the same members and outcomes.
+A site gets its number by counting "sites"; beat/s grows while site s lives; joined/s is the number of a round in which
+it will take part. A newcomer gets the number r of its request by counting "requests"; request/r grows while it waits;
+donor/r is the site that has promised its values, and giving/r says that they are sent. "founder" is the first site;
+described/p has its options, and the layout of parameters on its rank p.
 """
 
 from __future__ import annotations

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 import warnings
 from collections.abc import Generator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, Literal
 
 import torch
@@ -97,6 +98,7 @@ class OuterSteps:
         self._sites = _sites_of(sites, named)
         self._optimizer = OuterOptimizer(lr, momentum)
         self.waited_s = 0.0
+        self._shows_anchor = False
         self._thread = thread("sites")
         self._steps = 0
         self._running: list[Running] = []
@@ -122,12 +124,16 @@ class OuterSteps:
         """Count a step of the optimizer; call it after each one. Ends the rounds that are due, and begins others.
 
         Args:
-            weight: weight of this step in means over sites, such as its number of tokens.
+            weight: weight of this step in means over sites, such as its number of tokens; finite and not negative.
 
         Raises:
-            ZgraphError: a `no_sync` window is open.
+            ValueError: the weight is invalid.
+            ZgraphError: a `no_sync` window is open, sites do not step alike, or a site has values that are not finite.
             CollectiveError: the exchange with another site failed.
         """
+        check_least("zgraph.OuterSteps.step", 0, "a finite number, at least 0", weight=weight)
+        if not math.isfinite(weight):
+            raise ValueError(f"zgraph.OuterSteps.step: weight={weight}; write a finite number, at least 0.")
         self._check_call()
         self._steps += 1
         self._weights = [one + weight for one in self._weights]
@@ -149,20 +155,33 @@ class OuterSteps:
     @never_compiled
     @torch.no_grad()
     def finish(self) -> None:
-        """End all rounds, and run a last one of all fragments; then all sites have the same parameters.
+        """End all rounds, and run a last one of all fragments; the parameters then are the anchors.
 
-        Training can go on afterwards.
+        If all sites call this at the same step, all have the same parameters afterwards. At a `zgraph.Meeting` others
+        may train on. Training can go on here, too.
 
         Raises:
-            ZgraphError, CollectiveError: as for `step`.
+            ZgraphError: as for `step`; or rounds at a meeting fail again and again, and parameters of this site have
+                not been exchanged.
+            CollectiveError: as for `step`.
         """
         self._check_call()
         check_unchanged(self._model, self._trained)
         meet(self._model, "zgraph.OuterSteps.finish()")
         for one in [*self._running]:
             self._end(one, overlaps=True)
-        for number, place in self._sites.last_turns(self._table):
-            self._end(self._begin(number, place), overlaps=False)
+        missing = set(range(self._table.fragments))
+        for number, place in self._sites.last_turns(self._steps, self._table):
+            if self._end(self._begin(number, place), overlaps=False):
+                missing.discard(place)
+            if not missing:
+                return
+        names = self._anchors[min(missing)].fragment.names
+        raise ZgraphError(
+            f"zgraph.OuterSteps.finish: {len(missing)} fragments, the first with {names[0]}, have not been exchanged: "
+            f"{self._sites.why_not()}. Parameters of this site have changed nothing at other sites since their last "
+            "round; call outer.finish() again, or save them."
+        )
 
     def __str__(self) -> str:
         table, rounds = self._table, sum(one.state.rounds for one in self._anchors)
@@ -184,11 +203,15 @@ class OuterSteps:
     def anchor(self) -> Generator[None]:
         """Let the parameters be the anchors' values in a `with` block, for example to evaluate what all sites share."""
         with torch.no_grad():
+            self._check_call()
+            wait([one.found for one in self._running])  # so that all sites see the same anchors
             own = [one.fragment.read() for one in self._anchors]
             self._write([one.values for one in self._anchors])
+        self._shows_anchor = True
         try:
             yield
         finally:
+            self._shows_anchor = False
             with torch.no_grad():
                 self._write(own)
 
@@ -202,8 +225,9 @@ class OuterSteps:
         Parameters and optimizer state differ between sites, so each site saves its own. Pass this state as part of
         `extra` to `zgraph.save_checkpoint`. Tensors are not copied.
         """
-        for one in self._running:
-            one.found.result()
+        wait([one.found for one in self._running])
+        for one in [one for one in self._running if one.found.exception() is not None]:
+            self._drop(one)
         return {
             "steps": self._steps,
             "weights": list(self._weights),
@@ -228,11 +252,12 @@ class OuterSteps:
         if self._running:
             raise ZgraphError("zgraph.OuterSteps: rounds are running; load the state before the first outer.step().")
         states = restored(self._anchors, state_dict["anchors"])
-        before = state_dict["anchors"][0]["sites"]
-        if before != self._sites.count:
+        self._sites.check_loaded(state_dict["steps"], states)
+        before, own = state_dict["anchors"][0], self._anchors[0].state
+        if (before["sites"], before["site"]) != (own.sites, own.site):
             warnings.warn(
-                f"zgraph.OuterSteps: the state is that of {before} sites, now there are {self._sites.count}; momentum "
-                "and errors of the codec start from zeros.",
+                f"zgraph.OuterSteps: the state is that of site {before['site']} of {before['sites']}, and this is site "
+                f"{own.site} of {own.sites}; momentum and errors of the codec start from zeros.",
                 ZgraphWarning,
                 stacklevel=2,
             )
@@ -246,6 +271,11 @@ class OuterSteps:
             self._running.append(Running(entry["fragment"], 0, sent, 0.0, entry["begun_at"], 0.0, found))
 
     def _check_call(self) -> None:
+        if self._shows_anchor:
+            raise ZgraphError(
+                "zgraph.OuterSteps: called inside `with outer.anchor()`, where parameters are not this site's; call it "
+                "after the block."
+            )
         if any(scope.handle_of is not None for scope in scopes_of(self._model)):
             raise ZgraphError(
                 "zgraph.OuterSteps: called in a function decorated by zgraph.training_step, of which only a graph runs "
@@ -259,27 +289,40 @@ class OuterSteps:
 
     def _begin(self, number: int, place: int) -> Running:
         anchor, weight = self._anchors[place], self._weights[place]
-        self._weights[place] = 0.0
         sent = anchor.fragment.read()
-        found = self._thread.submit(self._run, anchor, sent, weight, number)
+        self._sites.check_finite(sent, anchor.fragment.names)
+        self._weights[place] = 0.0
+        found = self._thread.submit(self._run, anchor, sent, weight, number, place)
         self._running.append(Running(place, number, sent, weight, self._steps, time.monotonic(), found))
         return self._running[-1]
 
     @torch.no_grad()
-    def _run(self, anchor: Anchor, sent: Tensor, weight: float, number: int) -> Tensor | None:
-        return self._sites.run_round(anchor, sent, weight, self._optimizer, number)
+    def _run(self, anchor: Anchor, sent: Tensor, weight: float, number: int, place: int) -> Tensor | None:
+        return self._sites.run_round(anchor, sent, weight, self._optimizer, number, place)
 
-    def _end(self, one: Running, *, overlaps: bool) -> None:
-        """Wait for a round, and let the parameters be its anchor, with what was learnt meanwhile if rounds overlap."""
+    def _end(self, one: Running, *, overlaps: bool) -> bool:
+        """Wait for a round, and let the parameters be its anchor, with what was learnt meanwhile if rounds overlap.
+
+        Returns:
+            Whether the round has changed the anchor; if not, it was given up, and the parameters stay.
+        """
         start = time.perf_counter()
-        new = one.found.result()
+        wait([one.found])
         self.waited_s += time.perf_counter() - start
+        new = None if one.found.exception() is not None else one.found.result()
+        if new is None:
+            self._drop(one)
+            one.found.result()  # raises its error
+            return False
         self._running.remove(one)
         fragment = self._anchors[one.place].fragment
-        if new is None:
-            self._weights[one.place] += one.weight
-        else:
-            fragment.write(fragment.read() + (new - one.sent) if overlaps else new)
+        fragment.write(fragment.read() + (new - one.sent) if overlaps else new)
+        return True
+
+    def _drop(self, one: Running) -> None:
+        """Forget a round that has changed nothing; its steps count in the fragment's next round."""
+        self._running.remove(one)
+        self._weights[one.place] += one.weight
 
 
 def _sites_of(

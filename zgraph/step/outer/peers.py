@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -21,10 +23,11 @@ class Peers:
 
     Attributes:
         sent_bytes: bytes sent to other members.
+        until: time on the monotonic clock after which exchanges fail with a RuntimeError.
     """
 
     def __init__(self, store: Store, rank: int, count: int, timeout_s: float) -> None:
-        self.rank, self.count, self.sent_bytes = rank, count, 0
+        self.rank, self.count, self.sent_bytes, self.until = rank, count, 0, math.inf
         # Typed without its methods, which are those of ProcessGroup.
         self._group: Any = ProcessGroupGloo(store, rank, count, timedelta(seconds=timeout_s)) if count > 1 else None
 
@@ -53,6 +56,8 @@ class Peers:
         works += [self._group.send([tensor], one, 0) for one, tensor in leaving.items()]
         for work in works:
             work.wait()
+        if time.monotonic() > self.until:
+            raise RuntimeError("the exchange took longer than the deadline of the meeting")
         for one, tensor in receives.items():
             tensor.copy_(landing[one])
         self.sent_bytes += sum(tensor.nbytes for tensor in leaving.values())

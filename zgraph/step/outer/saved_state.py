@@ -27,7 +27,7 @@ def saved(anchor: Anchor) -> dict[str, Any]:
 
 
 def restored(anchors: Sequence[Anchor], entries: Sequence[Mapping[str, Any]]) -> list[State]:
-    """Return the states to give to anchors; those of another number of sites have zeros for momentum and errors.
+    """Return the states to give to anchors; those of another site have zeros for momentum and errors.
 
     Args:
         anchors: anchors of a run.
@@ -51,7 +51,7 @@ def _restored(anchor: Anchor, entry: Mapping[str, Any]) -> State:
             f"its fragment, this rank {own.values.numel()}; load it on as many ranks of a site, at the same stage."
         )
     if (entry["sites"], entry["site"]) != (own.sites, own.site):
-        return replace(own, values=_copy(values, own.values))
+        return replace(own, values=_copy(values, own.values), rounds=entry["rounds"])
     first, second = ([*errors] for errors in entry["errors"])
     found = State(values, entry["momentum"], (tuple(first), tuple(second)), own.sites, own.site, entry["rounds"])
     if [one.shape for one in found.tensors()] != [one.shape for one in own.tensors()]:

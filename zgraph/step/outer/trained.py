@@ -24,6 +24,11 @@ def check_values(named: Mapping[str, nn.Parameter], sites: ProcessGroup | None) 
             raise ZgraphError(
                 f"zgraph.OuterSteps: {name} has no values yet; call zgraph.materialize or load them before."
             )
+        if parameter.is_complex():
+            raise ZgraphError(
+                f"zgraph.OuterSteps: {name} is complex, and differences are exchanged as real numbers; store its real "
+                "and imaginary part (torch.view_as_real) and join them in forward."
+            )
         if sites is None or not isinstance(parameter, DTensor):
             continue
         shared = {*parameter.device_mesh.mesh.flatten().tolist()} & {*dist.get_process_group_ranks(sites)}

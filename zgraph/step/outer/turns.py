@@ -15,7 +15,7 @@ class Running:
 
     Attributes:
         place: index of the fragment.
-        number: number of the round.
+        number: number of the round at a meeting; of steps so far, if sites are fixed.
         sent: [numel], the values of this site when the round began.
         weight: weight of this site.
         begun_at, begun_s: number of the step at which the round began, and its time on the monotonic clock.

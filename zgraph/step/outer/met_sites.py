@@ -315,7 +315,7 @@ class MetSites:
         ledger.write(f"enter/{number}/{self.site}", json.dumps(vars(own)))
         patient_until = begun + PATIENCE * (until - begun)
         while not (found := ledger.read(f"members/{number}")) and time.monotonic() < until:
-            entries = {site: ledger.read(f"enter/{number}/{site}") for site in range(1, 1 + ledger.add("sites"))}
+            entries = {site: ledger.read(f"enter/{number}/{site}") for site in sorted(watch.known)}
             entered = {site: json.loads(entry) for site, entry in entries.items() if entry}
             patient = time.monotonic() < patient_until
             awaited = patient and any(site not in entered and self._is_active(site, number) for site in watch.live)

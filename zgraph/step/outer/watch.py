@@ -15,6 +15,7 @@ _log = logging.getLogger(__name__)
 _LOOK_S = 0.1
 _BEAT_S = 0.5
 LAPSE_S = 5.0  # a site is gone that has not beaten for as long
+_RARELY_S = 30.0  # between looks at a site that has been gone for twice as long
 
 
 class Beats:
@@ -47,17 +48,19 @@ class Watch:
 
     Attributes:
         live: numbers of the live sites.
+        known: numbers of these, and of sites that have not been gone for long.
         failure: text of the error that has ended the thread; "" while it runs.
     """
 
     def __init__(self, ledger: Ledger, site: int, number: int) -> None:
-        self.live: frozenset[int] = frozenset({site})
+        self.live = self.known = frozenset({site})
         self.failure = ""
         self._ledger, self._site, self._next = ledger, site, number
         self._lock = threading.Lock()
         self._opened: dict[int, int] = {}  # fragments by the number of the round, of rounds without known members
         self._wanted: tuple[int, int] | None = None
         self._beats, self._beat_at = Beats(), -math.inf
+        self._gone: dict[int, tuple[float, float]] = {}  # since when a site has not beaten, and when to look again
         self._last_request, self._requests = 0, list[int]()  # requests that no site has promised to answer
         self._promised: list[int] = []
         self._steps = True
@@ -103,9 +106,18 @@ class Watch:
         if now - self._beat_at > _BEAT_S:
             self._beat_at = now
             ledger.add(f"beat/{self._site}", 1)
-        others = (site for site in range(1, 1 + ledger.add("sites")) if site != self._site)
-        beating = [site for site in others if self._beats.is_alive(ledger, f"beat/{site}", at_first=True)]
-        self.live = frozenset({self._site, *beating})
+        live, known = {self._site}, {self._site}
+        for site in range(1, 1 + ledger.add("sites")):
+            since, look_at = self._gone.get(site, (now, now))
+            if site == self._site or now < look_at:
+                continue
+            known.add(site)
+            if self._beats.is_alive(ledger, f"beat/{site}", at_first=True):
+                live.add(site)
+                self._gone.pop(site, None)
+            else:
+                self._gone[site] = since, now + (_RARELY_S if now - since > 2 * _RARELY_S else 0.0)
+        self.live, self.known = frozenset(live), frozenset(known)
         self._look_for_rounds()
         self._look_for_newcomers()
 

@@ -120,6 +120,7 @@ def finish_after_a_pause(address: str, pauses: bool) -> tuple[list[float], float
         outer.finish()
         store.add("finished", 1)
         return [one.item() for one in model.parameters()], outer._anchors[0].values[0].item()
+    store.add("begun", 1)
     while store.add("finished", 0) == 0:
         before = outer._anchors[0].state.rounds
         outer.step(weight=1.0)
@@ -133,6 +134,7 @@ def finish_after_a_pause(address: str, pauses: bool) -> tuple[list[float], float
 def test_a_site_that_finishes_after_a_pause_loses_nothing() -> None:
     with meeting() as sites:
         going = sites.start(finish_after_a_pause, False)
+        sites.await_counter("begun", 1)  # a site that pauses gives no newcomer its values
         paused = sites.start(finish_after_a_pause, True)
         ((values, anchor),) = paused.result()
         ((_, last),) = going.result()

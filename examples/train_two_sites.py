@@ -39,11 +39,12 @@ SITES = 2
 
 @dataclass
 class Row:
-    """What a way to train has taken.
+    """Measurements of one way to train.
 
     Attributes:
-        step_ms, waited_ms: of a step, and of its share for which the rank has waited for the network.
-        sent_bytes: of a step.
+        step_ms: time of a step.
+        waited_ms: part of this time in which the rank waits for the network.
+        sent_bytes: bytes that the rank sends in a step.
         held_out: loss after the last step, in nats per byte.
     """
 
@@ -106,7 +107,7 @@ def train_ddp(options: argparse.Namespace, text: Tensor, held_out_text: Tensor) 
         optimizer.step()
         optimizer.zero_grad()
 
-    def alone(tokens: Tensor, targets: Tensor) -> None:
+    def compute_only(tokens: Tensor, targets: Tensor) -> None:
         with model.no_sync():
             model(tokens, targets).backward()
         optimizer.zero_grad()
@@ -116,7 +117,7 @@ def train_ddp(options: argparse.Namespace, text: Tensor, held_out_text: Tensor) 
     starts = torch.zeros(BATCH, dtype=torch.long)
     began = time.perf_counter()
     for _ in range(10):
-        alone(*cut(text, starts, SEQUENCE))
+        compute_only(*cut(text, starts, SEQUENCE))
     waited_ms = step_ms - 1e2 * (time.perf_counter() - began)
     return Row(step_ms, max(0.0, waited_ms), sent_bytes, held_out)
 

@@ -55,8 +55,9 @@ class Strategy:
         peers: strategies that send the same for the same, which the step is compared with, turn by turn.
         needs: the package that it is left out without.
         equal_loss: the run fails when this strategy, if it runs as well, has another loss.
-        steps: timed steps of a turn, which ranks then enter only at the start together, and of which the mean counts.
-            None: as many as the command line says, each entered together, and each counted.
+        steps: number of timed steps in a turn, for rows whose ranks need not wait for each other: a barrier before the
+            turn, and one value per turn, the mean of its steps. None: the number from the command line, with a barrier
+            before each step, and one value per step.
     """
 
     name: str

@@ -193,7 +193,7 @@ class HookMean(FactorsMean):
 
 
 class _Links:
-    """Exchanges of a site with the others, each of which runs in a thread: `zgraph.step.outer.rounds.Links`."""
+    """Exchanges between sites that run in one thread each: `zgraph.step.outer.rounds.Links`."""
 
     def __init__(self, rank: int, rows: list[Tensor | None], barrier: threading.Barrier) -> None:
         self.rank, self.count, self._rows, self._barrier = rank, len(rows), rows, barrier

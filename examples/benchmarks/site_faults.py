@@ -63,7 +63,7 @@ def main() -> int:
 
 
 def train(address: str, site: int, seed: int, rounds: int, log: Path) -> None:
-    """Train until so many rounds are done, and write down each step."""
+    """Train until a number of rounds is reached, and log every step."""
     torch.set_num_threads(1)
     text, held_out_text = read_sources()
     torch.manual_seed(seed)
@@ -90,7 +90,7 @@ def train(address: str, site: int, seed: int, rounds: int, log: Path) -> None:
 
 
 def write(lines: Any, outer: zgraph.OuterSteps, known: dict[int, int], **facts: Any) -> dict[int, int]:
-    """Write a line with the anchors that have changed, as [fragment, rounds, checksum]; the rounds of each fragment."""
+    """Log a step with the changed anchors as [fragment, rounds, checksum]; return the rounds of each fragment."""
     rounds = {place: one.state.rounds for place, one in enumerate(outer._anchors)}
     changed = [
         [place, count, checksum([outer._anchors[place].values])]
@@ -106,7 +106,7 @@ def write(lines: Any, outer: zgraph.OuterSteps, known: dict[int, int], **facts: 
 
 
 def run(options: argparse.Namespace, seed: int, kills: int) -> dict[str, Any]:
-    """Let the sites train, with faults if any are killed; what their logs tell."""
+    """Run all sites, with faults if `kills` is not 0; return a summary of their logs."""
     chance = random.Random(seed)
     with tempfile.TemporaryDirectory() as folder, ShapedNetwork(SITES + 1, options.rate) as network:
         store = [sys.executable, "-m", "zgraph", "sites", "--port", str(PORT)]
@@ -140,7 +140,7 @@ def run(options: argparse.Namespace, seed: int, kills: int) -> dict[str, Any]:
 
 
 def _trains(log: Path, begun: int) -> bool:
-    """Whether a site has stepped since it was started, when its log had so many lines."""
+    """Return whether a site has stepped since its last start, when its log had `begun` lines."""
     return any("waited_s" in line for line in _read(log)[begun:])
 
 
@@ -158,7 +158,7 @@ def _cut(network: ShapedNetwork, host: int) -> None:
 
 
 def judged(logs: list[list[dict[str, Any]]]) -> dict[str, Any]:
-    """What the sites' logs have in common, and what they should not."""
+    """Summarize the sites' logs, and list violations of the guarantees."""
     failures: list[str] = []
     digests: dict[tuple[int, int], int] = {}
     for log in logs:

@@ -101,6 +101,21 @@ def make_sibling_group(
     return cast("ProcessGroup", made)
 
 
+def gloo_group(store: Store, rank: int, count: int, timeout_s: float) -> ProcessGroup:
+    """Create a gloo group that is not registered with torch.distributed, so that it may come and go during a run.
+
+    torch 2.11 - 2.15: `ProcessGroupGloo(store, rank, size, timeout)`, which waits until all members have created it.
+
+    Args:
+        store: store under a prefix of its own.
+        rank, count: number of this member, and of all.
+        timeout_s: seconds after which the creation, or a message, fails with a RuntimeError.
+    """
+    from torch.distributed import ProcessGroupGloo  # absent in builds without gloo
+
+    return cast(Any, ProcessGroupGloo(store, rank, count, timedelta(seconds=timeout_s)))
+
+
 def keep_gloo_from_preempting() -> None:
     """Keep gloo's receiving threads from preempting other threads, by the scheduling policy SCHED_BATCH; Linux only.
 

@@ -18,9 +18,9 @@ from torch import nn
 from torch.distributed import TCPStore
 
 import zgraph
-from tests.step.outer.test_outer_steps import batches, loss_of
 from tests.support.meetings import meeting
 from tests.support.models import Language
+from tests.support.outer_runs import batches, loss_of
 from tests.support.ranks import RankFailure
 from zgraph.runtime.exchanges.changes import checksum
 

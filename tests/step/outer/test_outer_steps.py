@@ -1,34 +1,23 @@
-"""`zgraph.OuterSteps`: the bits of a plain twin, the identities of its arithmetic, and what it refuses."""
+"""`zgraph.OuterSteps`: the bits of a plain twin, the identities of its arithmetic, and sites that differ."""
 
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zgraph
-from tests.support.models import VOCABULARY, Language
+from tests.support.models import Language
+from tests.support.outer_runs import LOCO, Run, batches, loss_of
 from tests.support.outer_twin import Options, Twin
 from tests.support.ranks import Ranks, worlds
 from tests.support.whole_tensors import whole
 from zgraph import passes
 from zgraph.step.outer.fragments import pack
-
-LOCO = passes.LoCo(bits=4)
-
-
-def batches(step: int, site: int, rank: int) -> tuple[Tensor, Tensor]:
-    tokens = torch.randint(VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(100 * step + 10 * site + rank))
-    return tokens[:, :-1], tokens[:, 1:]
-
-
-def loss_of(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
 
 def check_twin(dp: int, stage: int, codec: passes.BlockMethod | None, delay: int) -> None:
@@ -201,101 +190,6 @@ def test_what_codes_lose_comes_later(ranks: Ranks) -> None:
     assert without[-1] > 4 * without[0], "without it, losses add up as in a random walk"
 
 
-# --- checkpoints ------------------------------------------------------------------------------------------------------
-
-
-class Run:
-    """A loop of this rank's site."""
-
-    def __init__(self, sites: int) -> None:
-        torch.manual_seed(0)
-        self.mesh = init_device_mesh("cpu", (sites, dist.get_world_size() // sites), mesh_dim_names=("site", "dp"))
-        self.model = zgraph.shard(Language(width=12), self.mesh["dp"], zero_stage=2)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
-        self.outer = zgraph.OuterSteps(self.model, self.mesh["site"], every=4, fragments=3, delay=2)
-
-    def train(self, first: int, last: int) -> None:
-        for step in range(first, last):
-            loss_of(self.model, *batches(step, dist.get_rank(), 0)).backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            self.outer.step()
-
-    @property
-    def folder(self) -> str:
-        return f"site{self.mesh['site'].get_local_rank()}"
-
-    def values(self) -> list[Tensor]:
-        return [whole(one.detach()) for one in self.model.parameters()]
-
-
-def check_resume(root: Path, saved_at: int) -> None:
-    whole_run, first, second = Run(2), Run(2), Run(2)
-    whole_run.train(0, 12)
-    first.train(0, saved_at)
-    path = zgraph.save_checkpoint(
-        root / first.folder, first.model, first.optimizer, step=saved_at,
-        extra={"outer": first.outer.state_dict()}, group=first.mesh["dp"],
-    )  # fmt: skip
-    assert path == zgraph.latest_checkpoint(root / first.folder, group=first.mesh["dp"])
-    loaded = zgraph.load_checkpoint(path, second.model, second.optimizer, group=second.mesh["dp"])
-    second.outer.load_state_dict(loaded.extra["outer"])
-    second.train(saved_at, 12)
-    for run in (whole_run, second):
-        run.outer.finish()
-    assert all(map(torch.equal, whole_run.values(), second.values()))
-    with pytest.raises(zgraph.CheckpointError, match=r'group=mesh\["dp"\]'):
-        zgraph.save_checkpoint(root, first.model, first.optimizer, step=saved_at)
-
-
-@worlds(2, 4)
-@pytest.mark.parametrize("saved_at", [5, 8])
-def test_a_run_resumes_with_the_same_bits_while_rounds_run(ranks: Ranks, saved_at: int, tmp_path: Path) -> None:
-    ranks.run(check_resume, tmp_path, saved_at)
-
-
-def check_refused_states() -> None:
-    run = Run(2)
-    run.train(0, 5)
-    state = run.outer.state_dict()
-    others = {
-        "other fragments": {"fragments": 2},
-        "errors of another codec": {"fragments": 3, "codec": passes.NoFeedback(bits=4)},
-    }
-    for text, options in others.items():
-        other = zgraph.OuterSteps(Run(2).model, run.mesh["site"], **options)
-        with pytest.raises(zgraph.ZgraphError, match=text):
-            other.load_state_dict(state)
-    with pytest.raises(zgraph.ZgraphError, match="rounds are running"):
-        run.outer.load_state_dict(state)
-
-
-@worlds(2)
-def test_states_of_other_runs_are_refused(ranks: Ranks) -> None:
-    ranks.run(check_refused_states)
-
-
-def check_fewer_sites(root: Path) -> None:
-    run = Run(2)
-    run.train(0, 9)
-    if run.mesh["site"].get_local_rank() == 0:
-        torch.save(run.outer.state_dict(), root / "state")
-    dist.barrier()
-    model = Language(width=12)
-    outer = zgraph.OuterSteps(model, every=4, fragments=3)
-    with pytest.warns(zgraph.ZgraphWarning, match="that of site 0 of 2, and this is site 0 of 1"):
-        outer.load_state_dict(torch.load(root / "state"))
-    with outer.anchor():
-        values = [one.detach().clone() for one in model.parameters()]
-    with run.outer.anchor():
-        assert all(map(torch.equal, values, run.values()))
-
-
-@worlds(2)
-def test_another_number_of_sites_takes_the_anchor(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(check_fewer_sites, tmp_path)
-
-
 # --- sites that differ ------------------------------------------------------------------------------------------------
 
 
@@ -315,20 +209,6 @@ def test_sites_start_from_the_values_of_the_first(ranks: Ranks) -> None:
     ranks.run(check_first_values)
 
 
-def check_other_options() -> None:
-    rank, group = dist.get_rank(), dist.group.WORLD
-    for name, options in {"every": {"every": 4 + rank}, "codec": {"codec": None if rank else LOCO}}.items():
-        with pytest.raises(zgraph.ZgraphError, match=f"{name} is .* on site 1, and .* on site 0"):
-            zgraph.OuterSteps(Language(), group, **options)
-    with pytest.raises(zgraph.ZgraphError, match="embed"):
-        zgraph.OuterSteps(Language(width=12 + 2 * rank), group)
-
-
-@worlds(2)
-def test_sites_with_other_options_are_refused_on_all(ranks: Ranks) -> None:
-    ranks.run(check_other_options)
-
-
 def check_weights() -> None:
     """A site with three times the tokens counts three times."""
     model = nn.Linear(2, 1, bias=False)
@@ -346,122 +226,11 @@ def test_sites_count_by_their_weights(ranks: Ranks) -> None:
     ranks.run(check_weights)
 
 
-def check_a_rank_that_skips() -> None:
-    run = Run(1)
-    run.outer = zgraph.OuterSteps(run.model, every=1, delay=0)
-    with pytest.raises(zgraph.AgreementError, match=r"OuterSteps\.step"):
-        for step in range(3):
-            loss_of(run.model, *batches(step, dist.get_rank(), 0)).backward()
-            run.optimizer.step()
-            run.optimizer.zero_grad()
-            if dist.get_rank() == 0:
-                run.outer.step()
-
-
-@worlds(2)
-def test_a_rank_that_takes_no_outer_steps_is_named(ranks: Ranks) -> None:
-    ranks.run(check_a_rank_that_skips)
-
-
-# --- refusals ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"every": 0}, "every=0"),
-        ({"lr": -1.0}, "lr=-1.0"),
-        ({"momentum": 1.0}, "momentum=1.0"),
-        ({"codec": 4}, "codec is a int"),
-        ({"codec": passes.LowRank(rank=1)}, "codec is a LowRank"),
-        ({"fragments": 31}, "fragments=31 with every=30"),
-        ({"delay": 31}, "delay=31 with every=30"),
-        ({"sites": "mesh"}, "sites is a str"),
-    ],
-)
-def test_options_are_refused_by_name(options: dict[str, object], text: str) -> None:
-    with pytest.raises(ValueError, match=f"zgraph.OuterSteps: {text}"):
-        zgraph.OuterSteps(nn.Linear(2, 2), **options)  # pyright: ignore
-
-
 def test_the_text_says_what_has_happened() -> None:
     outer = zgraph.OuterSteps(nn.Linear(2, 2), every=1)
     outer.step()
     done = "1 step, 1 round, 0 bytes sent, waited 0.0 s, keeps 2.00 KiB"
     assert str(outer) == f"OuterSteps: 1 site, 1 fragment, every=1; {done}"
-
-
-def check_windows() -> None:
-    run = Run(1)
-    with zgraph.no_sync(run.model):
-        loss_of(run.model, *batches(0, 0, 0)).backward()
-    with pytest.raises(zgraph.ZgraphError, match="no_sync window is open"):
-        run.outer.step()
-
-
-@worlds(2)
-def test_a_step_in_a_window_is_refused(ranks: Ranks) -> None:
-    ranks.run(check_windows)
-
-
-def test_models_without_parameters_to_train_are_refused() -> None:
-    with pytest.raises(zgraph.ZgraphError, match="no parameter of the model requires gradients"):
-        zgraph.OuterSteps(nn.Linear(2, 2).requires_grad_(False))
-    with pytest.raises(zgraph.ZgraphError, match="weight has no values yet"):
-        zgraph.OuterSteps(nn.Linear(2, 2, device="meta"))
-
-
-# --- sites that do not do the same ------------------------------------------------------------------------------------
-
-
-def check_unequal_steps() -> None:
-    """A site with fewer batches finishes while the other trains on: an error on both, with the steps of each."""
-    model = nn.Linear(40, 40)
-    outer = zgraph.OuterSteps(model, dist.group.WORLD, every=4, fragments=2)
-    with pytest.raises(zgraph.ZgraphError, match=r"after 5 steps, and site 1 fragment \d after 6 steps"):
-        for _ in range(5 if dist.get_rank() == 0 else 8):
-            outer.step()
-        outer.finish()
-    assert len(outer.state_dict()["running"]) == 0, "what failed is forgotten"
-
-
-@worlds(2)
-def test_sites_with_unequal_numbers_of_steps_are_told(ranks: Ranks) -> None:
-    ranks.run(check_unequal_steps)
-
-
-def check_values_that_are_not_finite() -> None:
-    model = nn.Linear(40, 40)
-    outer = zgraph.OuterSteps(model, dist.group.WORLD, every=1, fragments=1, delay=0)
-    before = model.weight.detach().clone()
-    if dist.get_rank() == 1:
-        model.weight.data[3, 4] = float("nan")
-    with pytest.raises(zgraph.ZgraphError, match=r"site 1 has values that are not finite among weight, bias"):
-        outer.step()
-    model.weight.data.copy_(before)
-    outer.step()
-    assert torch.equal(model.weight, before), "the anchor has kept no NaN"
-
-
-@worlds(2)
-def test_a_site_with_nan_is_named_and_changes_no_anchor(ranks: Ranks) -> None:
-    ranks.run(check_values_that_are_not_finite)
-
-
-def check_states_of_other_steps() -> None:
-    run = Run(2)
-    states = []
-    for first, last in ((0, 4), (4, 8)):
-        run.train(first, last)
-        states.append(copy.deepcopy(run.outer.state_dict()))
-    rank = run.mesh["site"].get_local_rank()
-    with pytest.raises(zgraph.ZgraphError, match="site 0 loads a state of step 8, and site 1 one of step 4"):
-        Run(2).outer.load_state_dict(states[1 - rank])
-
-
-@worlds(2)
-def test_sites_that_load_other_steps_are_told(ranks: Ranks) -> None:
-    ranks.run(check_states_of_other_steps)
 
 
 def check_other_first_values() -> None:
@@ -478,28 +247,6 @@ def check_other_first_values() -> None:
 @worlds(4)
 def test_copies_start_from_the_first_sites_values_together(ranks: Ranks) -> None:
     ranks.run(check_other_first_values)
-
-
-def test_weights_are_finite_and_not_negative() -> None:
-    outer = zgraph.OuterSteps(nn.Linear(2, 2), every=1)
-    for weight in (-1.0, float("nan"), float("inf"), "1"):
-        with pytest.raises(ValueError, match="weight="):
-            outer.step(weight=weight)  # pyright: ignore
-    assert "0 steps" in str(outer)
-
-
-def test_calls_inside_the_anchor_are_refused() -> None:
-    outer = zgraph.OuterSteps(nn.Linear(2, 2), every=1)
-    with outer.anchor(), pytest.raises(zgraph.ZgraphError, match=r"inside `with outer.anchor\(\)`"):
-        outer.step()
-    with pytest.raises(ArithmeticError), outer.anchor():
-        raise ArithmeticError
-    outer.step()
-
-
-def test_complex_parameters_are_refused() -> None:
-    with pytest.raises(zgraph.ZgraphError, match="weight is complex"):
-        zgraph.OuterSteps(nn.Linear(2, 2, dtype=torch.complex64))
 
 
 def check_anchors_seen_by_all() -> None:

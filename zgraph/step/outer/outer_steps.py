@@ -201,9 +201,17 @@ class OuterSteps:
 
     @contextlib.contextmanager
     def anchor(self) -> Generator[None]:
-        """Let the parameters be the anchors' values in a `with` block, for example to evaluate what all sites share."""
+        """Let the parameters be the anchors' values in a `with` block, for example to evaluate what all sites share.
+
+        All ranks of a site enter and leave the block.
+
+        Raises:
+            ZgraphError: a `no_sync` window is open, or this is called inside such a block.
+            AgreementError: a rank of this site makes another call.
+        """
         with torch.no_grad():
             self._check_call()
+            meet(self._model, "zgraph.OuterSteps.anchor()")
             wait([one.found for one in self._running])  # so that all sites see the same anchors
             own = [one.fragment.read() for one in self._anchors]
             self._write([one.values for one in self._anchors])
@@ -242,7 +250,8 @@ class OuterSteps:
         If the number of sites has changed, momentum and errors of the codec start from zeros, with a warning.
 
         Raises:
-            ZgraphError: the state belongs to other parameters, fragments or ranks; nothing has changed.
+            ZgraphError: the state belongs to other parameters, fragments or ranks, or sites load states of different
+                steps; nothing has changed.
         """
         if isinstance(self._sites, MetSites):
             raise ZgraphError(

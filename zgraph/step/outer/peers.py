@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from datetime import timedelta
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroupGloo, Store  # pyright: ignore[reportPrivateImportUsage]  # documented
+from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]  # documented, not in __all__
+
+from zgraph.torch_compat.groups import gloo_group
 
 
 class Peers:
@@ -28,8 +28,7 @@ class Peers:
 
     def __init__(self, store: Store, rank: int, count: int, timeout_s: float) -> None:
         self.rank, self.count, self.sent_bytes, self.until = rank, count, 0, math.inf
-        # Typed without its methods, which are those of ProcessGroup.
-        self._group: Any = ProcessGroupGloo(store, rank, count, timedelta(seconds=timeout_s)) if count > 1 else None
+        self._group = gloo_group(store, rank, count, timeout_s) if count > 1 else None
 
     def all_to_all(self, rows: Tensor) -> Tensor:
         received = torch.empty_like(rows)

@@ -142,6 +142,35 @@ def test_a_site_that_finishes_after_a_pause_loses_nothing() -> None:
     assert last > 0, "also that of the other site"
 
 
+def fail_once(address: str, fails: bool) -> tuple[Log, set[int]]:
+    """Train for some rounds; one site fails in round 2 after its exchange, when the other one has got everything."""
+    model = nn.Linear(6, 6)
+    outer = zgraph.OuterSteps(model, zgraph.Meeting(address, least=2, deadline_s=4), every=1, fragments=1)
+    if fails:
+        add = outer._sites._ledger.add
+        outer._sites._ledger.add = lambda key, number=0: _fail() if key == "done/2" else add(key, number)
+    log: Log = []
+    while not log or log[-1][1] < 6:
+        with torch.no_grad():
+            model.weight += 1.0 + fails
+        outer.step()
+        log += anchors_of(outer)
+    return log, {rounds for _, rounds, _ in log}
+
+
+def _fail() -> int:
+    raise RuntimeError("this site fails before it says that it is done")
+
+
+def test_a_round_that_one_site_cannot_finish_counts_nowhere() -> None:
+    with meeting() as sites:
+        runs = [sites.start(fail_once, fails) for fails in (False, True)]
+        found = [run.result()[0] for run in runs]
+    check_equal([log for log, _ in found])
+    for _, rounds in found:
+        assert 6 in rounds and 3 not in rounds, "the third round changed the anchor of a site"
+
+
 def finish_alone(address: str) -> str:
     outer = zgraph.OuterSteps(nn.Linear(2, 2), zgraph.Meeting(address, least=2, deadline_s=4), every=2)
     for _ in range(6):

@@ -45,6 +45,20 @@ def test_a_rank_that_takes_no_outer_steps_is_named(ranks: Ranks) -> None:
     ranks.run(check_a_rank_that_skips)
 
 
+def check_an_evaluation_on_one_rank() -> None:
+    run = Run(1)
+    with pytest.raises(zgraph.AgreementError, match=r"OuterSteps\.anchor"):
+        if dist.get_rank() == 0:
+            with run.outer.anchor():
+                run.values()
+        run.train(0, 1)
+
+
+@worlds(2)
+def test_a_rank_that_evaluates_the_anchor_by_itself_is_named(ranks: Ranks) -> None:
+    ranks.run(check_an_evaluation_on_one_rank)
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -107,6 +121,7 @@ def check_values_that_are_not_finite() -> None:
         model.weight.data[3, 4] = float("nan")
     with pytest.raises(zgraph.ZgraphError, match=r"site 1 has values that are not finite among weight, bias"):
         outer.step()
+    assert outer.state_dict()["weights"] == [1.0], "the step counts in the next round"
     model.weight.data.copy_(before)
     outer.step()
     assert torch.equal(model.weight, before), "the anchor has kept no NaN"

@@ -61,6 +61,8 @@ class ListCall:
         if count == 3 and len(tensors) == 3:
             return cls(target, tensors, numbers[0] if numbers else options.pop("value", 1), options=_items(options))
         number = numbers[0] if numbers else None
+        if number is not None and target.overloadpacket is aten.mul_ and not _is_exact(tensors[0]):
+            return None
         if target.overloadpacket in _LERP:
             return cls(target, tensors, common=number, options=_items(options)) if len(tensors) == 2 else None
         if number is not None and options:  # a number times alpha
@@ -96,3 +98,8 @@ def _items(options: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
 
 def _is_tensor(argument: object) -> bool:
     return isinstance(argument, fx.Node) and isinstance(meta.value(argument), Tensor)
+
+
+def _is_exact(node: fx.Node) -> bool:
+    """Return whether `_foreach_mul_` by a number gives the bits of `mul_`: it rounds once more below fp32."""
+    return meta.value(node).dtype.itemsize >= torch.float32.itemsize

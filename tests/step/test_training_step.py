@@ -27,7 +27,7 @@ CASES = {
     "dropout": Case(dropout=0.5, stage=2, optimizer="adamax", schedule=True),
     "frozen": Case(frozen=True, stage=2, optimizer="adadelta", clip="zgraph", zero_first=True),
     "resumed": Case(resume=True, stage=1, optimizer="adamw_foreach", schedule=True),
-    "checkpointed": Case(checkpointed=True, optimizer="sgd"),
+    "checkpointed": Case(checkpointed=True, optimizer="sgd", precision="bf16 weights"),
     "compiled": Case(compiled=True, clip="torch"),
 }
 

@@ -111,6 +111,7 @@ class Gate:
     schedule: str
     scaler: str
     compression: str
+    weights: str
     widths: tuple[int, ...] = (7,)
 
     def __str__(self) -> str:
@@ -138,6 +139,7 @@ LEVELS: dict[str, list[Any]] = {
     "schedule": ["none", "cycle"],
     "scaler": ["none", "inf"],
     "compression": list(PRESETS),
+    "weights": ["float32", "bfloat16"],
 }
 assert list(LEVELS) == [field.name for field in fields(Gate)][: len(LEVELS)]
 
@@ -155,7 +157,11 @@ class Trained(Script):
     def build(self) -> nn.Module:
         assert isinstance(self.setting, GateSetting)
         self.gate = self.setting.gate
-        return Chain(self.gate.widths, self.gate.shape)
+        return Chain(self.gate.widths, self.gate.shape).to(self.dtype)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return getattr(torch, self.gate.weights)
 
     def prepare(self) -> None:
         gate, trained = self.gate, [one for one in self.model.parameters() if one.requires_grad]
@@ -177,7 +183,7 @@ class Trained(Script):
         x = torch.randn(6, 5, generator=generator)
         if self.gate.scaler == "inf" and number == SKIPPED and dist.get_rank() == 1:
             x[0, 0] = torch.inf
-        return x, self.gate.unused == "never" or number % 3 != 0
+        return x.to(self.dtype), self.gate.unused == "never" or number % 3 != 0
 
     def step(self, x: Tensor, side: bool) -> Any:
         gate, found = self.gate, dict[str, Any](loss=torch.zeros(()))

@@ -27,10 +27,10 @@ def loss_of(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
 class Run:
     """A loop of this rank's site."""
 
-    def __init__(self, sites: int) -> None:
-        torch.manual_seed(0)
+    def __init__(self, sites: int, offload: zgraph.Offload | None = None, seed: int = 0) -> None:
+        torch.manual_seed(seed)
         self.mesh = init_device_mesh("cpu", (sites, dist.get_world_size() // sites), mesh_dim_names=("site", "dp"))
-        self.model = zgraph.shard(Language(width=12), self.mesh["dp"], zero_stage=2)
+        self.model = zgraph.shard(Language(width=12), self.mesh["dp"], zero_stage=2, offload=offload)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.outer = zgraph.OuterSteps(self.model, self.mesh["site"], every=4, fragments=3, delay=2)
 

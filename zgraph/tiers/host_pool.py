@@ -23,8 +23,10 @@ class HostPool:
         if not nbytes:
             return torch.empty_like(tensor, device="cpu")
         size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        free = self._free.setdefault(size, [])
-        block = free.pop() if free else mmap.mmap(-1, size)
+        try:  # another thread may take the last block between a test and a pop
+            block = self._free.setdefault(size, []).pop()
+        except IndexError:
+            block = mmap.mmap(-1, size)
         # Only the tensor holds this view, so it dies with the storage.
         view = memoryview(block)
         begin = torch.frombuffer(view, dtype=torch.uint8).data_ptr()

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,17 +33,20 @@ def anchors_of(outer: zgraph.OuterSteps) -> Log:
     return [(place, one.state.rounds, checksum([one.values])) for place, one in enumerate(outer._anchors)]
 
 
-def train(address: str, seed: int, phases: Sequence[tuple[int, int]], ends: str = "returns") -> Log:
+def train(
+    address: str, seed: int, phases: Sequence[tuple[int, int]], ends: str = "returns", folder: Path | None = None
+) -> Log:
     """Train until so many rounds had so many sites, phase by phase; the anchors after each step.
 
-    Each phase that has ended adds to a counter of the store. A site may be killed at the end, while rounds run.
+    Each phase that has ended adds to a counter of the store. A site may be killed at the end, while rounds run. One of
+    several ranks keeps anchors in a folder.
     """
     host, port = address.split(":")
     store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60))
     torch.manual_seed(seed)
     model: nn.Module = Language(layers=1, width=12)
     if dist.get_world_size() > 1:
-        model = zgraph.shard(model)
+        model = zgraph.shard(model, offload=zgraph.Offload(optimizer="disk", path=folder))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     outer = zgraph.OuterSteps(model, zgraph.Meeting(address, deadline_s=DEADLINE_S), every=4, fragments=2, delay=1)
     log = anchors_of(outer)
@@ -78,10 +82,10 @@ def check_equal(logs: Sequence[Log]) -> int:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_sites_that_meet_keep_equal_anchors(ranks: int) -> None:
+def test_sites_that_meet_keep_equal_anchors(ranks: int, tmp_path: Path) -> None:
     """Of each site one rank or two; each position has anchors of its own."""
     with meeting() as sites:
-        runs = [sites.start(train, seed, [(2, 6)], ranks=ranks) for seed in range(2)]
+        runs = [sites.start(train, seed, [(2, 6)], "returns", tmp_path, ranks=ranks) for seed in range(2)]
         logs = [run.result() for run in runs]
     for position in range(ranks):
         assert check_equal([log[position] for log in logs]) > 6

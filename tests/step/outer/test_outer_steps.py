@@ -233,6 +233,35 @@ def test_the_text_says_what_has_happened() -> None:
     assert str(outer) == f"OuterSteps: 1 site, 1 fragment, every=1; {done}"
 
 
+def check_metrics() -> None:
+    """Each step's bytes and waiting add up to those of the run, pauses and other models left out."""
+    run, steps = Run(2), list[zgraph.metrics.StepValues]()
+    metrics = zgraph.Metrics(run.model)
+    run.outer.step()
+    for step in range(8):
+        metrics.step()
+        assert metrics.last is not None
+        steps.append(metrics.last)
+        run.train(step, step + 1)
+    metrics.step()
+    assert metrics.last is not None
+    assert [one.site_bytes is None for one in steps] == [False] * 8
+    counted = [*steps, metrics.last]
+    assert sum(one.site_bytes or 0 for one in counted) == run.outer.sent_bytes > 0
+    assert sum(one.site_wait_ms or 0 for one in counted) == pytest.approx(1e3 * run.outer.waited_s)
+    metrics.step()
+    assert metrics.last.site_bytes is metrics.last.site_wait_ms is None
+    with metrics.pause():
+        run.outer.finish()
+    metrics.step()
+    assert metrics.last.site_bytes is None
+
+
+@worlds(2)
+def test_metrics_count_what_sites_send(ranks: Ranks) -> None:
+    ranks.run(check_metrics)
+
+
 def check_other_first_values() -> None:
     """With copies inside a site, and a parameter of which one rank has no slice."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("site", "dp"))

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -147,6 +151,13 @@ def test_calls_inside_the_anchor_are_refused() -> None:
     with pytest.raises(ArithmeticError), outer.anchor():
         raise ArithmeticError
     outer.step()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
+def test_copies_are_refused(copied: Callable[[object], object]) -> None:
+    outer = zgraph.OuterSteps(nn.Linear(2, 2))
+    with pytest.raises(zgraph.ZgraphError, match=r"save outer\.state_dict"):
+        copied(outer)
 
 
 def test_complex_parameters_are_refused() -> None:

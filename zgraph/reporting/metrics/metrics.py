@@ -122,6 +122,8 @@ class Metrics:
             step_ms=0.0,  # known at the end
             compile_ms=1e3 * (self._compiled_s - compiled_s) if self._scopes else None,
             sent_bytes=counted.sent_bytes if counted.calls else None,
+            site_bytes=counted.site_bytes,
+            site_wait_ms=None if counted.site_bytes is None else 1e3 * counted.site_wait_s,
             peak_bytes=peak_bytes,
             graph_peak_bytes=graph_peak,
             budget_share=share,

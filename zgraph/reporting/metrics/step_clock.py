@@ -1,4 +1,4 @@
-"""Counts the calls of compiled graphs and times their waits for `zgraph.Metrics`."""
+"""Counts the calls of compiled graphs and times their waits for `zgraph.Metrics`; also outer steps."""
 
 from __future__ import annotations
 
@@ -66,12 +66,16 @@ class Counted:
         sent_bytes: bytes sent by this rank.
         waits: begin and end of each wait, in microseconds of the host's clock, or as device events.
         profiled: whether `zgraph.measure` was active in one of the calls.
+        site_bytes: bytes that outer steps have sent to other sites; None: there were no outer steps.
+        site_wait_s: seconds for which outer steps have waited for other sites.
     """
 
     calls: list[CalledGraph] = field(default_factory=list[CalledGraph])
     sent_bytes: int = 0
     waits: list[tuple[Any, Any]] = field(default_factory=list[tuple[Any, Any]])
     profiled: bool = False
+    site_bytes: int | None = None
+    site_wait_s: float = 0.0
 
 
 class StepClock:
@@ -90,6 +94,12 @@ class StepClock:
         """Return the counts since the last call, and reset them."""
         found, self.counted = self.counted, Counted()
         return found
+
+    def add_outer_step(self, sent_bytes: int, waited_s: float) -> None:
+        """Count an outer step, with the bytes sent to other sites and the seconds waited since the last one."""
+        if not self.paused:
+            self.counted.site_bytes = (self.counted.site_bytes or 0) + sent_bytes
+            self.counted.site_wait_s += waited_s
 
 
 class GraphWatch:

@@ -19,6 +19,8 @@ class StepValues:
         exposed_ms: time for which compute was blocked in waits of compiled graphs; None: no compiled graph ran.
         compile_ms: time spent compiling, as counted by `zgraph.summary`; 0 if nothing was compiled.
         sent_bytes: bytes that this rank's compiled graphs have sent; None: no compiled graph ran.
+        site_bytes: bytes that `zgraph.OuterSteps` has sent to other sites; None: there was no outer step.
+        site_wait_ms: time for which outer steps have waited for other sites; None: there was no outer step.
         peak_bytes: peak of PyTorch's CUDA allocator; None on other devices, and under `zgraph.measure`.
         graph_peak_bytes: highest peak memory of a called graph, as measured by `zgraph.measure` or else as predicted;
             without memory of the model and the optimizer.
@@ -36,6 +38,8 @@ class StepValues:
     exposed_ms: float | None = None
     compile_ms: float | None = None
     sent_bytes: int | None = None
+    site_bytes: int | None = None
+    site_wait_ms: float | None = None
     peak_bytes: int | None = None
     graph_peak_bytes: int | None = None
     budget_share: float | None = None
@@ -53,11 +57,13 @@ class StepValues:
             facts.append(f"{self.tokens_per_s:,.0f} tokens/s")
         if self.exposed_ms is not None:
             facts.append(f"{duration(1e3 * self.exposed_ms)} exposed")
+        if self.site_wait_ms is not None:
+            facts.append(f"{duration(1e3 * self.site_wait_ms)} waiting for sites")
         if self.compile_ms:
             facts.append(f"{duration(1e3 * self.compile_ms)} compiling")
         facts += [
             f"{name.removesuffix('_bytes').replace('_', ' ')} {size(count)}"
-            for name in ("sent_bytes", "peak_bytes", "graph_peak_bytes")
+            for name in ("sent_bytes", "site_bytes", "peak_bytes", "graph_peak_bytes")
             if (count := getattr(self, name)) is not None
         ]
         if self.budget_share is not None:

@@ -37,13 +37,13 @@ def caught_up(members: Sequence[Member], peers: Peers, anchor: Anchor, sent: Ten
         anchor: anchor of the fragment.
         sent: [numel], this site's values.
     """
-    state, newest = anchor.state, max(member.rounds for member in members)
-    holds = [member.rounds == newest for member in members]
+    state, newest = anchor.fetched(), max(member.rounds for member in members)
+    holds, momentum = [member.rounds == newest for member in members], state.momentum
     if (state.sites, state.site) != (peers.count, peers.rank):
         state = anchor.divided(state, peers.count, peers.rank)
     old = [_rows(anchor, member.sites, member.site) for member in members]
     new = [_rows(anchor, peers.count, rank) for rank in range(peers.count)]
-    state = replace(state, momentum=_moved(peers, anchor, old, new, holds))
+    state = replace(state, momentum=_moved(peers, momentum, old, new, holds))
     donor, stale = holds.index(True), [rank for rank, has in enumerate(holds) if not has]
     if peers.rank == donor:
         peers.swap(dict.fromkeys(stale, state.values), {})
@@ -55,28 +55,28 @@ def caught_up(members: Sequence[Member], peers: Peers, anchor: Anchor, sent: Ten
     return state, sent
 
 
-def _moved(peers: Peers, anchor: Anchor, old: Sequence[range], new: Sequence[range], holds: Sequence[bool]) -> Tensor:
+def _moved(peers: Peers, kept: Tensor, old: Sequence[range], new: Sequence[range], holds: Sequence[bool]) -> Tensor:
     """Return the momentum of the rows that this site owns in this round, zeros for rows whose owner is gone.
 
     Args:
         peers: group of the members.
-        anchor: anchor of the fragment, with the momentum of this site's old rows.
+        kept: momentum of this site's old rows.
         old, new: rows of each member in its last round, and in this one.
         holds: whether each member was in the last round.
     """
     own, wanted = old[peers.rank], new[peers.rank]
-    momentum = anchor.values.new_zeros(len(wanted))
+    momentum = kept.new_zeros(len(wanted))
     sends: dict[int, Tensor] = {}
     receives: dict[int, Tensor] = {}
     for rank in range(peers.count):
         leaving, arriving = _shared(own, new[rank]), _shared(old[rank], wanted)
         if holds[peers.rank] and leaving:
-            sends[rank] = anchor.state.momentum[leaving.start - own.start : leaving.stop - own.start]
+            sends[rank] = kept[leaving.start - own.start : leaving.stop - own.start]
         if holds[rank] and arriving:
             receives[rank] = momentum[arriving.start - wanted.start : arriving.stop - wanted.start]
-    kept, landing = sends.pop(peers.rank, None), receives.pop(peers.rank, None)
-    if kept is not None and landing is not None:
-        landing.copy_(kept)
+    staying, landing = sends.pop(peers.rank, None), receives.pop(peers.rank, None)
+    if staying is not None and landing is not None:
+        landing.copy_(staying)
     peers.swap(sends, receives)
     return momentum
 

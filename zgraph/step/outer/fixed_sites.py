@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -96,8 +97,10 @@ class FixedSites:
                 raise ZgraphError(text)
         for place, one in enumerate(anchors):
             if one.fragment.any_copy(len({digests[place] for _, digests in found}) > 1):
-                dist.broadcast(one.values, group=resolve_group(self._group_name), group_src=0)
-                one.fragment.write(one.values)
+                values = one.values.clone()
+                dist.broadcast(values, group=resolve_group(self._group_name), group_src=0)
+                one.state = replace(one.state, values=values)
+                one.fragment.write(values)
 
     def check_loaded(self, steps: int, states: Sequence[State]) -> None:
         """Check that all sites load states of the same step.
@@ -144,13 +147,14 @@ class FixedSites:
         try:
             if self.count > 1:
                 self._check_round(anchor, sent, number, place)
-            anchor.state = anchor.run_round(anchor.state, sent, weight, optimizer, self, anchor.state.rounds)
+            found = anchor.run_round(anchor.fetched(), sent, weight, optimizer, self, anchor.state.rounds)
+            anchor.state = found
         except ZgraphError:
             raise
         except RuntimeError as error:
             names = anchor.fragment.names
             raise collective_error("zgraph.OuterSteps' round", names, self._group_name, error) from error
-        return anchor.values
+        return found.values
 
     def _check_round(self, anchor: Anchor, sent: Tensor, number: int, place: int) -> None:
         """Compare what sites are about to exchange; messages of unequal sizes would end the process."""

@@ -129,6 +129,14 @@ class Fragment:
             flat[part.offset : part.offset + part.stop - part.start] = local[part.start : part.stop]
         return flat
 
+    def at_rest(self, flat: Tensor) -> Tensor:
+        """Return a tensor of this fragment where it is kept between rounds: in the tier of optimizer state."""
+        return flat if self._resting is None else self._resting.place_state(flat, f"the fragment of {self.names[0]}")
+
+    def fetched(self, flat: Tensor) -> Tensor:
+        """Return the tensor of a fragment on the device."""
+        return flat if self._resting is None else self._resting.fetched(flat)
+
     def any_copy(self, flag: bool) -> bool:
         """Return whether a flag is set on any rank of this site that has copies of these parameters.
 
@@ -165,10 +173,7 @@ class Fragment:
         found: list[tuple[Part, Tensor]] = []
         for section in self._sections:
             for part in section.parts:
-                local = local_tensor(part.parameter)
-                if self._rests(local):
-                    local = lanes_of(self.device).reload(local).wait()
-                found.append((part, local.reshape(-1)))
+                found.append((part, self.fetched(local_tensor(part.parameter)).reshape(-1)))
         return found
 
     def _rests(self, local: Tensor) -> bool:

@@ -158,7 +158,7 @@ class MetSites:
 
     def give(self, request: int, anchors: Sequence[Anchor]) -> None:
         """Send a newcomer the anchors; called on the thread of rounds, so that they are of one moment."""
-        given = [(one.values, torch.tensor([one.state.rounds, self._next])) for one in anchors]
+        given = [(one.state.values, torch.tensor([one.state.rounds, self._next])) for one in anchors]
         self._giver.submit(self._give, request, given)
 
     def _give(self, request: int, given: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -299,7 +299,7 @@ class MetSites:
             return None
         anchor.state = replace(found, rounds=number + 1)
         self.count = len(members)
-        return anchor.values
+        return found.values
 
     def _members(self, number: int, own: Member, until: float) -> dict[int, Member]:
         """Enter a round; return its members by site, none if it is given up."""

@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from typing import Any, Literal
+from typing import Any, Literal, Never
 
 import torch
 from torch import Tensor, nn
@@ -98,6 +98,7 @@ class OuterSteps:
         self._sites = _sites_of(sites, named)
         self._optimizer = OuterOptimizer(lr, momentum)
         self.waited_s = 0.0
+        self._counted = 0, 0.0  # bytes and seconds that `zgraph.Metrics` has been told
         self._shows_anchor = False
         self._thread = thread("sites")
         self._steps = 0
@@ -151,6 +152,7 @@ class OuterSteps:
             one = self._begin(number, place)
             if not self._table.delay:
                 self._end(one, overlaps=False)
+        self._count()
 
     @never_compiled
     @torch.no_grad()
@@ -175,6 +177,7 @@ class OuterSteps:
             if self._end(self._begin(number, place), overlaps=False):
                 missing.discard(place)
             if not missing:
+                self._count()
                 return
         names = self._anchors[min(missing)].fragment.names
         raise ZgraphError(
@@ -279,6 +282,12 @@ class OuterSteps:
             sent = entry["sent"].to(values.device, copy=True)
             self._running.append(Running(entry["fragment"], 0, sent, 0.0, entry["begun_at"], 0.0, found))
 
+    def __getstate__(self) -> Never:
+        raise ZgraphError(
+            "zgraph.OuterSteps: it belongs to its model and its sites, and is neither copied nor pickled; save "
+            "outer.state_dict(), or make a zgraph.OuterSteps of the copied model."
+        )
+
     def _check_call(self) -> None:
         if self._shows_anchor:
             raise ZgraphError(
@@ -295,6 +304,13 @@ class OuterSteps:
                 "zgraph.OuterSteps: a no_sync window is open, which still needs the parameters as they are; call "
                 "outer.step() after the optimizer's step, outside of no_sync."
             )
+
+    def _count(self) -> None:
+        """Tell each `zgraph.Metrics` of the model the bytes sent and the seconds waited since the last call."""
+        now = self.sent_bytes, self.waited_s
+        (sent_bytes, waited_s), self._counted = self._counted, now
+        for clock in dict.fromkeys(clock for scope in scopes_of(self._model) for clock in scope.clocks):
+            clock.add_outer_step(now[0] - sent_bytes, now[1] - waited_s)
 
     def _begin(self, number: int, place: int) -> Running:
         anchor, weight = self._anchors[place], self._weights[place]

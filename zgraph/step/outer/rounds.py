@@ -13,7 +13,7 @@ moves by decoded codes everywhere, also on the site that has sent them, so it st
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -100,6 +100,11 @@ class State:
     def tensors(self) -> list[Tensor]:
         return [self.values, self.momentum, *self.errors[0], *self.errors[1]]
 
+    def moved(self, move: Callable[[Tensor], Tensor]) -> State:
+        """Return the state with `move` applied to each tensor."""
+        first, second = (tuple(map(move, errors)) for errors in self.errors)
+        return replace(self, values=move(self.values), momentum=move(self.momentum), errors=(first, second))
+
 
 class Anchor:
     """A fragment with the state of its rounds.
@@ -111,7 +116,6 @@ class Anchor:
 
     Attributes:
         fragment: the fragment.
-        state: the state after the last round.
     """
 
     def __init__(self, fragment: Fragment, codec: CompressionMethod | None, sites: int = 1, site: int = 0) -> None:
@@ -120,8 +124,22 @@ class Anchor:
         self.state = self.divided(State(values, values), sites, site)
 
     @property
+    def state(self) -> State:
+        """The state after the last round, with tensors in the tier of optimizer state."""
+        return self._state
+
+    @state.setter
+    def state(self, new: State) -> None:
+        self._state = new.moved(self.fragment.at_rest)
+
+    def fetched(self) -> State:
+        """Return the state with tensors on the device."""
+        return self._state.moved(self.fragment.fetched)
+
+    @property
     def values(self) -> Tensor:
-        return self.state.values
+        """The anchor, on the device."""
+        return self.fragment.fetched(self._state.values)
 
     @property
     def kept_bytes(self) -> int:
@@ -149,7 +167,7 @@ class Anchor:
         """Run a round, which waits for the other sites; return the next state.
 
         Args:
-            state: a state for the sites of `links`.
+            state: a state for the sites of `links`, with tensors on the device.
             sent: [numel], this site's values.
             weight: weight of this site in the mean.
             optimizer: the outer optimizer.

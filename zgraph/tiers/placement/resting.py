@@ -108,6 +108,14 @@ class Resting:
         """Move a DTensor parameter's local shard to the tier of parameters, and return the new DTensor."""
         return self._placed(sharded, self.options.params_tier, f"{name}.shard")
 
+    def place_state(self, tensor: Tensor, name: str) -> Tensor:
+        """Move a tensor to the tier of optimizer state, and return the moved tensor."""
+        return self._placed(tensor, self.options.optimizer_tier, name)
+
+    def fetched(self, tensor: Tensor) -> Tensor:
+        """Return a tensor on the device: a copy if it is in another tier."""
+        return tensor if self.space_of(tensor) == DEVICE else lanes_of(self.device).reload(tensor).wait()
+
     def settle(self, optimizer: optim.Optimizer, names: dict[int, str]) -> None:
         """Move the state of an optimizer to the tier of optimizer state, unless it is there already.
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 
 import torch
 from torch import Tensor
 
 from zgraph.codegen.kernels.cpu import blocks as cpu_blocks
+from zgraph.codegen.kernels.cpu.multiply import multiply
 from zgraph.codegen.kernels.triton import dequantize_blocks, quantize_blocks
-from zgraph.compression.method_text import from_text
+from zgraph.compression.method_text import from_text, to_text
 from zgraph.compression.methods import BlockMethod, CompressionMethod, RngKey, TensorMethod
 from zgraph.compression.payload import BucketLayout
 from zgraph.dialect.compressed import layout_of, shard_bytes
@@ -23,6 +24,9 @@ from zgraph.runtime.window_state import state_behind
 from zgraph.sharding.scope import closes_window
 
 _DEVICES = ("cpu", "cuda")
+_MOST_ROWS = MappingProxyType({torch.float32: 64})  # of inputs of a fused product; a library is faster for more
+_MOST_ROWS_OF_HALF = 8
+_TILE_NUMEL = 2**18  # weights decoded at a time: 1 MiB, which caches hold
 _ALWAYS = RngKey(0)  # constant, so that a parameter gathered twice has the same values
 
 
@@ -119,6 +123,63 @@ def dequantize_shards(received: Tensor, method: str, numel: int, offset: int, wo
     whole = received.new_empty((world, numel), dtype=dtype)
     _dequantize_each(rows, layout, _ALWAYS, [whole])
     return whole.view(-1)
+
+
+@torch.library.impl("zgraph::multiply_codes", _DEVICES)
+def multiply_codes(x: Tensor, received: Tensor, method: str, numel: int, offset: int, world: int, rows: int) -> Tensor:
+    layout = layout_of(method, (numel,), 1, 1)
+    payloads, columns = received.view(world, -1)[:, offset : offset + layout.payload_bytes], x.shape[1]
+    if x.device.type == "cpu" and len(x) <= _MOST_ROWS.get(x.dtype, _MOST_ROWS_OF_HALF):
+        found = multiply(x.float().contiguous(), payloads, layout, rows)
+        if found is not None:
+            return found.to(x.dtype)
+    coded, products = _Rows.of(payloads, layout, columns), x.new_empty((len(x), rows))
+    for ids in torch.arange(rows, device=x.device).split(max(1, _TILE_NUMEL // columns)):
+        products[:, ids[0] : ids[0] + len(ids)] = x @ coded.decoded(ids, x.dtype).t()
+    return products
+
+
+@torch.library.impl("zgraph::lookup_codes", _DEVICES)
+def lookup_codes(
+    received: Tensor, ids: Tensor, method: str, numel: int, offset: int, world: int, columns: int, dtype: torch.dtype
+) -> Tensor:
+    layout = layout_of(method, (numel,), 1, 1)
+    payloads, rows = received.view(world, -1)[:, offset : offset + layout.payload_bytes], world * numel // columns
+    if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < rows):
+        raise IndexError(f"zgraph::lookup_codes: ids from {int(ids.min())} to {int(ids.max())} in a table of {rows}")
+    return _Rows.of(payloads, layout, columns).decoded(ids.flatten(), dtype).view(*ids.shape, columns)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Rows of a weight, as codes.
+
+    Attributes:
+        method: compression method, as text.
+        columns: number of columns.
+        sections: [ranks, rows of a rank, bytes] for each section of the payload.
+    """
+
+    method: str
+    columns: int
+    sections: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, payloads: Tensor, layout: BucketLayout, columns: int) -> _Rows:
+        rows = layout.numels[0] // columns
+        views = (view[:, 0] for view in next(layout.views(payloads)))
+        return cls(to_text(layout.method), columns, tuple(view.unflatten(1, (rows, -1)) for view in views))
+
+    def decoded(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Decode rows: [n] int64 -> [n, columns]."""
+        layout = layout_of(self.method, (len(ids) * self.columns,), 1, 1)
+        payload = self.sections[0].new_zeros((1, layout.payload_bytes))
+        rank_rows = self.sections[0].shape[1]
+        for view, section in zip(next(layout.views(payload)), self.sections, strict=True):
+            view[0, 0] = section[ids // rank_rows, ids % rank_rows].flatten()
+        decoded = torch.empty((1, layout.numels[0]), dtype=dtype, device=payload.device)
+        _dequantize_each(payload, layout, _ALWAYS, [decoded])
+        return decoded.view(len(ids), self.columns)
 
 
 def encode(

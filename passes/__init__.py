@@ -7,6 +7,7 @@ from zgraph.passes.bucket_collectives import BucketCollectives
 from zgraph.passes.choose_lifetimes import ChooseLifetimes
 from zgraph.passes.compress_gradients import CompressGradients
 from zgraph.passes.compute.fuse_attention import FuseAttention
+from zgraph.passes.compute.read_codes import ReadCodes
 from zgraph.passes.dedupe_gathers import DedupeGathers
 from zgraph.passes.hoist_starts import HoistStarts
 from zgraph.passes.lower_gathers import LowerGathers
@@ -42,6 +43,7 @@ __all__ = [
     "OffloadActivations",
     "OrthogonalizeOnOwners",
     "QuantizeGathers",
+    "ReadCodes",
     "RecomputeActivations",
     "RngKey",
     "ScheduleCopies",

@@ -14,6 +14,7 @@ from zgraph.compression.methods import BlockMethod, CompressionMethod, TwoHop
 from zgraph.passes.bucket_collectives import BucketCollectives
 from zgraph.passes.choose_lifetimes import ChooseLifetimes
 from zgraph.passes.compress_gradients import CompressGradients
+from zgraph.passes.compute.read_codes import ReadCodes
 from zgraph.passes.dedupe_gathers import DedupeGathers
 from zgraph.passes.lower_gathers import LowerGathers
 from zgraph.passes.lower_reductions import LowerReductions
@@ -155,4 +156,5 @@ def _bucketed(
         OrthogonalizeOnOwners(),
         SplitUpdates(),
         FuseUpdates(),
+        ReadCodes(),
     ]

@@ -3,9 +3,10 @@
     sudo .venv/bin/python examples/benchmarks/site_faults.py --kills 50 --json results.json
 
 Four sites in network namespaces train the GPT of examples/train_gpt.py, and meet at a store in a fifth. A random one is
-killed again and again, and comes back; the link of another one is down for 20 seconds; the last one is half as fast.
-Training ends after a number of rounds. The same is done without faults, for each seed. Exits with 1 if anchors of the
-same round differ between sites, also those of a site that comes, or if a step waits for longer than the deadline.
+killed again and again, and comes back with the state of its optimizer; the link of another one is down for 20 seconds;
+the last one is half as fast. Training ends after so many steps whose rounds have counted, of all sites together. The
+same is done without faults, for each seed. Exits with 1 if anchors of the same round differ between sites, also those
+of a site that comes, or if a step waits for longer than the deadline.
 """
 
 # pyright: reportPrivateUsage=false
@@ -42,10 +43,10 @@ SEQUENCE, BATCH, EVERY, FRAGMENTS = 64, 2, 20, 4
 
 def main() -> int:
     if len(sys.argv) > 1 and sys.argv[1] == "site":
-        address, site, seed, rounds, log = sys.argv[2:]
-        train(address, int(site), int(seed), int(rounds), Path(log))
+        address, site, seed, folder = sys.argv[2:]
+        train(address, int(site), int(seed), Path(folder))
         return 0
-    parser = parser_of(__doc__, kills=50, rounds=300, seeds=3, rate="100mbit")
+    parser = parser_of(__doc__, kills=50, steps=6000, seeds=3, rate="100mbit")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # namespaces are removed on the way out
     rows: dict[str, dict[str, Any]] = {}
@@ -55,30 +56,38 @@ def main() -> int:
     ]:
         rows[name] = row = run(options, seed, kills)
         print(name, {key: value for key, value in row.items() if key != "failures"}, *row["failures"], sep="\n  ")
-    save(options.json, about() | {"kills": options.kills, "rounds": options.rounds, "rows": rows})
+    save(options.json, about() | {"kills": options.kills, "counted_steps": options.steps, "rows": rows})
     return int(any(row["failures"] for row in rows.values()))
 
 
 # --- the site ---------------------------------------------------------------------------------------------------------
 
 
-def train(address: str, site: int, seed: int, rounds: int, log: Path) -> None:
-    """Train until a number of rounds is reached, and log every step."""
+def train(address: str, site: int, seed: int, folder: Path) -> None:
+    """Train until a file says that it is enough, and log every step."""
     torch.set_num_threads(1)
     text, held_out_text = read_sources()
     torch.manual_seed(seed)
     model = GPT(layers=1, width=128, heads=4, sequence=SEQUENCE)
     optimizer = make_optimizer(model, lr=1e-3)
+    state = folder / f"optimizer{site}.pt"
+    if state.exists():
+        optimizer.load_state_dict(torch.load(state))
     outer = zgraph.OuterSteps(model, zgraph.Meeting(address, deadline_s=DEADLINE_S), every=EVERY, fragments=FRAGMENTS)
     generator = torch.Generator().manual_seed(1000 * seed + 10 * site + int(time.time()) % 10)
-    with log.open("a") as lines:
+    with (folder / f"site{site}.jsonl").open("a") as lines:
         known = write(lines, outer, {}, came=True)
-        while max(one.state.rounds for one in outer._anchors) < rounds:
+        steps = 0
+        while not (folder / "end").exists():
+            steps += 1
             began = time.perf_counter()
             starts = torch.randint(len(text) - SEQUENCE, (BATCH,), generator=generator)
             model(*cut(text, starts, SEQUENCE)).backward()
             optimizer.step()
             optimizer.zero_grad()
+            if steps % EVERY == 0:
+                torch.save(optimizer.state_dict(), state.with_suffix(".new"))
+                state.with_suffix(".new").replace(state)
             time.sleep(max(0.0, STEP_S * (2 if site == SITES - 1 else 1) - (time.perf_counter() - began)))
             waited_s = outer.waited_s
             outer.step(weight=BATCH)
@@ -116,7 +125,7 @@ def run(options: argparse.Namespace, seed: int, kills: int) -> dict[str, Any]:
 
         def start(site: int) -> subprocess.Popen[bytes]:
             address = f"{network.address(SITES)}:{PORT}"
-            arguments = ["site", address, str(site), str(seed), str(options.rounds), str(logs[site])]
+            arguments = ["site", address, str(site), str(seed), folder]
             environment = {"GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1"}
             return network.popen(site, [sys.executable, __file__, *arguments], environment)
 
@@ -125,8 +134,9 @@ def run(options: argparse.Namespace, seed: int, kills: int) -> dict[str, Any]:
         killed = 0
         while any(one.poll() is None for one in sites):
             time.sleep(chance.uniform(0.5, 4) if killed < kills else 1)
+            counted = sum(counted_steps(_read(log)) for log in logs)
             live = [site for site, one in enumerate(sites) if one.poll() is None and _trains(logs[site], begun[site])]
-            if killed < kills and len(live) > 1:
+            if killed < kills and len(live) > 1 and counted < 0.9 * options.steps:  # who comes later finds the end
                 site = chance.choice(live)
                 sites[site].kill()
                 sites[site].wait()
@@ -135,6 +145,8 @@ def run(options: argparse.Namespace, seed: int, kills: int) -> dict[str, Any]:
                 killed += 1
                 if killed == kills // 2:
                     _cut(network, chance.choice([one for one in range(SITES) if one != site]))
+            if counted >= options.steps:
+                Path(folder, "end").touch()
         ended = [one.returncode for one in sites]
         return {"killed": killed, "ended": ended} | judged([_read(log) for log in logs])
 
@@ -148,6 +160,21 @@ def _read(log: Path) -> list[dict[str, Any]]:
     """The lines of a log; the last one may have been cut by a kill."""
     text = log.read_text() if log.exists() else ""
     return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+
+
+def counted_steps(log: list[dict[str, Any]]) -> float:
+    """Return the number of a site's steps whose rounds have counted, as a mean over fragments."""
+    own = [0] * FRAGMENTS  # since the last round of each fragment
+    found = 0.0
+    for line in log:
+        if line.get("came"):
+            own = [0] * FRAGMENTS
+            continue
+        own = [count + ("waited_s" in line) for count in own]
+        for place, _, _ in line["anchors"]:
+            found += own[place] / FRAGMENTS
+            own[place] = 0
+    return found
 
 
 def _cut(network: ShapedNetwork, host: int) -> None:
@@ -180,6 +207,7 @@ def judged(logs: list[list[dict[str, Any]]]) -> dict[str, Any]:
         "rounds": len({rounds for _, rounds in digests if rounds}),
         "came": sum(bool(line.get("came")) for log in logs for line in log),
         "steps": [sum("waited_s" in line for line in log) for log in logs],
+        "counted_steps": [round(counted_steps(log)) for log in logs],
         "longest_wait_s": max(waits),
         "held_out": losses,
         "failures": failures,

@@ -246,3 +246,52 @@ def test_a_language_model_generates_from_codes(tmp_path: Path, bits: Any) -> Non
         assert torch.equal(served.generate(prompt, max_new_tokens=6, do_sample=False), expected)
         served.forward = torch.compile(served.forward, backend="zgraph", options={"lowering": "fx"}, dynamic=True)
         assert torch.equal(served.generate(prompt, max_new_tokens=6, do_sample=False), expected)
+
+
+# --- operators that read codes ----------------------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    """Rows of whole groups: a table that is looked up and multiplied, and a layer whose rows ranks share unevenly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.layer = nn.Embedding(ODD, 128), nn.Linear(128, 128)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return torch.tanh(self.layer(self.table(ids))) @ self.table.weight.T
+
+
+def read_codes(zero_stage: int, offload: zgraph.Offload, dtype: torch.dtype, lowering: str, batch: int) -> None:
+    torch.compiler.reset()
+    served, report = zgraph.shard(Tied().to(dtype), zero_stage=zero_stage, offload=offload), zgraph.Report()
+    options: Any = {"lowering": lowering, "report": report}
+    compiled: Any = torch.compile(served, backend="zgraph", options=options)
+    ids = torch.arange(7 * batch).view(batch, 7) % ODD
+    world = torch.distributed.get_world_size() if zero_stage else 1
+    exact = twin(Tied().to(dtype).float(), world, offload.param_bits or 0).double()  # weights are not rounded
+    with torch.no_grad():
+        found, decoded, expected = compiled(ids), served(ids), exact(ids)  # `served` decodes whole weights
+    if dtype == torch.float32:
+        torch.testing.assert_close(found, decoded)
+    assert (found - expected).norm() <= 1.1 * (decoded - expected).norm()
+    assert found.dtype == dtype and "read_codes on inference: 3 operators read codes" in report.notes
+
+
+@worlds(1, 2, 3)
+@pytest.mark.parametrize(
+    ("zero_stage", "tier", "bits", "dtype", "lowering", "batch"),
+    [
+        (3, "disk", 4, torch.float32, "fx", 1),
+        (0, "host", 8, torch.float32, "fx", 10),  # more rows than a fused product takes
+        (2, "host", 4, torch.bfloat16, "fx", 1),
+        (3, "host", 8, torch.bfloat16, "inductor", 1),
+        *long((1, "disk", 4, torch.float32, "inductor", 10)),
+    ],
+)
+def test_products_and_lookups_read_codes(
+    ranks: Ranks, zero_stage: int, tier: Any, bits: Any, dtype: torch.dtype, lowering: str, batch: int, tmp_path: Path
+) -> None:
+    offload = zgraph.Offload(params=tier, path=tmp_path if tier == "disk" else None, param_bits=bits)
+    ranks.run(read_codes, zero_stage, offload, dtype, lowering, batch)

@@ -23,6 +23,7 @@ from tests.support.graphs import Traced, apply, fake_world, traced
 from zgraph.analysis.hardware import Link
 from zgraph.compiler.graph_pass import Direction, GraphPass, PassContext, Phase
 from zgraph.compiler.pass_list import PassList
+from zgraph.compression.method_text import to_text
 from zgraph.graph import meta
 from zgraph.graph.edits import copy_of
 from zgraph.graph.text import graph_text
@@ -43,6 +44,7 @@ from zgraph.passes import (
     OffloadActivations,
     OrthogonalizeOnOwners,
     QuantizeGathers,
+    ReadCodes,
     RecomputeActivations,
     ScheduleCopies,
     ScheduleOverlap,
@@ -255,6 +257,18 @@ def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def without_softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q @ k.transpose(-2, -1) / 2) @ v
+
+
+FOUR_BITS = to_text(NoFeedback(bits=4, group=64))
+
+
+def table_of(codes: Tensor) -> Tensor:
+    """Four rows of 64, decoded."""
+    return torch.ops.zgraph.dequantize_shards(codes, FOUR_BITS, 256, 0, 1, torch.float32).view(4, 64)
+
+
+def tied(ids: Tensor, codes: Tensor) -> Tensor:
+    return F.embedding(ids, table_of(codes)) @ table_of(codes).t()
 
 
 class Between(nn.Module):
@@ -472,6 +486,18 @@ CASES: tuple[Case | OfStep | Unsharded, ...] = (
     ),
     Unsharded(about="attention by hand", graph_pass=FuseAttention(), function=by_hand, inputs=HEADS),
     Unsharded(about="no attention: no softmax", graph_pass=FuseAttention(), function=without_softmax, inputs=HEADS),
+    Unsharded(
+        about="a table that is looked up and multiplied",
+        graph_pass=ReadCodes(),
+        function=tied,
+        inputs=(torch.tensor([0, 2]), torch.zeros(144, dtype=torch.uint8)),
+    ),
+    Unsharded(
+        about="a product without a transpose needs decoded weights",
+        graph_pass=ReadCodes(),
+        function=lambda x, codes: x @ table_of(codes),
+        inputs=(torch.ones(2, 4), torch.zeros(144, dtype=torch.uint8)),
+    ),
 )
 
 

@@ -250,6 +250,8 @@ class CostModel:
         return NodeCost(COMPUTE, self.hardware.compute_us(0, moved, wire.dtype, launches), 0, moved)
 
     def _flops(self, node: fx.Node) -> Any:
+        if node.target is torch.ops.zgraph.multiply_codes.default:
+            return 2 * _numel(meta.tensor_value(node)) * meta.tensor_value(node.all_input_nodes[0]).shape[1]
         if nodes.is_orthogonalize(node):
             args = operator_arguments.OrthogonalizeArgs.of(node)
             return newton_schulz_flops(*args.shape, args.steps)

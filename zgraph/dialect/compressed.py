@@ -12,6 +12,11 @@ it.
     received = wait(all_gather(payload))
     unsharded = dequantize_shards(received, ...)                        for each parameter, when it is needed
 
+Products and lookups may read the payloads themselves, so that the unsharded weight never exists:
+
+    product = multiply_codes(x, received, ...)                          x @ weight.T
+    found = lookup_codes(received, ids, ...)                            weight[ids]
+
 The results of `quantize_shards` and `dequantize_shards` depend only on their arguments: a parameter that is gathered
 twice has the same values both times.
 """
@@ -49,6 +54,15 @@ torch.library.define("zgraph::quantize_shards", "(Tensor[] shards, str method, i
 torch.library.define(
     "zgraph::dequantize_shards",
     "(Tensor received, str method, int numel, int offset, int world, ScalarType dtype) -> Tensor",
+)
+torch.library.define(
+    "zgraph::multiply_codes",
+    "(Tensor x, Tensor received, str method, int numel, int offset, int world, int rows) -> Tensor",
+)
+torch.library.define(
+    "zgraph::lookup_codes",
+    "(Tensor received, Tensor ids, str method, int numel, int offset, int world, int columns, ScalarType dtype) "
+    "-> Tensor",
 )
 
 
@@ -200,3 +214,39 @@ def _(received: Tensor, method: str, numel: int, offset: int, world: int, dtype:
         [world * numel], including padding.
     """
     return received.new_empty((world * numel,), dtype=dtype)
+
+
+@torch.library.register_fake("zgraph::multiply_codes")
+def _(x: Tensor, received: Tensor, method: str, numel: int, offset: int, world: int, rows: int) -> Tensor:
+    """Multiply with a weight of which all ranks' payloads are given, as `x @ weight.T` (`zgraph::multiply_codes`).
+
+    Args:
+        x: [n, columns] float32, bfloat16 or float16. `columns` is a multiple of the method's group.
+        received, numel, offset, world: as in `dequantize_shards`; `numel` is a multiple of `columns`.
+        method: `BlockMethod` without rotation, as text.
+        rows: number of rows of the weight, without padding.
+
+    Returns:
+        [n, rows] in the dtype of `x`; products and sums are fp32 for few rows of `x`.
+    """
+    return x.new_empty((x.shape[0], rows))
+
+
+@torch.library.register_fake("zgraph::lookup_codes")
+def _(
+    received: Tensor, ids: Tensor, method: str, numel: int, offset: int, world: int, columns: int, dtype: torch.dtype
+) -> Tensor:
+    """Decode some rows of a weight of which all ranks' payloads are given (`zgraph::lookup_codes`).
+
+    Args:
+        ids: integers, any shape: numbers of rows.
+        received, method, numel, offset, world, dtype: as in `dequantize_shards`.
+        columns: number of columns of the weight, a multiple of the method's group; `numel` is a multiple of it.
+
+    Returns:
+        [*ids.shape, columns], with the bits of `dequantize_shards`.
+
+    Raises:
+        IndexError: an id is negative, or too large.
+    """
+    return received.new_empty((*ids.shape, columns), dtype=dtype)

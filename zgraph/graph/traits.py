@@ -123,6 +123,7 @@ TABLE: Mapping[OpOverload, Traits] = MappingProxyType(
                 aten.index_select.default,
                 aten.gather.default,
                 aten.take.default,
+                dialect.lookup_codes.default,
             ],
             Traits(reads_rows=True),
         ),

@@ -59,6 +59,20 @@ Bytes per element of the output: {_wire_bytes(method):.3f} for each rank, and {o
     return _comment(what) + _constants(method, "Output", output_dtype) + _template("common") + _template("dequantize")
 
 
+def emit_multiply(method: BlockMethod) -> str:
+    """Return the C++ source of `extern "C" void multiply(...)`."""
+    what = f"""\
+Products of inputs and the transpose of a weight that is stored as codes; each code is decoded in a register.
+
+inputs    [input_rows, numel] float
+received  [ranks, row_bytes] uint8: {_sections(method)}, of rank_rows rows of the weight
+outputs   [input_rows, weight_rows] float
+
+Bytes per weight: {_wire_bytes(method):.3f}."""
+    parts = map(_template, ("common", "dequantize", "multiply"))
+    return _comment(what) + _constants(method, "Output", torch.float32) + "".join(parts)
+
+
 def _template(name: str) -> str:
     """Return the text of a C++ file, which uses the constants emitted before it."""
     return resources.files("zgraph.codegen.kernels.cpu").joinpath(f"{name}.cpp").read_text()

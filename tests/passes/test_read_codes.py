@@ -1,0 +1,78 @@
+"""Which operators read codes of weights, and which decode; tests/sharding/test_coded_weights.py compares results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zgraph
+from examples.benchmarks.loopback import Wire, loopback
+
+Function = Callable[[Tensor, Tensor], Tensor]
+
+
+class Reader(nn.Module):
+    """Reads one weight."""
+
+    def __init__(self, function: Function, rows: int, columns: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight, self.function = nn.Parameter(torch.randn(rows, columns)), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x, self.weight)
+
+
+def served(function: Function, x: Tensor, rows: int = 64, columns: int = 128) -> tuple[list[str], Tensor, Tensor]:
+    """The pass's notes, the result, and that of uncompiled code."""
+    torch.compiler.reset()
+    report = zgraph.Report()
+    with loopback(1, Wire()), torch.no_grad():
+        model = zgraph.shard(Reader(function, rows, columns), offload=zgraph.Offload(params="host", param_bits=4))
+        compiled: Any = torch.compile(model, backend="zgraph", options={"lowering": "fx", "report": report})
+        found, expected = compiled(x), model(x)
+    return [note for note in report.notes if note.startswith("read_codes")], found, expected
+
+
+X = torch.randn(3, 128, generator=torch.Generator().manual_seed(0))
+IDS = torch.tensor([[5, 0], [63, 5]])
+READ: dict[str, tuple[Function, Tensor]] = {
+    "linear": (nn.functional.linear, X),
+    "linear, three dims": (nn.functional.linear, X[None]),
+    "with a bias": (lambda x, weight: torch.addmm(torch.ones(64), x, weight.t()), X),
+    "some rows": (lambda x, weight: x @ weight[:10].mT, X),
+    "a lookup": (lambda ids, weight: nn.functional.embedding(ids, weight), IDS),
+    "no rows": (nn.functional.linear, X[:0]),
+}
+DECODED: dict[str, tuple[Function, Tensor, int, int]] = {
+    "not transposed": (lambda x, weight: x @ weight, X, 128, 64),
+    "other rows": (lambda x, weight: x @ weight[1:].mT, X, 64, 128),
+    "scaled": (lambda x, weight: torch.addmm(torch.ones(64), x, weight.t(), alpha=2), X, 64, 128),
+    "groups that rows share": (nn.functional.linear, X[:, :80], 64, 80),
+    "also read as it is": (lambda x, weight: (x @ weight.t()) * weight.sum(), X, 64, 128),
+    "by itself": (lambda x, weight: weight @ weight.t(), X, 64, 128),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_codes_are_read(name: str) -> None:
+    notes, found, expected = served(*READ[name])
+    assert notes == ["read_codes on inference: 1 operators read codes"]
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("name", DECODED)
+def test_weights_are_decoded(name: str) -> None:
+    notes, found, expected = served(*DECODED[name])
+    assert notes == ["read_codes on inference: no operator can read codes"]
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("ids", [[-1], [64]])
+def test_ids_that_the_table_lacks_are_refused(ids: list[int]) -> None:
+    with pytest.raises(IndexError, match=f"ids from {ids[0]} to {ids[0]} in a table of 64"):
+        served(lambda ids, weight: nn.functional.embedding(ids, weight), torch.tensor(ids))

@@ -19,7 +19,7 @@ from torch.fx.node import map_arg
 
 from zgraph.graph import meta, nodes, traits
 from zgraph.tiers.tier import HOST
-from zgraph.torch_compat.fake_values import unknown_number
+from zgraph.torch_compat.fake_values import resolved_size, size_symbols, unknown_number
 from zgraph.torch_compat.operators import OpOverload, written_arguments
 
 LEAST_FUSIBLE = 2  # fusing needs at least two
@@ -31,7 +31,8 @@ class Island:
 
     Attributes:
         members: the nodes of the original graph, in order.
-        inputs: nodes outside the island that members read, ordered by first read; the placeholders of `gm`.
+        inputs: nodes outside the island that members read, ordered by first read, and those that give symbols in their
+            sizes a value; the placeholders of `gm`.
         outputs: members that are read outside the island, in order; `gm` returns them as a tuple.
         gm: the new graph. Its names are numbers, so that islands that compute the same have equal code.
     """
@@ -105,6 +106,7 @@ def cut_out(members: Sequence[fx.Node]) -> Island:
     """Copy a run of nodes into a new graph that shares nothing with the old one; return it as an island."""
     inside = set(members)
     inputs = list(dict.fromkeys(source for node in members for source in node.all_input_nodes if source not in inside))
+    inputs += _sizes_of(inputs, members[0].graph)
     outputs = [node for node in members if any(user not in inside for user in node.users)]
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -119,6 +121,24 @@ def cut_out(members: Sequence[fx.Node]) -> Island:
     return Island(tuple(members), tuple(inputs), tuple(outputs), fx.GraphModule({}, graph))
 
 
+def _sizes_of(inputs: Sequence[fx.Node], graph: fx.Graph) -> list[fx.Node]:
+    """Return inputs of the whole graph that give a value to each symbol which `inputs` have only in an expression.
+
+    A cache of s + 1 tokens, for example, does not tell the compiler what s is.
+    """
+    found = [size_symbols(meta.value(node)) for node in inputs]
+    unknown = set[object]().union(*(used for _, used in found)) - set[object]().union(*(alone for alone, _ in found))
+    sizes: list[fx.Node] = []
+    for node in graph.find_nodes(op="placeholder") if unknown else ():
+        alone, _ = size_symbols(meta.value(node))
+        if alone & unknown:
+            sizes.append(node)
+            unknown -= alone
+    return sizes
+
+
 def _value_inside(value: Any) -> Any:
     """Return the fake value of an island's input, with an unknown number in place of a symbolic float."""
+    if isinstance(value, torch.SymInt):
+        return resolved_size(value)
     return unknown_number(value) if isinstance(value, torch.SymFloat) else value

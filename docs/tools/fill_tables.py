@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = (
     ROOT / "docs" / "benchmarks.md",
     ROOT / "docs" / "gpus.md",
+    ROOT / "docs" / "inference.md",
     ROOT / "docs" / "models.md",
     ROOT / "docs" / "slow-links.md",
     ROOT / "docs" / "start-up.md",
@@ -164,7 +165,12 @@ def table(name: str) -> str:
         "zoo": zoo,
         "offload_states": states,
     }
-    kinds |= {"offload_inference": inference, "offload_capacity": capacity, "many_shapes-fx": shapes}
+    kinds |= {
+        "generate": generated,
+        "offload_inference": inference,
+        "offload_capacity": capacity,
+        "many_shapes-fx": shapes,
+    }
     kinds |= dict.fromkeys(("micro_batches-2x33.7M-1gbit", "micro_batches-2x33.7M-1gbit-bf16"), accumulating)
     kinds |= {"muon-2x33.7M-1gbit": muon, "muon-2x33.7M-1gbit-8": muon}
     kinds |= {"first_step-fx": first_steps, "first_step-inductor": first_steps}
@@ -345,6 +351,26 @@ def inference(result: dict[str, Any]) -> str:
                 f"{row['peak_bytes'] / 1e6:.0f}",
                 "" if error is None else percent(error["loss"] / exact - 1),
                 "" if error is None else f"{100 * error['logits']:.2f} %",
+            )
+        )
+    return markdown(heads, rows) + provenance([result])
+
+
+def generated(result: dict[str, Any]) -> str:
+    """Tokens of a Llama with weights in several forms."""
+    heads = ("weights", "stored MB", "ms to read", "ms a token", "tokens/s, batch 1", "tokens/s, batch 8", "peak MB")
+    rows: list[tuple[str, ...]] = []
+    for row in result["rows"]:
+        stored, read = row.get("stored_mb"), row.get("ms_to_read")
+        rows.append(
+            (
+                row["way"] if row["way"].startswith("zgraph") else f"transformers, {row['way']}",
+                "" if stored is None else f"{stored:.0f}",
+                "" if read is None else f"{read:.0f}",
+                spread_of(row["ms_1"]),
+                f"{1e3 / row['ms_1'][1]:.1f}",
+                f"{8e3 / row['ms_8'][1]:.1f}",
+                f"{row['peak_mb']:.0f}",
             )
         )
     return markdown(heads, rows) + provenance([result])

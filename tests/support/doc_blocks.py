@@ -433,6 +433,11 @@ def _generated(names: dict[str, Any]) -> None:
     assert names["tokens"].shape == (1, 3 + 6)
 
 
+def _generated_between_steps(names: dict[str, Any]) -> None:
+    _generated(names)
+    assert all(one.grad is not None and one.grad.isfinite().all() for one in names["model"].parameters())
+
+
 def _computed(names: dict[str, Any]) -> None:
     assert names["logits"].isfinite().all()
 
@@ -561,8 +566,10 @@ SETTINGS = [
     Setting("hardware = zgraph.calibrate()", _sharded, _train),
     Setting('offload = zgraph.Offload(params="host", optimizer="disk"', _with_a_folder, _stepped),
     Setting('offload = zgraph.Offload(params="host", optimizer="host", update="device")', _with_a_folder, _at_rest),
+    # inference.md
     Setting("model = zgraph.shard(model.eval(), offload=", _generating, _generated),
     Setting('offload = zgraph.Offload(params="disk", path="scratch", param_bits', _generating, _computed),
+    Setting("model = zgraph.shard(model, zero_stage=3)\nmodel.forward", _generating, _generated_between_steps),
     # adamw-8bit.md
     Setting("model = zgraph.shard(model.bfloat16()", _unsharded_on_a_mesh, _packed),
     Setting('offload = zgraph.Offload(params="disk", optimizer="disk"', _with_a_folder_on_a_mesh, _packed),

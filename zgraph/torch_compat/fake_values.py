@@ -298,3 +298,24 @@ def _anonymous(guard: Any) -> tuple[Any, str, list[Any]]:
     for place, symbol in enumerate(symbols):
         text = text.replace(str(symbol), f"<{place}>")
     return guard, text, symbols
+
+
+def size_symbols(value: object) -> tuple[set[Any], set[Any]]:
+    """Return the symbols that are a size, a stride or a number of a fake value, and all symbols in these expressions.
+
+    torch 2.11 - 2.15: `SymInt.node.expr`, a sympy expression.
+    """
+    numbers = [*value.shape, *value.stride()] if isinstance(value, Tensor) else [value]
+    expressions = [number.node.expr for number in numbers if isinstance(number, torch.SymInt)]
+    alone = {expression for expression in expressions if expression.is_Symbol}
+    return alone, {symbol for expression in expressions for symbol in expression.free_symbols}
+
+
+def resolved_size(size: torch.SymInt) -> torch.SymInt:
+    """Return a size with the symbols that the sizes of tensors have now; Inductor reads those that it was traced with.
+
+    torch 2.11 - 2.15: `SymNode(expr, shape_env, pytype, hint)`, whose `_expr` is that of the trace.
+    """
+    from torch.fx.experimental.sym_node import SymNode
+
+    return torch.SymInt(SymNode(size.node.expr, size.node.shape_env, int, size.node._hint))

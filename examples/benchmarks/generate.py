@@ -1,0 +1,140 @@
+"""Tokens of a Llama of random weights by Hugging Face's `generate`, with weights in fp32 and as codes.
+
+    python examples/benchmarks/generate.py                           # fifteen minutes
+    python examples/benchmarks/generate.py --layers 2 --width 256 --ways "fp32" "zgraph, 4 bits"      # does it run?
+
+Each way runs in a process of its own, on two threads, with a static cache, after a run that compiles. Peers are used as
+their pages say, compiled by torch.compile; those that are not installed (torchao, optimum-quanto) are left out. The
+weights of zgraph are on the host or on disk; the time to read the same bytes from the disk is measured before.
+Tokens are not compared: 4-bit weights choose other ones. tests/integrations/test_generate.py compares those of equal
+weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from offload_inference import disk_rate
+from ranks import alone
+from record import about, parser_of, quartiles, save
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import zgraph
+
+PROMPT, TOKENS, VOCABULARY = 16, 48, 8192
+BATCHES = (1, 8)
+OF_ZGRAPH = MappingProxyType(
+    {
+        "zgraph, 8 bits": {"params": "host", "param_bits": 8},
+        "zgraph, 4 bits": {"params": "host", "param_bits": 4},
+        "zgraph, 4 bits on disk": {"params": "disk", "param_bits": 4},
+        "zgraph, fp32 on disk": {"params": "disk"},
+    }
+)
+
+
+def torchao_ints(model: LlamaForCausalLM) -> None:
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_  # pyright: ignore
+
+    quantize_(model, Int8WeightOnlyConfig())
+
+
+def quanto_ints(bits: int) -> Callable[[LlamaForCausalLM], None]:
+    def convert(model: LlamaForCausalLM) -> None:
+        from optimum import quanto  # pyright: ignore
+
+        quanto.quantize(model, weights=quanto.qint4 if bits == 4 else quanto.qint8)
+        quanto.freeze(model)
+
+    return convert
+
+
+PEERS: MappingProxyType[str, tuple[str, Callable[[LlamaForCausalLM], None]]] = MappingProxyType(
+    {
+        "fp32": ("torch", lambda model: None),
+        "bf16": ("torch", lambda model: model.bfloat16() and None),
+        "torchao, 8 bits": ("torchao", torchao_ints),
+        "quanto, 8 bits": ("optimum", quanto_ints(8)),
+        "quanto, 4 bits": ("optimum", quanto_ints(4)),
+    }
+)
+
+
+def serve(way: str, layers: int, width: int, turns: int, scratch: str) -> dict[str, Any]:
+    """Measure one way, in this process."""
+    torch.set_num_threads(2)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=width, intermediate_size=4 * width, num_hidden_layers=layers, num_attention_heads=width // 64,
+        num_key_value_heads=width // 64, vocab_size=VOCABULARY, max_position_embeddings=256, pad_token_id=0,
+        eos_token_id=VOCABULARY - 1, dtype=torch.float32,
+    )  # fmt: skip
+    model: Any = LlamaForCausalLM(config).eval()
+    row: dict[str, Any] = {"parameters": sum(one.numel() for one in model.parameters())}
+    if way in OF_ZGRAPH:
+        on_disk = OF_ZGRAPH[way]["params"] == "disk"
+        rate = disk_rate(scratch) if on_disk else None
+        zgraph.shard(model, offload=zgraph.Offload(**OF_ZGRAPH[way], path=scratch if on_disk else None))
+        row["stored_mb"] = sum(one.to_local().nbytes for one in model.parameters()) / 1e6
+        row["ms_to_read"] = None if rate is None else 1e9 * row["stored_mb"] / rate
+        model.forward = torch.compile(model.forward, backend="zgraph", options={"lowering": "fx"})
+    else:
+        PEERS[way][1](model)
+        model.forward = torch.compile(model.forward)
+    for batch in BATCHES:
+        prompts = torch.randint(VOCABULARY - 1, (batch, PROMPT))
+
+        def run(tokens: int, prompts: torch.Tensor = prompts) -> float:
+            began = time.perf_counter()
+            model.generate(
+                prompts, attention_mask=torch.ones_like(prompts), do_sample=False, cache_implementation="static",
+                max_new_tokens=tokens, min_new_tokens=tokens,
+            )  # fmt: skip
+            return 1e3 * (time.perf_counter() - began)
+
+        row[f"first_s_{batch}"] = run(TOKENS) / 1e3
+        run(TOKENS)
+        # Of a token after the prompt: what more tokens take longer.
+        row[f"ms_{batch}"] = quartiles([(run(TOKENS) - run(1)) / (TOKENS - 1) for _ in range(turns)])
+    row["peak_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return row
+
+
+def main() -> int:
+    ways = [*(way for way, (module, _) in PEERS.items() if importlib.util.find_spec(module)), *OF_ZGRAPH]
+    parser = parser_of(__doc__, layers=12, width=1024, turns=5)
+    parser.add_argument("--ways", nargs="+", default=ways, choices=ways)
+    parser.add_argument("--way", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.way:
+        with tempfile.TemporaryDirectory(dir=".") as scratch, alone(), torch.no_grad():
+            print(json.dumps(serve(options.way, options.layers, options.width, options.turns, scratch)))
+        return 0
+    facts, rows = about(), list[dict[str, Any]]()
+    for way in options.ways:
+        sizes = ["--layers", str(options.layers), "--width", str(options.width), "--turns", str(options.turns)]
+        command = [sys.executable, __file__, "--way", way, *sizes]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "2"})
+        if done.returncode:
+            print(f"{way}: failed with {done.returncode}", file=sys.stderr)
+            continue
+        rows.append({"way": way, **json.loads(done.stdout.splitlines()[-1])})
+        print(rows[-1], flush=True)
+    save(options.json, facts | {"tokens": TOKENS, "rows": rows})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

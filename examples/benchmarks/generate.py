@@ -35,7 +35,7 @@ import zgraph
 
 PROMPT, TOKENS, VOCABULARY = 16, 48, 8192
 BATCHES = (1, 8)
-OF_ZGRAPH = MappingProxyType(
+OF_ZGRAPH: MappingProxyType[str, dict[str, Any]] = MappingProxyType(
     {
         "zgraph, 8 bits": {"params": "host", "param_bits": 8},
         "zgraph, 4 bits": {"params": "host", "param_bits": 4},

@@ -151,7 +151,9 @@ class StreamStates(GraphPass):
         on_host = [one for one in able if one.update not in on_device]
         apart = dict.fromkeys(one.update for one in on_host) if is_elsewhere else on_device
         planned = plan_visits(order, placed, apart)
+        in_place = [] if is_elsewhere else [visit for visit in planned if _reads_codes(visit)]
         visits = [visit for visit in planned if not (stays and _stays(visit, on_host, on_device, is_elsewhere))]
+        visits = [visit for visit in visits if visit not in in_place]
         joined = _join_updates(order, visits, self.prefetch, self.in_flight_bytes)
         visits, planned = ([visit for visit in some if visit not in joined] for some in (visits, planned))
         made = plan_new_state(order, placed)
@@ -168,7 +170,8 @@ class StreamStates(GraphPass):
         edits.erase_dead(graph, [node for node in order if _is_only_view(node, placed)])
         bring_to_host(graph, on_host)
         return_to_device(graph, on_host, self.stores_in_flight)
-        at_rest = dict.fromkeys(use for visit in planned if visit not in visits for use in visit.uses)
+        unmoved = (visit for visit in planned if visit not in visits and visit not in in_place)
+        at_rest = dict.fromkeys(use for visit in unmoved for use in visit.uses)
         # A program for a GPU that waits issues nothing meanwhile.
         unlimited = dict.fromkeys(one.update for one in on_host)
         beside = update_beside(graph, [use for use in at_rest if may_run_beside(use)], self.stores_in_flight, unlimited)
@@ -177,6 +180,10 @@ class StreamStates(GraphPass):
         ctx.note(self, f"{brought} bytes are brought to the device in {len(visits)} copies, {stored} bytes go back")
         if at_rest:
             ctx.note(self, f"{len(at_rest)} calls update where their tensors rest, {beside} of them beside compute")
+        if in_place:
+            ctx.note(
+                self, f"{sum(bytes_of(visit.resting) for visit in in_place)} bytes of codes are read where they rest"
+            )
         if on_host:
             sent = sum(bytes_of(source) for one in on_host for source in one.brought)
             ctx.note(self, f"{sent} bytes go to the host for {len(on_host)} updates there")
@@ -202,6 +209,12 @@ def _stays(visit: Visit, on_host: Sequence[HostUpdate], on_device: Container[fx.
         return False
     there = {one.update for one in on_host}
     return not is_elsewhere or all(use in there or meta.beside(use) is not None for use in visit.uses)
+
+
+def _reads_codes(visit: Visit) -> bool:
+    """Return whether all uses of a visit read codes in the host's memory, which a CPU reads as well as its own."""
+    tier = meta.space(visit.resting)
+    return tier == HOST and all(nodes.reads_codes(use) for use in visit.uses)
 
 
 def _is_on_device(node: fx.Node) -> bool:

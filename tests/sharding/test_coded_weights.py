@@ -277,6 +277,8 @@ def read_codes(zero_stage: int, offload: zgraph.Offload, dtype: torch.dtype, low
         torch.testing.assert_close(found, decoded)
     assert (found - expected).norm() <= 1.1 * (decoded - expected).norm()
     assert found.dtype == dtype and "read_codes on inference: 3 operators read codes" in report.notes
+    in_place = any("bytes of codes are read where they rest" in note for note in report.notes)
+    assert in_place == (world == 1 and offload.params == "host"), report.notes
 
 
 @worlds(1, 2, 3)

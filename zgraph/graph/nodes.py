@@ -88,6 +88,11 @@ def is_dequantize_shards(node: fx.Node) -> bool:
     return node.target is torch.ops.zgraph.dequantize_shards.default
 
 
+def reads_codes(node: fx.Node) -> bool:
+    """Whether the node reads a weight as codes, and does not decode all of it."""
+    return node.target in (torch.ops.zgraph.multiply_codes.default, torch.ops.zgraph.lookup_codes.default)
+
+
 def is_start(node: fx.Node) -> bool:
     """Whether the node starts a collective, or a copy between memory spaces; its result needs a wait."""
     return is_collective(node) or is_copy_start(node)

@@ -1,6 +1,6 @@
 """Tokens of a Llama of random weights by Hugging Face's `generate`, with weights in fp32 and as codes.
 
-    python examples/benchmarks/generate.py                           # fifteen minutes
+    python examples/benchmarks/generate.py                           # ten minutes
     python examples/benchmarks/generate.py --layers 2 --width 256 --ways "fp32" "zgraph, 4 bits"      # does it run?
 
 Each way runs in a process of its own, on two threads, with a static cache, after a run that compiles. Peers are used as
@@ -40,7 +40,6 @@ OF_ZGRAPH: MappingProxyType[str, dict[str, Any]] = MappingProxyType(
         "zgraph, 8 bits": {"params": "host", "param_bits": 8},
         "zgraph, 4 bits": {"params": "host", "param_bits": 4},
         "zgraph, 4 bits on disk": {"params": "disk", "param_bits": 4},
-        "zgraph, fp32 on disk": {"params": "disk"},
     }
 )
 

@@ -141,10 +141,18 @@ def multiply_codes(x: Tensor, received: Tensor, method: str, numel: int, offset:
 
 @torch.library.impl("zgraph::lookup_codes", _DEVICES)
 def lookup_codes(
-    received: Tensor, ids: Tensor, method: str, numel: int, offset: int, world: int, columns: int, dtype: torch.dtype
+    received: Tensor,
+    ids: Tensor,
+    method: str,
+    numel: int,
+    offset: int,
+    world: int,
+    rows: int,
+    columns: int,
+    dtype: torch.dtype,
 ) -> Tensor:
     layout = layout_of(method, (numel,), 1, 1)
-    payloads, rows = received.view(world, -1)[:, offset : offset + layout.payload_bytes], world * numel // columns
+    payloads = received.view(world, -1)[:, offset : offset + layout.payload_bytes]
     if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < rows):
         raise IndexError(f"zgraph::lookup_codes: ids from {int(ids.min())} to {int(ids.max())} in a table of {rows}")
     return _Rows.of(payloads, layout, columns).decoded(ids.flatten(), dtype).view(*ids.shape, columns)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import fx
@@ -108,8 +108,8 @@ def _multiplied(product: fx.Node, decode: fx.Node) -> fx.Node:
 
 
 def _looked_up(lookup: fx.Node, decode: fx.Node) -> fx.Node:
-    value, (received, *codes) = meta.tensor_value(lookup), _codes(decode)
-    args = (received, lookup.args[1], *codes, value.shape[-1], value.dtype)
+    table, (received, *codes) = meta.tensor_value(cast(fx.Node, lookup.args[0])), _codes(decode)
+    args = (received, lookup.args[1], *codes, *table.shape, table.dtype)
     return meta.create(lookup.graph, dialect.lookup_codes.default, args, like=lookup)
 
 

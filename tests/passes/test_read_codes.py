@@ -47,6 +47,7 @@ READ: dict[str, tuple[Function, Tensor]] = {
     "some rows": (lambda x, weight: x @ weight[:10].mT, X),
     "a lookup": (lambda ids, weight: nn.functional.embedding(ids, weight), IDS),
     "no rows": (nn.functional.linear, X[:0]),
+    "no ids": (lambda ids, weight: nn.functional.embedding(ids, weight), IDS[:0]),
 }
 DECODED: dict[str, tuple[Function, Tensor, int, int]] = {
     "not transposed": (lambda x, weight: x @ weight, X, 128, 64),

@@ -273,6 +273,8 @@ def read_codes(zero_stage: int, offload: zgraph.Offload, dtype: torch.dtype, low
     exact = twin(Tied().to(dtype).float(), world, offload.param_bits or 0).double()  # weights are not rounded
     with torch.no_grad():
         found, decoded, expected = compiled(ids), served(ids), exact(ids)  # `served` decodes whole weights
+        with pytest.raises(IndexError, match=f"in a table of {ODD}"):  # ranks have rows of padding
+            compiled(torch.full_like(ids, ODD))
     if dtype == torch.float32:
         torch.testing.assert_close(found, decoded)
     assert (found - expected).norm() <= 1.1 * (decoded - expected).norm()

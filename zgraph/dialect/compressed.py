@@ -61,8 +61,8 @@ torch.library.define(
 )
 torch.library.define(
     "zgraph::lookup_codes",
-    "(Tensor received, Tensor ids, str method, int numel, int offset, int world, int columns, ScalarType dtype) "
-    "-> Tensor",
+    "(Tensor received, Tensor ids, str method, int numel, int offset, int world, int rows, int columns, "
+    "ScalarType dtype) -> Tensor",
 )
 
 
@@ -234,13 +234,22 @@ def _(x: Tensor, received: Tensor, method: str, numel: int, offset: int, world: 
 
 @torch.library.register_fake("zgraph::lookup_codes")
 def _(
-    received: Tensor, ids: Tensor, method: str, numel: int, offset: int, world: int, columns: int, dtype: torch.dtype
+    received: Tensor,
+    ids: Tensor,
+    method: str,
+    numel: int,
+    offset: int,
+    world: int,
+    rows: int,
+    columns: int,
+    dtype: torch.dtype,
 ) -> Tensor:
     """Decode some rows of a weight of which all ranks' payloads are given (`zgraph::lookup_codes`).
 
     Args:
         ids: integers, any shape: numbers of rows.
         received, method, numel, offset, world, dtype: as in `dequantize_shards`.
+        rows: number of rows of the weight, without padding.
         columns: number of columns of the weight, a multiple of the method's group; `numel` is a multiple of it.
 
     Returns:

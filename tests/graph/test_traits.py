@@ -16,6 +16,9 @@ from zgraph.analysis.cost import FREE, CostModel
 from zgraph.analysis.hardware import Hardware
 from zgraph.analysis.liveness import memory_curve
 from zgraph.analysis.workspace import workspace_bytes
+from zgraph.codegen.compressed_kernels import encode
+from zgraph.compression.method_text import to_text
+from zgraph.compression.methods import NoFeedback
 from zgraph.graph import meta, nodes, traits
 from zgraph.torch_compat.operators import OpOverload, returns_alias, written_arguments
 
@@ -190,13 +193,25 @@ def test_overwriting_operators_do_not_read_their_first_argument(operator: OpOver
     assert torch.equal(found, operator(torch.zeros(3, 4), *SAMPLES[operator]))
 
 
-@names("reads_rows")
+@pytest.mark.parametrize("operator", [one for one in marked("reads_rows") if one in SAMPLES], ids=str)
 def test_row_reading_operators_read_only_returned_rows(operator: OpOverload) -> None:
     given = NUMBERS.clone()
     given[1, :] = torch.nan  # of which no sample asks
     found = operator(given, *SAMPLES[operator])
     assert found.isfinite().all()
     assert found.numel() < given.numel()
+
+
+def test_lookups_of_codes_read_only_returned_rows() -> None:
+    """Three rows of one group each; the scale of the second, in bf16 after the codes, is no number."""
+    method = NoFeedback(bits=8, group=8)
+    payload = encode(torch.ones(24), [], method, 24, 1, 0, 0)[0]
+    scales = payload[24:30].view(torch.bfloat16)
+    scales[1] = torch.nan
+    lookup = torch.ops.zgraph.lookup_codes.default
+    found = lookup(payload, PLACES, to_text(method), 24, 0, 1, 3, 8, torch.float32)
+    assert found.isfinite().all()
+    assert lookup in marked("reads_rows")
 
 
 @pytest.mark.parametrize("operator", [one for one in traits.TABLE if one in SAMPLES], ids=str)

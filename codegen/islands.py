@@ -31,8 +31,8 @@ class Island:
 
     Attributes:
         members: the nodes of the original graph, in order.
-        inputs: nodes outside the island that members read, ordered by first read, and those that give symbols in their
-            sizes a value; the placeholders of `gm`.
+        inputs: nodes outside the island that members read, ordered by first read, then nodes that give a value to
+            symbols in their sizes; the placeholders of `gm`.
         outputs: members that are read outside the island, in order; `gm` returns them as a tuple.
         gm: the new graph. Its names are numbers, so that islands that compute the same have equal code.
     """
@@ -127,13 +127,13 @@ def _sizes_of(inputs: Sequence[fx.Node], graph: fx.Graph) -> list[fx.Node]:
     A cache of s + 1 tokens, for example, does not tell the compiler what s is.
     """
     found = [size_symbols(meta.value(node)) for node in inputs]
-    unknown = set[object]().union(*(used for _, used in found)) - set[object]().union(*(alone for alone, _ in found))
+    unknown = set[object]().union(*(used for _, used in found)) - set[object]().union(*(known for known, _ in found))
     sizes: list[fx.Node] = []
     for node in graph.find_nodes(op="placeholder") if unknown else ():
-        alone, _ = size_symbols(meta.value(node))
-        if alone & unknown:
+        known, _ = size_symbols(meta.value(node))
+        if known & unknown:
             sizes.append(node)
-            unknown -= alone
+            unknown -= known
     return sizes
 
 

@@ -28,8 +28,8 @@ class ReadCodes(GraphPass):
     token, it reads an eighth of the bytes of fp32. Products add up the same values in another order, and do not round
     weights to bf16. Lookups have the same bits.
 
-    Leaves alone: products without a transpose; weights that something else reads decoded, too; weights whose rows are
-    no multiple of the codes' groups; GPUs, whose matrix units need decoded weights.
+    Leaves alone: products without a transpose; weights with other readers; weights that are cast after decoding, as
+    under autocast; rows that are no multiple of the codes' groups; GPUs, whose matrix units need decoded weights.
     """
 
     name: ClassVar[str] = "read_codes"
@@ -41,7 +41,7 @@ class ReadCodes(GraphPass):
         for decode in [node for node in gm.graph.nodes if nodes.is_dequantize_shards(node)]:
             chain = _chain(decode)
             readers, rewrite = [*chain[-1].users], _rewrite(chain[-1])
-            if rewrite is None or not _fits(decode, chain[-1]):
+            if not readers or rewrite is None or not _fits(decode, chain[-1]):
                 continue
             for reader in readers:
                 with gm.graph.inserting_before(reader):

@@ -203,7 +203,7 @@ def test_row_reading_operators_read_only_returned_rows(operator: OpOverload) -> 
 
 
 def test_lookups_of_codes_read_only_returned_rows() -> None:
-    """Three rows of one group each; the scale of the second, in bf16 after the codes, is no number."""
+    """A table of three rows, each of one group, where the second row's scale is NaN."""
     method = NoFeedback(bits=8, group=8)
     payload = encode(torch.ones(24), [], method, 24, 1, 0, 0)[0]
     scales = payload[24:30].view(torch.bfloat16)

@@ -29,7 +29,7 @@ def llama() -> Any:
 
 
 def texts(model: Any, prompts: Tensor = PROMPTS, **cache: Any) -> Tensor:
-    """Of all prompts, TOKENS long; no text ends early."""
+    """Generate TOKENS tokens for each prompt; no text ends early."""
     mask = torch.ones_like(prompts)
     return model.generate(
         prompts, attention_mask=mask, max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False, **cache

@@ -218,7 +218,7 @@ def _(received: Tensor, method: str, numel: int, offset: int, world: int, dtype:
 
 @torch.library.register_fake("zgraph::multiply_codes")
 def _(x: Tensor, received: Tensor, method: str, numel: int, offset: int, world: int, rows: int) -> Tensor:
-    """Multiply with a weight of which all ranks' payloads are given, as `x @ weight.T` (`zgraph::multiply_codes`).
+    """Multiply with a weight, given as the payloads of all ranks: `x @ weight.T` (`zgraph::multiply_codes`).
 
     Args:
         x: [n, columns] float32, bfloat16 or float16. `columns` is a multiple of the method's group.
@@ -244,7 +244,7 @@ def _(
     columns: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Decode some rows of a weight of which all ranks' payloads are given (`zgraph::lookup_codes`).
+    """Decode some rows of a weight, given as the payloads of all ranks (`zgraph::lookup_codes`).
 
     Args:
         ids: integers, any shape: numbers of rows.

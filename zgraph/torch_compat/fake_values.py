@@ -307,8 +307,8 @@ def size_symbols(value: object) -> tuple[set[Any], set[Any]]:
     """
     numbers = [*value.shape, *value.stride()] if isinstance(value, Tensor) else [value]
     expressions = [number.node.expr for number in numbers if isinstance(number, torch.SymInt)]
-    alone = {expression for expression in expressions if expression.is_Symbol}
-    return alone, {symbol for expression in expressions for symbol in expression.free_symbols}
+    known = {expression for expression in expressions if expression.is_Symbol}
+    return known, {symbol for expression in expressions for symbol in expression.free_symbols}
 
 
 def resolved_size(size: torch.SymInt) -> torch.SymInt:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from zgraph.analysis.hardware import Hardware
 from zgraph.errors import ZgraphError, ZgraphWarning
 from zgraph.runtime.handle import name_of
+from zgraph.sharding.context.follow import follow_graph
 from zgraph.sharding.local_shards import markers_for_reads
 from zgraph.sharding.scope import Scope, scope_behind
 from zgraph.tiers.tier import DEVICE, Tier
@@ -82,6 +83,19 @@ class Frame:
                     scope.same_batch.check(self.inputs)
                 except ZgraphError as error:
                     raise_through_dynamo(str(error), ZgraphError)
+
+    def check_tokens(self, gm: fx.GraphModule) -> None:
+        """Check that the frame combines tokens only as context parallelism can, if its model has a context axis.
+
+        Args:
+            gm: Dynamo's graph of the frame.
+
+        Raises:
+            ZgraphError: it does not.
+        """
+        for scope in self.scopes():
+            if scope.context is not None:
+                follow_graph(gm, scope.context.length)
 
     def warn_if_replicas_drift(self) -> None:
         """Warn if several ranks train a model that is not sharded, because their replicas then drift apart."""

@@ -50,6 +50,7 @@ def zgraph(
             )
     frame = Frame.of_dynamo(gm)
     frame.check_batch()
+    frame.check_tokens(gm)
     handles = frame.handle_names()
     refuse_written_weights(gm, handles)
     return watch_outputs(gm, handles, FrameCompiler(frame, parsed).compile(gm, example_inputs))

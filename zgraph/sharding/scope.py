@@ -23,6 +23,7 @@ from zgraph.runtime.window_state import (
     ParameterState,
     state_behind,
 )
+from zgraph.sharding.context.axis import ContextAxis
 from zgraph.sharding.local_shards import read_whole
 from zgraph.sharding.meshes.same_batch import SameBatch
 from zgraph.sharding.meshes.same_gradients import SameGradients
@@ -70,6 +71,7 @@ class Scope:
         machine: hardware of all ranks, as far as GPU names tell; None: unknown.
         resting: memory of the tensors that these modules offload; None: there is no offload.
         same_batch: check that the ranks of a tensor-parallel group get equal inputs; None: not needed or switched off.
+        context: axis whose ranks share each sequence; None: each rank has whole sequences.
         same_gradients: for each tensor-parallel part, a check that its unsplit parameters have equal gradients.
         uncompiled: modules that gather outside of graphs although the model is compiled.
         clocks: clocks of each `zgraph.Metrics` that watches these modules, only stored here.
@@ -100,6 +102,7 @@ class Scope:
         self.machine: Hardware | None = None
         self.resting: Resting | None = None
         self.same_batch: SameBatch | None = None
+        self.context: ContextAxis | None = None
         self.same_gradients: list[SameGradients] = []
         self.optional: list[OptionalParameters] = []
         self.is_watched = True
@@ -222,7 +225,7 @@ class Scope:
     def __deepcopy__(self, memo: dict[int, Any]) -> Scope:
         if id(self) not in memo:
             memo[id(self)] = copied = Scope()
-            copied.has_windows = self.has_windows
+            copied.has_windows, copied.context = self.has_windows, self.context
             copied.accumulation = copy.deepcopy(self.accumulation, memo)
             copied.models = copy.deepcopy(self.models, memo)
             copied.optional = copy.deepcopy(self.optional, memo)

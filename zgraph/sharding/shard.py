@@ -17,6 +17,7 @@ from zgraph.runtime.groups import separate_reductions
 from zgraph.runtime.handle import make_handle
 from zgraph.runtime.shard_layout import ShardLayout
 from zgraph.runtime.window_state import attach_state
+from zgraph.sharding.context.axis import context_axis
 from zgraph.sharding.find_parameters import Found, Ignored, find_parameters, ids_of, on_other_axes
 from zgraph.sharding.meshes.check_mesh import check_mesh
 from zgraph.sharding.meshes.same_batch import SameBatch
@@ -38,7 +39,7 @@ from zgraph.tiers.offload import Offload
 from zgraph.tiers.placement.resting import Resting
 from zgraph.tiers.placement.step_hooks import follow_steps
 from zgraph.torch_compat.autograd import share_hooks
-from zgraph.torch_compat.dtensor import call_dispatch_of, local_of
+from zgraph.torch_compat.dtensor import call_dispatch_of, flattened, local_of
 from zgraph.torch_compat.fake_values import is_fake
 from zgraph.torch_compat.groups import backend_of, keep_gloo_from_preempting
 from zgraph.torch_compat.modules import replace_parameter
@@ -61,6 +62,7 @@ def shard(
     ignored: Iterable[Ignored] = (),
     offload: Offload | None = None,
     check_batch: bool = True,
+    context: str | None = None,
 ) -> nn.Module:
     """Shard a module's parameters over a mesh, in place, so that `forward` gathers the parameters it reads.
 
@@ -111,6 +113,10 @@ def shard(
         check_batch: whether the first forward of a tensor-parallel model compares a checksum of the inputs over each
             tensor-parallel group, whose ranks compute one batch together. False: for ranks that each get a part of the
             batch as input.
+        context: name of an axis of `mesh` whose ranks share each sequence; parameters are sharded over all axes of the
+            mesh as over one. Cut the sequences by `zgraph.context_batch`. Attention
+            (`torch.nn.functional.scaled_dot_product_attention`) sees all tokens; other operations on several tokens
+            are refused. None: each rank has whole sequences.
 
     Returns:
         `module`.
@@ -118,7 +124,8 @@ def shard(
     Raises:
         ValueError: an option or the model is not supported; the message says which and what to do.
     """
-    mesh = check_mesh(mesh, module)
+    shared = None if context is None else context_axis(mesh, context)
+    mesh = check_mesh(mesh if shared is None or mesh is None else flattened(mesh), module)
     _check_options(zero_stage, reduction, param_dtype=param_dtype, reduce_dtype=reduce_dtype, mean_dtype=mean_dtype)
     if not isinstance(offload, Offload | None):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(
@@ -155,6 +162,7 @@ def shard(
                 f"zgraph.shard: param_bits={scope.resting.options.param_bits} and parameters that are tensor-parallel "
                 f"on {axis}: only whole weights are stored as codes; leave param_bits or parallelize_module out."
             )
+    scope.context = shared
     scope.same_batch = SameBatch(axis) if axis is not None and check_batch else None
     for part in module.modules():
         known = state_of(part)
@@ -237,7 +245,8 @@ def shard(
             state.input_dtype = param_dtype
         own = tuple(dict.fromkeys([*getattr(type(part), "_zgraph_attributes", ()), *state.by_attribute]))
         has_own_forward = "forward" in part.__dict__ and not _is_tensor_parallel(part)
-        if own or state.params or part is module or has_own_forward:
+        # With a context axis, any module may be checkpointed, and its attention is exchanged when it is run again.
+        if own or state.params or part is module or has_own_forward or scope.context is not None:
             base = getattr(type(part), "_zgraph_base", type(part))
             part.__class__ = unit_class(base, own)
         elif not hasattr(type(part), "_zgraph_base") and next(part.parameters(), None) is not None:

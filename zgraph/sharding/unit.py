@@ -195,7 +195,11 @@ def _run_unit(forward: Callable[..., Any], module: nn.Module, args: tuple[Any, .
         else:
             before.append((state, state.unsharded))
             unsharded = _gather_plain(module, state, plain)
-        result = _forward(forward, module, state, unsharded, args, kwargs)
+        if outermost and scope.context is not None:
+            with scope.context.calls(module, args, kwargs):
+                result = _forward(forward, module, state, unsharded, args, kwargs)
+        else:
+            result = _forward(forward, module, state, unsharded, args, kwargs)
         if not torch.compiler.is_compiling():
             if outermost:
                 scope.watch_backward(result)
@@ -289,7 +293,10 @@ def _run_in_region(
     if state.input_dtype is not None:
         args, kwargs = _cast_inputs(args, kwargs, state.input_dtype)
     unsharded = [gather(param, scope) for param in state.params] if state.reduces_all_params else []
-    return _forward(forward, module, state, unsharded, args, kwargs)
+    if scope.context is None:
+        return _forward(forward, module, state, unsharded, args, kwargs)
+    with scope.context.calls(module, args, kwargs):  # Dynamo traces a region without the modes around it
+        return _forward(forward, module, state, unsharded, args, kwargs)
 
 
 @constant_in_graphs

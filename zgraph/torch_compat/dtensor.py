@@ -51,6 +51,14 @@ def have_one_layout(one: DTensor, other: DTensor) -> bool:
     )
 
 
+def flattened(mesh: DeviceMesh) -> DeviceMesh:
+    """Return a mesh of one axis with all ranks of a mesh of several axes (torch 2.11 - 2.15: `_flatten`).
+
+    All ranks of the root mesh call this.
+    """
+    return mesh if mesh.ndim == 1 else mesh._flatten()
+
+
 def allow_lists_of(kind: type[DTensor]) -> None:
     """Let torch's optimizers and gradient clipping use foreach kernels for a subclass of DTensor.
 

@@ -240,6 +240,16 @@ def dynamo_fake(node: fx.Node) -> object:
     return node.meta.get("example_value")
 
 
+def is_of_module(node: fx.Node) -> bool:
+    """Return whether a Dynamo graph's placeholder is a parameter, buffer or other attribute of a module.
+
+    torch 2.11 - 2.15: `GraphArg.source`, whose name is the expression that reads the input.
+    """
+    name = getattr(getattr(node.meta.get("grapharg"), "source", None), "name", "")
+    text = str(name() if callable(name) else name)
+    return "._" in text or text.startswith("L['self'].")
+
+
 def compile_id() -> str:
     """Return Dynamo's id of the current compile, "frame/recompile", such as "0/1" (torch 2.11 - 2.15).
 

@@ -1,4 +1,4 @@
-"""A check that all ranks of a tensor-parallel group get the same batch."""
+"""A check that all ranks of a tensor-parallel or context group get the same batch."""
 
 from __future__ import annotations
 
@@ -16,16 +16,20 @@ from zgraph.torch_compat.collectives import all_gather
 from zgraph.torch_compat.fake_values import is_fake, without_fake_mode
 from zgraph.torch_compat.groups import is_fake_world
 
+OF_PARTS = " If each is meant to hold a part of one batch, write zgraph.shard(..., check_batch=False)."
+
 
 class SameBatch:
-    """A check that compares checksums of the first batch over a tensor-parallel axis. All ranks of the axis run it.
+    """A check that compares checksums of the first batch over an axis of a mesh. All ranks of the axis run it.
 
     Args:
-        mesh: the tensor-parallel axis, a mesh of T ranks.
+        mesh: the axis.
+        kind: kind of the axis, for the error.
+        advice: sentence of the error that follows how to choose the batch.
     """
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.mesh = mesh
+    def __init__(self, mesh: DeviceMesh, kind: str = "tensor-parallel", advice: str = OF_PARTS) -> None:
+        self.mesh, self.kind, self.advice = mesh, kind, advice
         self.is_due = mesh.size() > 1
 
     def check(self, inputs: Iterable[object]) -> None:
@@ -50,8 +54,8 @@ class SameBatch:
             members = dist.get_process_group_ranks(group)
             of_ranks = ", ".join(f"rank {rank}: {found:08x}" for rank, found in zip(members, sums, strict=True))
             raise ZgraphError(
-                f"zgraph: the ranks of one tensor-parallel group {members} were given different batches (checksums "
+                f"zgraph: the ranks of one {self.kind} group {members} were given different batches (checksums "
                 f"{of_ranks}), and compute each batch together. Choose the batch by the data-parallel rank: "
-                'DistributedSampler(data, mesh["dp"].size(), mesh["dp"].get_local_rank()). If each is meant to hold a '
-                "part of one batch, write zgraph.shard(..., check_batch=False)."
+                'DistributedSampler(data, mesh["dp"].size(), mesh["dp"].get_local_rank()).'
+                f"{self.advice}"
             )

@@ -1,0 +1,199 @@
+"""Follows the tokens of a sequence through a model's forward, and refuses operators that combine them.
+
+Each rank of a context axis has a part of each sequence. Attention exchanges what it needs; an operator that combines
+tokens in another way, such as a convolution over the sequence or attention written as products, would silently see
+this rank's tokens only. So one forward of each kind runs under a mode that knows which dim of each tensor is the
+tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, fx
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from zgraph.errors import ZgraphError
+from zgraph.graph import meta, nodes
+from zgraph.graph.sizes import size_hint
+from zgraph.sharding.context.attention import attention
+from zgraph.sharding.context.mean_loss import mean_cross_entropy
+from zgraph.sharding.context.token_rules import (
+    TOTAL,
+    Call,
+    CombinesTokens,
+    Place,
+    place_of_targets,
+    rule_of,
+    tensors_in,
+)
+from zgraph.torch_compat.dynamo import checkpoint_operator, dynamo_fake, is_of_module, is_to_local, raise_through_dynamo
+from zgraph.torch_compat.fake_values import fake_mode, fake_storage_key
+from zgraph.torch_compat.operators import OpOverload, is_mutable
+
+CONSTANTS = ("zeros", "ones", "full", "empty", "scalar_tensor", "new_zeros", "new_ones", "new_full", "new_empty")
+
+EXCHANGED = (attention, mean_cross_entropy)
+
+
+class FollowTokens(TorchDispatchMode):
+    """Knows which dim of each tensor is the tokens, while a forward runs.
+
+    Args:
+        length: number of tokens of a sequence that each rank has.
+    """
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.length = length
+        self.places = WeakIdKeyDictionary()
+        self.constants = WeakIdKeyDictionary()  # tensors of one value
+        self.is_paused = False
+
+    def begin(self, inputs: Iterable[object]) -> None:
+        """Find the tokens in the inputs of a forward: dim 1, or the only dim of their number.
+
+        Raises:
+            ZgraphError: it could be any of several dims.
+        """
+        for value in tensors_in(inputs):
+            found = [dim for dim, size in enumerate(value.shape) if size == self.length]
+            if not found:
+                continue
+            if len(found) > 1 and 1 not in found:
+                raise ZgraphError(
+                    f"zgraph.shard(context=...): an input of shape {list(value.shape)} has several dims of "
+                    f"{self.length} elements, the number of this rank's tokens; pass inputs [batch, tokens, ...]."
+                )
+            self.places[value] = Place(1 if 1 in found else found[0])
+
+    def exchanged(self, function: Callable[..., Tensor], *args: Any) -> Tensor:
+        """Call `attention` or `mean_cross_entropy`, whose result has the tokens of the first argument, or their sum."""
+        place, *others = [self.places.get(one) for one in (args[:3] if function is attention else args[:2])]
+        expected = Place(2) if function is attention else None if place is None else place_of_targets(place)
+        if place is None or any(other != expected for other in others):
+            of = ", ".join(str(list(one.shape)) for one in args[:3] if isinstance(one, Tensor))
+            raise ZgraphError(
+                f"zgraph.shard(context=...): {function.__name__} of tensors {of} that are not all this rank's tokens; "
+                "cut all tensors of sequences by zgraph.context_batch."
+            )
+        self.is_paused = True
+        try:
+            result = function(*args)
+        finally:
+            self.is_paused = False
+        self.places[result] = place if result.dim() else TOTAL
+        return result
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        options = kwargs or {}
+        if self.is_paused or func.namespace == "prim":  # such as a fake tensor's device
+            return func(*args, **options)
+        names = [argument.name for argument in func._schema.arguments]
+        given = {one.name: one.default_value for one in func._schema.arguments if one.has_default_value()}
+        given |= dict(zip(names, args, strict=False)) | dict(options)
+        operands = [(one, self.places.get(one)) for one in tensors_in(given.values())]
+        name = func._schema.name.partition("::")[2]
+        if func.namespace == "aten":
+            name = name.removesuffix("_")
+        has_tokens = any(place is not None for _, place in operands)
+        rule = rule_of(func, name)
+        if has_tokens and rule is None:
+            self._refuse(name, "is not known to keep tokens apart")
+        result = func(*args, **options)
+        results = tensors_in([result])
+        if is_mutable(func):
+            self._forget_constants(results)
+        if has_tokens:
+            first = results[0] if results else None
+            call = Call(
+                name=name,
+                given=given,
+                operands=operands,
+                result=first,
+                length=self.length,
+                constants=self.constants,
+            )
+            try:
+                place = rule(call)
+            except CombinesTokens as error:
+                self._refuse(name, str(error))
+            if place is not None:
+                for one in results:
+                    self.places[one] = place
+        elif name == "token_positions":
+            self.places[result] = Place(0)
+        if name in CONSTANTS or (operands and not has_tokens and all(one in self.constants for one, _ in operands)):
+            for one in results:
+                self.constants[one] = True
+        return result
+
+    def _forget_constants(self, written: Sequence[Tensor]) -> None:
+        """Forget that tensors have one value, after an operator has written to their memory."""
+        memory = {fake_storage_key(one) for one in written}
+        for one in [one for one in self.constants if fake_storage_key(one) in memory]:
+            del self.constants[one]
+
+    def _refuse(self, name: str, found: str) -> NoReturn:
+        raise ZgraphError(
+            f"zgraph.shard(context=...): {name} {found}. Each rank has a part of each sequence, and only "
+            "torch.nn.functional.scaled_dot_product_attention sees the others: write attention with it (models of "
+            'transformers: model.set_attn_implementation("zgraph")), and leave context out if the model combines '
+            "tokens in other ways."
+        )
+
+
+class _FollowGraph(fx.Interpreter):
+    """Runs a graph of Dynamo's on its fake values, while tokens are followed."""
+
+    def __init__(self, gm: fx.GraphModule, follow: FollowTokens) -> None:
+        super().__init__(gm, garbage_collect_values=False)
+        self.follow = follow
+
+    def run_node(self, n: fx.Node) -> Any:
+        if is_to_local(n):
+            return None  # read by gathers only
+        if nodes.is_unshard(n):
+            return _stand_in(dynamo_fake(n))
+        try:
+            return super().run_node(n)
+        except ZgraphError as error:
+            line = meta.source_line(n)
+            raise_through_dynamo(f"{error} At {line}." if line else str(error), ZgraphError)
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target in EXCHANGED:
+            return self.follow.exchanged(target, *args, **kwargs)
+        if target is checkpoint_operator():
+            return _FollowGraph(args[0], self.follow).run(*args[1:])
+        return super().call_function(target, args, kwargs)
+
+
+def follow_graph(gm: fx.GraphModule, length: int) -> None:
+    """Follow tokens through a graph of Dynamo's.
+
+    Raises:
+        ZgraphError: the graph combines tokens; the message names the line.
+    """
+    follow = FollowTokens(length)
+    with fake_mode(), torch.no_grad():
+        given = {node: _stand_in(dynamo_fake(node)) for node in gm.graph.find_nodes(op="placeholder")}
+        follow.begin(value for node, value in given.items() if not is_of_module(node))
+        with follow:
+            _FollowGraph(gm, follow).run(*given.values())
+
+
+def _stand_in(value: object) -> object:
+    """Return a fake tensor of the same kind, or a number for a symbolic one; None for a DTensor, which gathers read."""
+    if isinstance(value, DTensor):
+        return None
+    if isinstance(value, Tensor):
+        shape, stride = ([size_hint(size) for size in sizes] for sizes in (value.shape, value.stride()))
+        return torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
+    return size_hint(value) if isinstance(value, torch.SymInt) else value

@@ -25,12 +25,14 @@ from torch.distributed.tensor import DTensor
 from zgraph.dialect.markers import unshard
 from zgraph.errors import ZgraphError
 from zgraph.runtime.window_state import ALONE, OPEN
+from zgraph.sharding.context.axis import ContextAxis
 from zgraph.sharding.local_shards import local_shards, read_whole
 from zgraph.sharding.model.dry_run_load import load_all_or_nothing
 from zgraph.sharding.model.param_spec import ParamSpec
 from zgraph.sharding.model.written_weights import Gathered, as_gathered
 from zgraph.sharding.scope import READ, STATE, ModuleState, PlainRead, Scope, ShardedParam, state_of
 from zgraph.sharding.whole_units import after_gathers, reduce_all_params
+from zgraph.torch_compat.autograd import is_in_backward
 from zgraph.torch_compat.dynamo import (
     break_graph,
     compiles_frames,
@@ -39,6 +41,7 @@ from zgraph.torch_compat.dynamo import (
     is_inlining,
     never_a_frame,
     no_frames_inside,
+    no_graph_breaks,
     raise_through_dynamo,
     traced_body,
 )
@@ -196,8 +199,7 @@ def _run_unit(forward: Callable[..., Any], module: nn.Module, args: tuple[Any, .
             before.append((state, state.unsharded))
             unsharded = _gather_plain(module, state, plain)
         if outermost and scope.context is not None:
-            with scope.context.calls(module, args, kwargs):
-                result = _forward(forward, module, state, unsharded, args, kwargs)
+            result = _run_with_context(scope.context, forward, module, state, unsharded, args, kwargs)
         else:
             result = _forward(forward, module, state, unsharded, args, kwargs)
         if not torch.compiler.is_compiling():
@@ -274,6 +276,27 @@ def _gathered_alone(param: ShardedParam, scope: Scope) -> Tensor:
     if not torch.compiler.is_compiling() and scope.handle_of is None and not param.spec.ignored:
         scope.reads.add_read(param.name, tensor)  # not needed while a step is traced: its watch sees all writes
     return tensor
+
+
+@never_a_frame
+def _run_with_context(
+    context: ContextAxis,
+    forward: Callable[..., Any],
+    module: nn.Module,
+    state: ModuleState,
+    unsharded: list[Tensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Run the outermost forward of a model whose sequences are shared by ranks."""
+    is_traced = torch.compiler.is_compiling()
+    if context.inside and (is_traced or not is_in_backward()):  # Dynamo guards on `inside`
+        context.check_targets(sum(isinstance(leaf, Tensor) for leaf in tree_flatten((args, kwargs))[0]))
+    if not is_traced:
+        with context.calls(module, args, kwargs):
+            return _forward(forward, module, state, unsharded, args, kwargs)
+    with no_graph_breaks(), context.calls(module, args, kwargs):  # between graphs, tokens would not be followed
+        return _forward(forward, module, state, unsharded, args, kwargs)
 
 
 @never_a_frame

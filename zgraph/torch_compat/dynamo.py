@@ -161,6 +161,11 @@ def break_graph(message: str) -> None:
     torch._dynamo.graph_break(message)
 
 
+def no_graph_breaks() -> AbstractContextManager[Any]:
+    """Make graph breaks errors in a `with` block that Dynamo traces (torch 2.11 - 2.15: `error_on_graph_break`)."""
+    return torch._dynamo.error_on_graph_break(True)
+
+
 def is_inlining(function: Callable[..., Any]) -> bool:
     """Return whether Dynamo is tracing inside a call of this function (torch 2.11 - 2.13: `current_tx`, `parent`)."""
     from torch._dynamo.symbolic_convert import InstructionTranslator

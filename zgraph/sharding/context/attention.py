@@ -109,7 +109,7 @@ def attention(
 
 
 def _to_heads(tensors: Sequence[Tensor], group_name: str, size: int) -> list[Tensor]:
-    """Exchange tokens for heads: [batch, heads, L, features] -> [batch, heads / N, N * L, features] in natural order."""
+    """Exchange tokens for heads: [batch, heads, L, features] -> [batch, heads / N, N * L, features], in order."""
     if len({one.shape[-1] for one in tensors}) > 1:
         return [_to_heads([one], group_name, size)[0] for one in tensors]
     parts = torch.cat([one.unflatten(1, (size, -1)).movedim(1, 0) for one in tensors], 2)

@@ -30,8 +30,10 @@ class ContextAxis:
     Attributes:
         mesh: the axis, a mesh of N ranks.
         group_name, size: its process group, and N.
-        length: number of tokens that each rank has of a sequence, as `zgraph.context_batch` has cut them; 0: not yet.
+        length: number of tokens that each rank has of a sequence; 0 before the first `zgraph.context_batch`.
         same_batch: check that the ranks of the axis cut the same sequences.
+        inside: names of targets of which the ranks have different numbers, and the number of tensors of the batch; empty if
+            there are none.
         followed: signatures of forwards whose tokens have been followed, see `zgraph.sharding.context.follow`.
     """
 
@@ -40,7 +42,28 @@ class ContextAxis:
         self.group_name, self.size = mesh.get_group().group_name, mesh.size()
         self.same_batch = SameBatch(mesh, "context", "")
         self.length = 0
+        self.inside: tuple[Any, ...] = ()
         self.followed: set[str] = set()
+
+    @constant_in_graphs
+    def check_targets(self, given: int) -> None:
+        """Check that a model is called with all tensors of the batch if the ranks have different numbers of targets.
+
+        Args:
+            given: number of tensors among the arguments of the model.
+
+        Raises:
+            ZgraphError: its loss is computed outside, where a mean would weigh targets wrongly.
+        """
+        if given < self.inside[-1]:
+            names = ", ".join(self.inside[:-1])
+            raise_through_dynamo(
+                f"zgraph.context_batch: the ranks have different numbers of targets in {names}, and the model is "
+                "called without them. A mean loss over each rank's targets would weigh them wrongly: pass them to the "
+                "model and compute cross_entropy in its forward; or divide the sum of the losses by 1/N of all ranks' "
+                "targets, and write zgraph.context_batch(..., uneven=True).",
+                ZgraphError,
+            )
 
     def calls(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[Any]:
         """Return a context manager in which the forward of a module runs or is traced.
@@ -59,7 +82,7 @@ class ContextAxis:
         if self.length == 0:
             raise_through_dynamo(
                 "zgraph.shard(context=...): each rank computes a part of each sequence; cut the batch first: batch = "
-                "zgraph.context_batch(model, input_ids=...), and call model(**batch).",
+                "zgraph.context_batch(model, batch), and call model(**batch).",
                 ZgraphError,
             )
 
@@ -150,9 +173,8 @@ class ContextCalls(TorchFunctionMode):
         label_smoothing: float = 0.0,
     ) -> Tensor:
         if reduction != "mean" or size_average is not None or reduce is not None or target.is_floating_point():
-            old = {"size_average": size_average, "reduce": reduce, "reduction": reduction}
             return F.cross_entropy(
-                input, target, weight, ignore_index=ignore_index, label_smoothing=label_smoothing, **old
+                input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
             )
         options = (ignore_index, label_smoothing, self.axis.group_name, self.axis.size)
         return self._exchanged(mean_cross_entropy, input, target, weight, *options)

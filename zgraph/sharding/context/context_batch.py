@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -9,25 +13,31 @@ from zgraph.errors import ZgraphError
 from zgraph.sharding.context.axis import ContextAxis
 from zgraph.sharding.context.positions import own_tokens
 from zgraph.sharding.scope import scopes_of
+from zgraph.torch_compat.fake_values import is_fake
 
 IGNORED = -100  # torch's default for targets without a loss
 
 
-def context_batch(model: nn.Module, **tensors: Tensor) -> dict[str, Tensor]:
+def context_batch(model: nn.Module, batch: Mapping[str, Tensor], *, uneven: bool = False) -> dict[str, Tensor]:
     """Cut whole sequences into this rank's tokens, for a model sharded with `zgraph.shard(..., context=...)`.
 
-        batch = zgraph.context_batch(model, input_ids=ids, labels=ids)
-        loss = model(**batch).loss
+        own = zgraph.context_batch(model, {"input_ids": ids, "labels": ids})
+        loss = model(**own).loss
 
     All ranks of the context axis pass the same sequences. A rank's tokens are two chunks of each sequence, one from
-    its first half and one from its second, see `zgraph.sharding.context.positions`.
+    its first half and one from its second, see `zgraph.sharding.context.positions`. Call it before each forward, and
+    outside of a step that `zgraph.training_step` captures.
 
     Args:
         model: the sharded model.
-        tensors: tensors of the batch by name, each [batch, s, ...] with s tokens, a multiple of twice the axis; or
-            masks [batch or 1, 1, s, s], whose rows are cut and whose columns stay whole. `labels` are, as in
-            transformers, the input tokens themselves, with -100 for tokens without loss: they are shifted by one before
-            they are cut, which a model could not do afterwards. An `attention_mask` [batch, s] of ones is left out.
+        batch: tensors by name, each [batch, s, ...] with s tokens, a multiple of twice the axis; or masks [batch or 1,
+            1, s, s], whose rows are cut and whose columns stay whole. `labels` are, as in transformers, the input
+            tokens themselves, with -100 for tokens without loss: they are shifted by one before they are cut, which a
+            model could not do afterwards. An `attention_mask` [batch, s] of ones is left out.
+        uneven: whether a loss outside the model's forward may have targets of which the ranks have different numbers
+            (integers other than -100). A mean over each rank's targets would weigh them wrongly, so such a loss divides
+            a sum by 1/N of the number of targets of all ranks. False: they are refused, unless they are passed to the
+            model, in whose forward `torch.nn.functional.cross_entropy` counts the targets of all ranks.
 
     Returns:
         The parts by the same names. For `labels` also `shift_labels`, which are the same, as transformers calls labels
@@ -37,13 +47,17 @@ def context_batch(model: nn.Module, **tensors: Tensor) -> dict[str, Tensor]:
     Raises:
         ZgraphError: the model has no context axis; or a tensor cannot be cut; or the ranks' tensors differ.
     """
-    axis = _axis_of(model)
+    axis, tensors = _axis_of(model), dict(batch)
     length = _length(tensors, axis.size)
+    if axis.same_batch.is_due:
+        _check_shifted(tensors)
     axis.same_batch.check(tensors.values())
     _check_mask(tensors)
-    axis.length = length // axis.size
     if "labels" in tensors:
         tensors["labels"] = _shifted(tensors["labels"], tensors.get("input_ids"))
+    unequal = {name: counts for name, one in tensors.items() if len(set(counts := _targets(one, axis.size))) > 1}
+    axis.length = length // axis.size
+    axis.inside = () if uneven or not unequal else (*unequal, len(tensors))
     return _cut(tensors, axis)
 
 
@@ -67,7 +81,14 @@ def _length(tensors: dict[str, Tensor], size: int) -> int:
     Raises:
         ZgraphError: a tensor cannot be cut.
     """
+    if not tensors:
+        raise ZgraphError("zgraph.context_batch: an empty batch; pass its tensors by name.")
     for name, tensor in tensors.items():
+        if isinstance(tensor, Tensor) and is_fake(tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ZgraphError(
+                "zgraph.context_batch: called inside a step that is captured, where tensors have no values; call it "
+                "before the step, and pass its tensors to the step."
+            )
         if not isinstance(tensor, Tensor) or tensor.dim() < 2:  # pyright: ignore[reportUnnecessaryIsInstance]
             found = f"of shape {list(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ZgraphError(
@@ -87,6 +108,38 @@ def _length(tensors: dict[str, Tensor], size: int) -> int:
             f"{size} ranks; pad them to {-(-length // (2 * size)) * 2 * size} tokens (targets with {IGNORED})."
         )
     return length
+
+
+def _check_shifted(tensors: dict[str, Tensor]) -> None:
+    """Refuse tokens without targets of their own, whose loss would need the first token of another rank's chunk.
+
+    Raises:
+        ZgraphError: there are no targets, or they are the tokens themselves.
+    """
+    others = {name: one for name, one in tensors.items() if name not in ("labels", "attention_mask", "position_ids")}
+    tokens = {name: one for name, one in others.items() if not one.is_floating_point() and one.dtype != torch.bool}
+    equal = [(a, b) for (a, one), (b, other) in itertools.combinations(tokens.items(), 2) if torch.equal(one, other)]
+    if equal:
+        a, b = equal[0]
+        raise ZgraphError(
+            f"zgraph.context_batch: {a} and {b} are equal. Targets are the next tokens, and the one after a chunk's "
+            f"last one is on another rank: pass torch.nn.functional.pad({a}[:, 1:], (0, 1), value={IGNORED}) as {b}."
+        )
+    if len(tokens) == 1 and len(others) == 1 and "labels" not in tensors and torch.is_grad_enabled():
+        (a,) = tokens
+        raise ZgraphError(
+            f"zgraph.context_batch: only {a}, and no targets. The next token of a chunk's last one is on another rank, "
+            f"so add targets: torch.nn.functional.pad({a}[:, 1:], (0, 1), value={IGNORED}); or, for a model of "
+            "transformers, labels. Without a loss, call it under torch.no_grad()."
+        )
+
+
+def _targets(tensor: Tensor, size: int) -> list[int]:
+    """Return the number of elements other than -100 that each rank gets; [] for tensors that are not integers."""
+    if tensor.is_floating_point() or tensor.dtype == torch.bool or _is_mask(tensor):
+        return []
+    of_chunks = (tensor != IGNORED).unflatten(1, (2 * size, -1)).movedim(1, 0).flatten(1).sum(1).tolist()
+    return [of_chunks[rank] + of_chunks[-1 - rank] for rank in range(size)]
 
 
 def _check_mask(tensors: dict[str, Tensor]) -> None:
@@ -117,7 +170,7 @@ def _shifted(labels: Tensor, tokens: Tensor | None) -> Tensor:
         raise ZgraphError(
             "zgraph.context_batch: labels differ from input_ids, so they may have been shifted already, and would be "
             "shifted again. Pass labels as transformers expects them (the input tokens, or -100), or pass shifted "
-            "ones by another name, such as targets=."
+            "ones by another name, such as targets."
         )
     return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
 

@@ -27,16 +27,28 @@ from zgraph.sharding.context.token_rules import (
     Call,
     CombinesTokens,
     Place,
+    cut,
+    elementwise,
+    expand,
+    permute,
     place_of_targets,
+    repeat,
+    reshape,
     rule_of,
+    select,
+    squeeze,
     tensors_in,
+    transpose,
+    unsqueeze,
 )
 from zgraph.torch_compat.dynamo import checkpoint_operator, dynamo_fake, is_of_module, is_to_local, raise_through_dynamo
 from zgraph.torch_compat.fake_values import fake_mode, fake_storage_key
-from zgraph.torch_compat.operators import OpOverload, is_mutable
+from zgraph.torch_compat.operators import OpOverload, bound_arguments, is_mutable, plain_name
 
 CONSTANTS = ("zeros", "ones", "full", "empty", "scalar_tensor", "new_zeros", "new_ones", "new_full", "new_empty")
 
+# Rules of operators that make tensors of one value from such.
+KEEP_CONSTANTS = (elementwise, reshape, permute, transpose, unsqueeze, squeeze, expand, repeat, cut, select)
 EXCHANGED = (attention, mean_cross_entropy)
 
 
@@ -95,22 +107,15 @@ class FollowTokens(TorchDispatchMode):
         options = kwargs or {}
         if self.is_paused or func.namespace == "prim":  # such as a fake tensor's device
             return func(*args, **options)
-        names = [argument.name for argument in func._schema.arguments]
-        given = {one.name: one.default_value for one in func._schema.arguments if one.has_default_value()}
-        given |= dict(zip(names, args, strict=False)) | dict(options)
+        given, name = bound_arguments(func, args, options), plain_name(func)
         operands = [(one, self.places.get(one)) for one in tensors_in(given.values())]
-        name = func._schema.name.partition("::")[2]
-        if func.namespace == "aten":
-            name = name.removesuffix("_")
         has_tokens = any(place is not None for _, place in operands)
         rule = rule_of(func, name)
         if has_tokens and rule is None:
             self._refuse(name, "is not known to keep tokens apart")
         result = func(*args, **options)
         results = tensors_in([result])
-        if is_mutable(func):
-            self._forget_constants(results)
-        if has_tokens:
+        if has_tokens and rule is not None:
             first = results[0] if results else None
             call = Call(
                 name=name,
@@ -129,7 +134,10 @@ class FollowTokens(TorchDispatchMode):
                     self.places[one] = place
         elif name == "token_positions":
             self.places[result] = Place(0)
-        if name in CONSTANTS or (operands and not has_tokens and all(one in self.constants for one, _ in operands)):
+        is_constant = bool(operands) and not has_tokens and all(one in self.constants for one, _ in operands)
+        if is_mutable(func):
+            self._forget_constants(results)
+        if name in CONSTANTS or (is_constant and rule in KEEP_CONSTANTS):
             for one in results:
                 self.constants[one] = True
         return result

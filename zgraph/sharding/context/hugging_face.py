@@ -45,8 +45,8 @@ def _attention(
     if sliding_window is not None and attention_mask is None:
         raise_through_dynamo(
             f'zgraph.shard(context=...): a layer has sliding_window={sliding_window}, and the attention "{NAME}" makes '
-            'no masks. Pass one to the model: zgraph.context_batch(model, ..., attention_mask=mask), with mask [1, 1, '
-            "tokens, tokens], True where a token sees another.",
+            "no masks. Add attention_mask to the batch that zgraph.context_batch cuts: [1, 1, tokens, tokens], True "
+            "where a token sees another.",
             ZgraphError,
         )
     return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)

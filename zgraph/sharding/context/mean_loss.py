@@ -29,8 +29,9 @@ def mean_cross_entropy(
     Returns:
         0-d: the sum of this rank's losses, divided by 1/N of the number of targets of all ranks.
     """
-    options = {"weight": weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
-    total = F.cross_entropy(scores, target, reduction="sum", **options)
+    total = F.cross_entropy(
+        scores, target, weight, ignore_index=ignore_index, reduction="sum", label_smoothing=label_smoothing
+    )
     is_target = target != ignore_index
     count = is_target.sum() if weight is None else (weight[target.where(is_target, 0)] * is_target).sum()
     of_all = exchange(count.detach().expand(size), group_name).sum()

@@ -1,9 +1,8 @@
 """Order of a sequence's tokens over the ranks of a context axis.
 
-A sequence of 2 * N * c tokens is cut into 2 * N chunks of c tokens, and rank i of N has the chunks i and 2 * N - 1 - i, in
-this order. With causal attention, each rank then has equally many pairs of tokens to compute, whichever way the
-attention is computed (Llama 3, Grattafiori et al. 2024, arXiv 2407.21783, section 3.3.2). "Natural order" is the order
-of the tokens in the sequence.
+A sequence of 2 * N * c tokens is cut into 2 * N chunks of c tokens. Rank i of N has the chunks i and 2 * N - 1 - i, in
+this order. Under causal attention, the queries of each rank then see equally many keys (Llama 3, Grattafiori et al.
+2024, arXiv 2407.21783, section 3.3.2). "Natural order" is the order of the tokens in the sequence.
 """
 
 from __future__ import annotations

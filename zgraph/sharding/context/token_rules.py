@@ -293,19 +293,19 @@ def product(call: Call) -> Place:
     left, right = ("batch1", "batch2") if "batch1" in call.given else ("self", "mat2")
     if "mat1" in call.given:
         left = "mat1"
-    place = None
+    found: list[tuple[Place, bool]] = []  # each with whether it is the rows or columns, of which the result has both
     for name, own, contracted in ((left, -2, -1), (right, -1, -2)):
-        found, ndim = call.place_of(name), call.given[name].dim()
-        if found is None:
+        place, ndim = call.place_of(name), call.given[name].dim()
+        if place is None:
             continue
-        if found == TOTAL or found.dim == ndim + contracted:
+        if place == TOTAL or place.dim == ndim + contracted:
             raise CombinesTokens("sums products over this rank's tokens, as attention written by hand does")
-        if place is not None and (place != found or found.dim == ndim + own):
-            raise CombinesTokens("multiplies each token by others, as attention written by hand does")
-        place = found
-    if place is None:
+        found.append((place, place.dim == ndim + own))
+    if not found:
         raise CombinesTokens("adds tokens to a product without tokens")
-    return place
+    if len(found) > 1 and (found[0] != found[1] or found[0][1]):
+        raise CombinesTokens("multiplies each token by others, as attention written by hand does")
+    return found[0][0]
 
 
 def lookup(call: Call) -> Place:
@@ -355,7 +355,7 @@ def loss(call: Call) -> Place:
 
 
 def place_of_targets(place: Place) -> Place | None:
-    """Return the place of tokens in targets [n, ...] for that in scores [n, classes, ...]; None if it is the classes."""
+    """Return the place of tokens in targets [n, ...] of scores [n, classes, ...]; None if they are the classes."""
     return None if place.dim == 1 else place.moved(max(place.dim - 1, 0))
 
 
@@ -381,7 +381,10 @@ RULES: Mapping[str, Rule] = MappingProxyType(
     {
         name: rule
         for rule, names in (
-            (elementwise, "clone _to_copy copy detach alias lift_fresh native_dropout where masked_fill bernoulli fill"),
+            (
+                elementwise,
+                "clone _to_copy copy detach alias lift_fresh native_dropout where masked_fill bernoulli fill",
+            ),
             (elementwise, "zero zeros_like ones_like full_like empty_like rand_like randn_like nan_to_num _conj"),
             (elementwise, "view_as_complex view_as_real"),
             (along_dim, "_softmax _log_softmax cumsum cumprod logcumsumexp sort topk glu"),

@@ -1,0 +1,360 @@
+"""Sequences shared by the ranks of a mesh axis: training is that of the whole model, and other loops are refused."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import zgraph
+from tests.support import context as cp
+from tests.support.compiled import with_fx
+from tests.support.ranks import Ranks, worlds
+from tests.support.whole_tensors import whole
+from zgraph.passes import LoCo
+
+EXACT = 1e-12  # fp64, relative to the largest entry of a parameter
+# Sums in another order.
+ROUNDING = {torch.float64: EXACT, torch.float32: 2e-6, torch.bfloat16: 4e-2}
+# Between them each stage, lowering, way to run, and kind of attention, and each feature that touches gradients.
+CASES = {
+    "compiled": cp.Case(),
+    "by_keys": cp.Case(key_heads=1, stage=2, micro_batches=2),
+    "grouped": cp.Case(key_heads=2, stage=1, micro_batches=2, run="eager"),
+    "documents": cp.Case(is_masked=True, stage=0),
+    "documents_by_keys": cp.Case(is_masked=True, key_heads=1, run="eager"),
+    "checkpointed": cp.Case(is_checkpointed=True, stage=1),
+    "checkpointed_eager": cp.Case(is_checkpointed=True, run="eager", key_heads=1),
+    "step": cp.Case(run="step", stage=2, micro_batches=2, is_clipped=True),
+    "step_by_keys": cp.Case(run="step", key_heads=1, is_checkpointed=True),
+    "outside": cp.Case(is_outside=True, is_clipped=True),
+    "outside_step": cp.Case(is_outside=True, run="step", stage=0),
+    "inductor": cp.Case(lowering="inductor", dtype=torch.float32, key_heads=2),
+    "inductor_step": cp.Case(lowering="inductor", run="step", dtype=torch.float32, stage=1),
+    "fp32": cp.Case(dtype=torch.float32, stage=2),
+    "bf16": cp.Case(dtype=torch.bfloat16),
+    "autocast": cp.Case(dtype=torch.float32, autocast=torch.bfloat16, stage=2, key_heads=1),
+}
+ON_FOUR = {  # two copies of two ranks, or one of four
+    "two_copies": (2, cp.Case(stage=2, micro_batches=2, is_clipped=True)),
+    "two_copies_step": (2, cp.Case(run="step", key_heads=1)),
+    "four_ranks": (4, cp.Case(stage=3)),
+    "four_ranks_by_keys": (4, cp.Case(key_heads=2, run="eager", stage=0)),
+}
+
+
+def _apart(case: cp.Case, context: int) -> float:
+    mesh = cp.mesh_of(dist.get_world_size(), context)
+    return cp.furthest(cp.shared(case, mesh), cp.plain(case, mesh["dp"].size()))
+
+
+@worlds(2)
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_train_as_one(ranks: Ranks, name: str) -> None:
+    case = CASES[name]
+    apart = ranks.run(_apart, case, 2)
+    assert max(apart) <= ROUNDING[torch.bfloat16 if case.autocast else case.dtype], apart
+
+
+@worlds(4)
+@pytest.mark.parametrize("name", ON_FOUR)
+def test_copies_train_as_one(ranks: Ranks, name: str) -> None:
+    context, case = ON_FOUR[name]
+    apart = ranks.run(_apart, case, context)
+    assert max(apart) <= EXACT, apart
+
+
+def _bits(case: cp.Case) -> list[bytes]:
+    return [one.contiguous().view(torch.uint8).numpy().tobytes() for one in cp.shared(case, cp.mesh_of(2, 2))]
+
+
+@worlds(2)
+@pytest.mark.parametrize("key_heads", [4, 1])
+def test_compiled_forms_have_the_bits_of_eager(ranks: Ranks, key_heads: int) -> None:
+    case = cp.Case(key_heads=key_heads, dtype=torch.float32, stage=2, is_clipped=True)
+    eager, compiled, step = (ranks.run(_bits, replace(case, run=run)) for run in ("eager", "compile", "step"))
+    assert eager == compiled == step
+    assert eager[0] == eager[1]
+
+
+def _compressed() -> float:
+    """Like without compression, as far as 4 bits go: the same loop with all gradients exact is its measure."""
+    case = cp.Case(stage=2, dtype=torch.float32)
+    mesh = cp.mesh_of(2, 2)
+    exact = cp.shared(case, mesh)
+    start = list(cp.started(case).parameters())
+    found = cp.shared(replace(case, compression=zgraph.passes.CompressGradients(method=LoCo(), min_numel=64)), mesh)
+    moved = sum(float((one - other).norm() ** 2) for one, other in zip(exact, start, strict=True))
+    return (sum(float((one - other).norm() ** 2) for one, other in zip(found, exact, strict=True)) / moved) ** 0.5
+
+
+@worlds(2)
+def test_gradients_may_be_compressed(ranks: Ranks) -> None:
+    apart = ranks.run(_compressed)
+    assert apart[0] == apart[1]
+    assert 0 < apart[0] < 0.1  # 4-bit codes of two ranks' gradients differ from them by some percent
+
+
+def _resumed(folder: str) -> float:
+    """Saves after each step, and trains a model of its own from the last checkpoint, by another number of ranks."""
+    case = cp.Case(dtype=torch.float32)
+    mesh = cp.mesh_of(2, 2)
+
+    steps = itertools.count()
+
+    def again(model: nn.Module, opt: Any) -> None:
+        zgraph.save_checkpoint(folder, model, opt, step=next(steps))
+
+    saved = cp.shared(case, mesh, again)
+    model = zgraph.shard(cp.started(case), init_device_mesh("cpu", (2,)), zero_stage=1)
+    opt = torch.optim.SGD(model.parameters(), lr=cp.LR)
+    newest = zgraph.latest_checkpoint(folder)
+    assert newest is not None
+    zgraph.load_checkpoint(newest, model, opt)
+    return cp.furthest([whole(one.detach()) for one in model.parameters()], saved)
+
+
+@worlds(2)
+def test_checkpoints_know_no_context(ranks: Ranks, tmp_path: Any) -> None:
+    assert ranks.run(_resumed, str(tmp_path / "saved")) == [0.0, 0.0]
+
+
+# --- models of transformers -------------------------------------------------------------------------------------------
+
+
+def _transformer(kind: str) -> Any:
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    if kind == "qwen3":
+        return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(head_dim=8, **sizes))
+    if kind == "gpt2":
+        config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=4)
+        config.attn_pdrop = config.resid_pdrop = config.embd_pdrop = 0
+        model = transformers.GPT2LMHeadModel(config)
+        model.loss_type = "ForCausalLM"  # or the model logs a line in forward, which breaks the graph
+        return model
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+
+
+def _transformer_apart(kind: str, is_checkpointed: bool, compiled: bool) -> float:
+    model = _transformer(kind).double()
+    other = copy.deepcopy(model)
+    mesh = cp.mesh_of(2, 2)
+    zgraph.shard(model, mesh, context="cp")
+    if is_checkpointed:
+        model.gradient_checkpointing_enable()
+        model.set_attn_implementation("zgraph")
+    tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(1))
+    labels = torch.where(torch.arange(16) < torch.tensor([[5], [0]]), -100, tokens)
+    other(input_ids=tokens, labels=labels, use_cache=False).loss.backward()
+    run = with_fx(model) if compiled else model
+    batch = zgraph.context_batch(
+        model, {"input_ids": tokens, "labels": labels, "attention_mask": torch.ones_like(tokens)}
+    )
+    run(**batch, use_cache=not is_checkpointed).loss.backward()
+    gradients = [whole(one.grad) for one in model.parameters() if one.grad is not None]
+    return cp.furthest(gradients, [one.grad for one in other.parameters() if one.grad is not None])
+
+
+@worlds(2)
+@pytest.mark.parametrize(
+    ("kind", "is_checkpointed", "compiled"),
+    [("llama", True, True), ("qwen3", False, True), ("llama", True, False), ("gpt2", False, True)],
+)
+def test_models_of_transformers_train_unmodified(
+    ranks: Ranks, kind: str, is_checkpointed: bool, compiled: bool
+) -> None:
+    apart = ranks.run(_transformer_apart, kind, is_checkpointed, compiled)
+    assert max(apart) <= EXACT, apart  # their fp32 losses and norms round alike
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+class Mixer(nn.Module):
+    """A model with one line that combines tokens."""
+
+    def __init__(self, mix: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.mix, self.embed = mix, nn.Embedding(cp.VOCABULARY, cp.WIDTH)
+        self.conv, self.attention = nn.Conv1d(cp.WIDTH, cp.WIDTH, 3, padding=1), nn.MultiheadAttention(cp.WIDTH, 4)
+        self.table = nn.Parameter(torch.randn(64, cp.WIDTH))
+        self.register_buffer("angles", torch.randn(1, cp.LENGTH // 2, cp.WIDTH))
+        self.norm = nn.BatchNorm1d(cp.LENGTH // 2)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        return (self.mix(self, self.embed(x)) * targets.clamp(0)[..., None]).mean()
+
+
+def _by_hand(model: Any, h: Tensor) -> Tensor:
+    return (h @ h.transpose(1, 2)).softmax(-1) @ h
+
+
+def _shifted(model: Any, h: Tensor) -> Tensor:
+    return F.pad(h[:, 1:], (0, 0, 0, 1))
+
+
+def _local_mask(model: Any, h: Tensor) -> Tensor:
+    heads = h[:, None]
+    mask = torch.ones(h.shape[1], h.shape[1], dtype=torch.bool).tril()
+    return F.scaled_dot_product_attention(heads, heads, heads, attn_mask=mask[None, None])[:, 0]
+
+
+def _cross(model: Any, h: Tensor) -> Tensor:
+    keys = torch.ones(2, 1, 3, cp.WIDTH)
+    return F.scaled_dot_product_attention(h[:, None], keys, keys)[:, 0]
+
+
+MIXERS: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
+    "by_hand": (_by_hand, "multiplies each token by others, as attention written by hand does"),
+    "summed": (lambda model, h: h @ (h.transpose(1, 2) @ h), "sums products over this rank's tokens"),
+    "convolution": (lambda model, h: model.conv(h.transpose(1, 2)).transpose(1, 2), "convolution"),
+    "pooled": (lambda model, h: h + h.mean(1, keepdim=True), "reduces over this rank's tokens"),
+    "cumulative": (lambda model, h: h.cumsum(1), "combines tokens"),
+    "shifted": (_shifted, "selects some of this rank's tokens"),
+    "reversed": (lambda model, h: h.flip(1), "reorders this rank's tokens"),
+    "table": (lambda model, h: h + model.table[: h.shape[1]], "own value for each of 8 positions"),
+    "buffer": (lambda model, h: h * model.angles, "own value for each of 8 positions"),
+    "normalized": (lambda model, h: model.norm(h), "batch_norm"),
+    "module": (lambda model, h: model.attention(h, h, h, need_weights=False)[0], "nn.MultiheadAttention"),
+    "local_mask": (_local_mask, "a mask of shape [1, 1, 8, 8]"),
+    "cross": (_cross, "8 queries and 3 keys"),
+    "total": (lambda model, h: h / h.sum(), "uses a sum over this rank's tokens"),
+    "sorted": (lambda model, h: h.sort(1)[0], "combines tokens"),
+    "unknown": (lambda model, h: torch.fft.fft(h, dim=1).real, "is not known to keep tokens apart"),
+}
+
+
+def _refusal(name: str, compiled: bool) -> str:
+    model = Mixer(MIXERS[name][0])
+    zgraph.shard(model, cp.mesh_of(2, 2), context="cp")
+    given = zgraph.context_batch(model, cp.batch(0, is_even=True))
+    try:
+        (with_fx(model) if compiled else model)(**given)
+    except zgraph.ZgraphError as error:
+        return str(error)
+    return "passed"
+
+
+@worlds(2)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("name", MIXERS)
+def test_lines_that_combine_tokens_are_refused(ranks: Ranks, name: str, compiled: bool) -> None:
+    first, second = ranks.run(_refusal, name, compiled)
+    assert first == second
+    assert MIXERS[name][1] in first
+
+
+def _broken() -> str:
+    model = Mixer(lambda model, h: h[h.sum(-1) > 0].sum() + h)
+    zgraph.shard(model, cp.mesh_of(2, 2), context="cp")
+    try:
+        with_fx(model)(**zgraph.context_batch(model, cp.batch(0, is_even=True)))
+    except Exception as error:  # of Dynamo's
+        return str(error)
+    return "passed"
+
+
+def test_graphs_do_not_break(ranks: Ranks) -> None:
+    """Between graphs, nothing would see that a line combines tokens."""
+    for found in ranks.run(_broken):
+        assert "output shape depends on input Tensor data" in found
+        assert "test_context.py" in found
+
+
+def _not_cut() -> list[str]:
+    model = cp.started(cp.Case())
+    zgraph.shard(model, cp.mesh_of(2, 2), context="cp")
+    other = zgraph.shard(nn.Linear(2, 2), init_device_mesh("cpu", (2,)))
+    tokens = torch.randint(cp.VOCABULARY, (2, 16), generator=torch.Generator().manual_seed(0))
+    targets = F.pad(tokens[:, 1:], (0, 1), value=-100)
+    own = torch.full((2, 16), dist.get_rank())
+    calls: list[Callable[[], Any]] = [
+        lambda: model(tokens),
+        lambda: zgraph.context_batch(other, {"x": tokens}),
+        lambda: zgraph.context_batch(model, {"x": tokens}),
+        lambda: zgraph.context_batch(model, {"x": tokens, "targets": tokens}),
+        lambda: zgraph.context_batch(model, {"x": own, "targets": targets}),
+        lambda: zgraph.context_batch(model, {"input_ids": tokens, "labels": targets}),
+        lambda: zgraph.context_batch(model, {"x": tokens[:, :6], "targets": targets[:, :6]}),
+        lambda: zgraph.context_batch(model, {"x": tokens, "targets": targets[:, :8]}),
+        lambda: zgraph.context_batch(model, {"x": tokens, "targets": torch.tensor(0)}),
+        lambda: zgraph.context_batch(model, {"x": tokens, "labels": tokens, "attention_mask": tokens > 5}),
+        lambda: zgraph.context_batch(model, {}),
+        lambda: model(zgraph.context_batch(model, {"x": tokens, "targets": targets})["x"]),
+        lambda: with_fx(model)(zgraph.context_batch(model, {"x": tokens, "targets": targets})["x"]),
+        lambda: (zgraph.context_batch(model, {"x": tokens, "targets": targets}), model(tokens, targets))[1],
+        lambda: zgraph.shard(nn.Linear(2, 2), cp.mesh_of(2, 2), context="sp"),
+        lambda: zgraph.training_step(model, torch.optim.SGD(model.parameters()))(
+            lambda one: model(**zgraph.context_batch(model, {"x": one, "targets": targets}))
+        )(tokens),
+    ]
+    found: list[str] = []
+    for call in calls:
+        try:
+            call()
+        except (zgraph.ZgraphError, ValueError) as error:
+            found.append(str(error))
+        else:
+            found.append("passed")
+    return found
+
+
+def test_batches_that_are_not_cut_are_refused(ranks: Ranks) -> None:
+    expected = [
+        "cut the batch first",
+        "has no context axis",
+        "only x, and no targets",
+        "x and targets are equal",
+        "one context group [0, 1] were given different batches",
+        "labels differ from input_ids",
+        "sequences of 6 tokens cannot be cut into two equal chunks for each of 2 ranks; pad them to 8",
+        "different numbers of tokens",
+        "targets is of shape []",
+        "attention_mask marks padding",
+        "an empty batch",
+        "different numbers of targets in targets",
+        "different numbers of targets in targets",
+        "16 queries and 16 keys",
+        "context='sp' is not among the mesh's axes ('dp', 'cp')",
+        "called inside a step that is captured",
+    ]
+    for found in ranks.run(_not_cut):
+        assert len(found) == len(expected)
+        for text, part in zip(found, expected, strict=True):
+            assert part in text
+
+
+def _of_copy() -> float:
+    case = cp.Case()
+    model = cp.started(case)
+    zgraph.shard(model, cp.mesh_of(2, 2), context="cp")
+    copied, given = copy.deepcopy(model), cp.batch(0, is_even=False)
+    copied(**zgraph.context_batch(copied, given)).backward()
+    alone = cp.started(case)
+    alone(**given).backward()
+    gradients = [[one.grad for one in model.parameters() if one.grad is not None] for model in (copied, alone)]
+    return cp.furthest([whole(one) for one in gradients[0]], gradients[1])
+
+
+def test_a_copy_has_the_axis(ranks: Ranks) -> None:
+    assert max(ranks.run(_of_copy)) < EXACT

@@ -42,6 +42,7 @@ from zgraph.reporting.of_model import measure as measure
 from zgraph.reporting.of_model import summary as summary
 from zgraph.reporting.summary import Report as Report
 from zgraph.sharding.materialize import materialize as materialize
+from zgraph.sharding.model.layer_drop import LayerDrop as LayerDrop
 from zgraph.sharding.no_sync import no_sync as no_sync
 from zgraph.sharding.pipeline.stage import PipelineStage as PipelineStage
 from zgraph.sharding.shard import shard as shard

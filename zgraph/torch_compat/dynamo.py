@@ -80,8 +80,8 @@ def never_compiled(function: Callable[P, R]) -> Callable[P, R]:
 def breaks_graphs(function: Callable[P, R]) -> Callable[P, R]:
     """Keep Dynamo from tracing a function; a graph that calls it breaks, and what it calls is compiled in other frames.
 
-    As `torch.compiler.disable(recursive=False)`, whose import of Dynamo takes more than a second (torch 2.11 - 2.15: the
-    attribute `_torchdynamo_disable`).
+    As `torch.compiler.disable(recursive=False)`, whose import of Dynamo takes more than a second (torch 2.11 - 2.15:
+    the attribute `_torchdynamo_disable`).
     """
     function._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
     return never_a_frame(function)

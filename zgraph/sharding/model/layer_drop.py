@@ -1,4 +1,4 @@
-"""`zgraph.LayerDrop`: progressive layer dropping, with masks that are equal on all ranks and that no graph depends on."""
+"""`zgraph.LayerDrop`: progressive layer dropping, with masks that are equal on all ranks and are part of no graph."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from zgraph.errors import ZgraphError
-from zgraph.sharding.scope import STATE, ModuleState, Scope
+from zgraph.sharding.scope import Scope, state_of
 from zgraph.torch_compat.autograd import is_in_backward
 from zgraph.torch_compat.dynamo import breaks_graphs, never_a_frame, no_frames_inside, without_compile
 from zgraph.torch_compat.modules import hook_steps, local_parameters
@@ -40,9 +40,9 @@ class LayerDrop:
 
     and a kept block returns x + (block(x) - x) / p_l, whose mean is the block's output. Step 0 keeps all blocks.
 
-    A mask holds for all forwards up to the next optimizer step, so for all micro-batches, and for what backward computes
-    again. It is a function of the seed and the number of the step: equal on all ranks, and independent of torch's random
-    numbers. Blocks in evaluation mode are never dropped. With `theta=1`, nothing changes.
+    A mask holds for all forwards up to the next optimizer step: for all micro-batches, and for what backward computes
+    again. It is a function of the seed and the number of the step, so it is equal on all ranks, and takes nothing from
+    torch's random numbers. Blocks in evaluation mode are never dropped. With `theta=1`, nothing changes.
 
     The model may be sharded or not, compiled or not, before or after. Dynamo does not trace a training call of a block:
     each block is compiled as a frame of its own, in which equal blocks share graphs, so that masks add none.
@@ -123,7 +123,7 @@ class LayerDrop:
         return [1 - (number + 1) / len(self.blocks) * (1 - now) for number in range(len(self.blocks))]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of the step and what a resumed run must know of the blocks, for `extra=` of a checkpoint."""
+        """Return the number of the step, and what a resumed run must know of the blocks."""
         return {"step": self.step, "seed": self.seed, "returned": list(self._returned)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -167,9 +167,8 @@ class LayerDrop:
             self._step, self._has_stepped = self._step + 1, False
             self._draw()
         block = self.blocks[number]
-        state: ModuleState | None = block.__dict__.get(STATE)
-        if state is not None:
-            self._check_scope(number, block, state.scope)
+        if (state := state_of(block)) is not None:
+            self._check_scope(number, state.scope)
         if number in self._unchecked:
             self._unchecked.remove(number)
             if any(parameter.grad is not None for parameter in _parameters(block)):
@@ -180,7 +179,7 @@ class LayerDrop:
                 )
         return 1 / self.probabilities(self._step)[number] if self._kept[number] else 0.0
 
-    def _check_scope(self, number: int, block: nn.Module, scope: Scope) -> None:
+    def _check_scope(self, number: int, scope: Scope) -> None:
         if scope.handle_of is not None:
             self.refuse(
                 number,
@@ -195,6 +194,13 @@ class LayerDrop:
             )
         if not self._is_agreed:
             self._is_agreed = True
+            for place, other in enumerate(self.blocks):
+                if (name := _gathered_around(other)) is not None:
+                    self.refuse(
+                        place,
+                        f"lies inside a module named in zgraph.shard(units=...), which gathers and reduces {name} in "
+                        "each step. Name the blocks themselves, or leave units out",
+                    )
             options = (("theta", self.theta), ("gamma", self.gamma), ("seed", self.seed), ("step", self._step))
             for model in scope.models:
                 model.meet("drawing layers by zgraph.LayerDrop", options)
@@ -216,11 +222,12 @@ class LayerDrop:
                 f"takes {list(hidden.shape)} {hidden.dtype} and returns {list(found.shape)} {found.dtype}, so its "
                 "input cannot stand for its output. Leave it out of the blocks",
             )
-        if any(item is not None for item in items[1:]):
+        more = next((item for item in items[1:] if item is not None), None)
+        if more is not None:
             self.refuse(
                 number,
-                f"returns a tuple with a {type(items[1]).__name__} after the hidden states, which it could not return "
-                "when it is dropped. Switch it off, as by output_attentions=False",
+                f"returns a tuple with a {type(more).__name__} after the hidden states, which it could not return when "
+                "it is dropped. Switch it off, as by output_attentions=False",
             )
         self._returned[number] = len(items) if isinstance(result, tuple) else 0
         return found
@@ -245,6 +252,16 @@ def _parameters(block: nn.Module) -> Iterable[Tensor]:
     """Yield a block's parameters as they lie between forwards; `block.parameters()` gathers them inside one."""
     for part in block.modules():
         yield from (one for one in local_parameters(part).values() if one is not None)
+
+
+def _gathered_around(block: nn.Module) -> str | None:
+    """Return the name of a parameter that only this block reads and that a module around the block gathers, or None."""
+    parts = [*block.modules()]
+    states = [state for part in parts if (state := state_of(part)) is not None]
+    inside = {id(param) for state in states for param in state.params}
+    own = (param for state in states for param in state.by_attribute.values())
+    private = (param for param in own if all(any(site is part for part in parts) for site, _ in param.sites))
+    return next((param.name for param in private if id(param) not in inside), None)
 
 
 @functools.cache

@@ -294,16 +294,8 @@ def losses(args: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    defaults = {
-        "width": 256,
-        "sequence": 64,
-        "batch": 4,
-        "lowering": "fx",
-        "rounds": 9,
-        "steps": Sizes.steps,
-        "seeds": 3,
-    }
-    parser = parser_of(__doc__, **defaults)
+    defaults: dict[str, Any] = {"width": 256, "sequence": 64, "batch": 4, "lowering": "fx", "rounds": 9}
+    parser = parser_of(__doc__, **defaults, steps=Sizes.steps, seeds=3)
     parser.add_argument("--part", choices=("times", "losses"), default="times")
     parser.add_argument("--stage", type=int, choices=(0, 1, 2, 3), default=3)
     args = parser.parse_args()

@@ -235,11 +235,13 @@ class LayerDrop:
     @no_frames_inside
     def of_dropped(self, number: int, hidden: Tensor) -> Any:
         """Return what a dropped block returns: its input, in a tuple if the block returns one."""
-        items = self._returned[number]
+        kind = type(self.blocks[number])
+        alike = (seen for block, seen in zip(self.blocks, self._returned, strict=True) if type(block) is kind)
+        items = next((seen for seen in (self._returned[number], *alike) if seen is not None), None)
         if items is None:
             self.refuse(
                 number,
-                "is dropped before it has run once, so what it returns is not known. Call "
+                "is dropped before it or a block of its class has run once, so what it returns is not known. Call "
                 "drop.load_state_dict() with the state of the run that is resumed, or begin at step 0, which keeps all",
             )
         return (hidden, *[None] * (items - 1)) if items else hidden

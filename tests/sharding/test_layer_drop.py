@@ -336,19 +336,57 @@ def test_only_steps_of_the_blocks_parameters_count_and_several_optimizers_count_
     assert drop.step == 1
 
 
-def test_a_copy_of_the_model_drops_what_the_model_drops() -> None:
+def test_a_copy_of_the_model_counts_its_own_steps() -> None:
     model = net()
     drop = zgraph.LayerDrop(model.layers, theta=0.1, gamma=50.0)
-    model(batch(0, 0))  # step 0 keeps all
+    step_of(model, torch.optim.SGD(model.parameters(), lr=0.1), batch(0, 0))
     copied = copy.deepcopy(model)
-    drop.step = 1
     seen: list[int] = []
-    for one in (model, copied):
-        for number, block in enumerate(one.layers):
-            block.fc.register_forward_hook(lambda *_, number=number: seen.append(number))
-        one(batch(0, 0))
-        assert seen == [number for number, is_kept in enumerate(drop.kept) if is_kept] and len(seen) < LAYERS
+    for number, block in enumerate(copied.layers):
+        block.fc.register_forward_hook(lambda *_, number=number: seen.append(number))
+    optimizer = torch.optim.SGD(copied.parameters(), lr=0.1)
+    for step in (1, 2, 3):
         seen.clear()
+        step_of(copied, optimizer, batch(0, step))
+        assert drop.step == 1
+    drop.step = 3
+    assert seen == [number for number, is_kept in enumerate(drop.kept) if is_kept] and len(seen) < LAYERS
+
+
+class Keyword(nn.Module):
+    """Calls its block by the name of the argument that layers of Hugging Face have."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(hidden_states=x)
+
+
+class HiddenStates(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.block(hidden_states)
+
+
+def test_hidden_states_may_be_given_by_name() -> None:
+    torch.manual_seed(0)
+    block, x = HiddenStates(), torch.randn(2, WIDTH)
+    model = Keyword(block)
+    plain = block(hidden_states=x)
+    drop = zgraph.LayerDrop([block], theta=0.5, gamma=1.0)
+    assert torch.equal(model(x), plain)
+    steps = range(1, 20)
+    for is_kept in (True, False):
+        drop.step = next(step for step in steps if drop_at(drop, step) == (is_kept,))
+        wanted = torch.lerp(x, plain, 1 / drop.probabilities(drop.step)[0]) if is_kept else x
+        assert torch.equal(model(x), wanted)
+    with pytest.raises(zgraph.ZgraphError, match="is called without hidden states"):
+        block()
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
@@ -448,13 +486,18 @@ def test_another_run_is_not_loaded_and_an_unknown_block_is_not_dropped() -> None
 def refused(kind: str, stage: int) -> str:
     model = net()
     zgraph.shard(model, zero_stage=stage, units=[model] if kind == "units" else None)
-    drop = zgraph.LayerDrop(model.layers, theta=0.4, gamma=1.0, seed=dist.get_rank() if kind == "seeds" else 0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run: Callable[[Tensor], None] = lambda x: step_of(model, optimizer, x)  # noqa: E731
+    if kind in ("captured", "captured before"):
+        run = zgraph.training_step(model, optimizer, options={"lowering": "fx"})(run)
+    if kind == "captured before":
+        for step in range(3):
+            run(batch(dist.get_rank(), step))
+    drop = zgraph.LayerDrop(model.layers, theta=0.4, gamma=1.0, seed=dist.get_rank() if kind == "seeds" else 0)
+    if kind == "staged":
+        zgraph.PipelineStage(model, dist.get_rank(), 2, torch.device("cpu"))
     if kind == "steps" and dist.get_rank() == 1:
         drop.step = 1
-    run: Callable[[Tensor], None] = lambda x: step_of(model, optimizer, x)  # noqa: E731
-    if kind == "captured":
-        run = zgraph.training_step(model, optimizer, options={"lowering": "fx"})(run)
     try:
         run(batch(dist.get_rank(), 0))
     except zgraph.ZgraphError as error:
@@ -470,6 +513,8 @@ def refused(kind: str, stage: int) -> str:
         ("seeds", 3, "AgreementError: .*theta=0.4, gamma=1.0, seed=1, step=0"),
         ("steps", 1, "AgreementError: .*seed=0, step=1"),
         ("captured", 2, r"block 0 \(Block\) is in a step of zgraph.training_step.*torch.compile\(model, backend"),
+        ("captured before", 3, r"block 0 \(Block\) is in a step of zgraph.training_step"),
+        ("staged", 1, r"block 0 \(Block\) is in a stage of a pipeline"),
         ("units", 3, r"block 0 \(Block\) lies inside a module named in zgraph.shard\(units=...\)"),
     ],
 )

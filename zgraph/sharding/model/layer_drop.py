@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import random
@@ -90,6 +91,18 @@ class LayerDrop:
         for number, block in enumerate(self.blocks):
             block.__dict__[PLACE] = Place(self, number)
             block.__class__ = dropping_class(type(block))
+        self._watch_steps()
+        self._draw()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayerDrop:
+        """Return the LayerDrop of a copied model, which counts the steps of the copy's optimizers."""
+        memo[id(self)] = copied = object.__new__(LayerDrop)
+        vars(copied).update({name: copy.copy(value) for name, value in vars(self).items()})
+        copied.blocks = tuple(copy.deepcopy(block, memo) for block in self.blocks)
+        copied._watch_steps()
+        return copied
+
+    def _watch_steps(self) -> None:
         me = weakref.ref(self)
 
         def stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -97,10 +110,6 @@ class LayerDrop:
                 alive._note_step(optimizer)
 
         hook_steps(self, after=stepped)
-        self._draw()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> LayerDrop:
-        return self  # a copy of the model drops what the model drops
 
     @property
     def step(self) -> int:

@@ -30,7 +30,7 @@ class Place(NamedTuple):
 
 
 class LayerDrop:
-    """Drop whole blocks of a model at random in training, the more the longer it trains and the deeper they lie.
+    """Drop whole blocks of a model at random in training: more of them later in training, and deeper in the model.
 
         drop = zgraph.LayerDrop(model.layers, theta=0.5, gamma=100 / steps)     # the training loop stays as it is
 
@@ -45,17 +45,18 @@ class LayerDrop:
     again. It is a function of the seed and the number of the step, so it is equal on all ranks, and takes nothing from
     torch's random numbers. Blocks in evaluation mode are never dropped. With `theta=1`, nothing changes.
 
-    The model may be sharded or not, compiled or not, before or after. Dynamo does not trace a training call of a block:
-    each block is compiled as a frame of its own, in which equal blocks share graphs, so that masks add none.
+    The model may be sharded or not, compiled or not, before this call or after it. Dynamo does not trace a training call
+    of a block: each block is compiled as a frame of its own, and equal blocks share graphs, so masks add none.
 
-    Source: Zhang and He 2020, arXiv:2010.13369, equation 6 and algorithm 1. There each of a block's two sublayers is
-    scaled by 1/p_l; here the block is, as a whole, so that nothing must be known of its inside.
+    Source: Zhang and He 2020, arXiv:2010.13369. There each of a block's two sublayers is scaled by 1/p_l; here the block
+    is scaled as a whole, so that nothing must be known of its inside.
 
     Args:
         blocks: modules such as `model.layers`, in their order. Each takes hidden states as its first argument, or as
             `hidden_states`, and returns hidden states of the same shape and dtype, or a tuple of them and Nones.
         theta: probability with which the last block is kept in the end, more than 0 and at most 1.
-        gamma: speed at which theta(t) falls from 1 to `theta`, per step; the paper uses 100 / number of steps.
+        gamma: speed at which theta(t) falls from 1 to `theta`, per step. With 100 / number of steps it has fallen after
+            a twentieth of the training.
         seed: seed of the masks, the same on all ranks.
 
     Raises:
@@ -68,7 +69,7 @@ class LayerDrop:
         if not 0 < theta <= 1:
             raise ValueError(f"zgraph.LayerDrop: theta={theta} must be more than 0 and at most 1, which drops nothing.")
         if not gamma >= 0:
-            raise ValueError(f"zgraph.LayerDrop: gamma={gamma} must not be negative; the paper uses 100 / steps.")
+            raise ValueError(f"zgraph.LayerDrop: gamma={gamma} must not be negative; write 100 / steps.")
         if not self.blocks:
             raise ValueError("zgraph.LayerDrop: there is no block; pass the list of blocks, such as model.layers.")
         for number, block in enumerate(self.blocks):

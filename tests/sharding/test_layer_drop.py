@@ -389,6 +389,26 @@ def test_hidden_states_may_be_given_by_name() -> None:
         block()
 
 
+def test_optimizers_that_step_in_backward_do_not_change_the_mask_of_a_recomputation() -> None:
+    model = net()
+    model.repeats = False  # torch compares what the recomputation saves with what forward has saved
+    drop = zgraph.LayerDrop(model.layers, theta=0.3, gamma=1.0)
+    stepping: dict[Tensor, torch.optim.Optimizer] = {one: torch.optim.SGD([one], lr=0.1) for one in model.parameters()}
+
+    def step(parameter: Tensor) -> None:
+        stepping[parameter].step()
+        stepping[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    masks: set[tuple[bool, ...]] = set()
+    for number in range(STEPS):
+        assert drop.step == number
+        masks.add(drop.kept)
+        model(batch(0, number)).square().mean().backward()
+    assert len(masks) > 2
+
+
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
@@ -397,7 +417,8 @@ def test_hidden_states_may_be_given_by_name() -> None:
     [
         ({"theta": 0.0}, "theta=0.0 must be more than 0"),
         ({"theta": 1.5}, "at most 1"),
-        ({"gamma": -1.0}, "gamma=-1.0 must not be negative"),
+        ({"gamma": -1.0}, "gamma=-1.0 must be finite and not negative"),
+        ({"gamma": float("inf")}, "gamma=inf"),
         ({"gamma": float("nan")}, "gamma=nan"),
     ],
 )

@@ -45,11 +45,11 @@ class LayerDrop:
     again. It is a function of the seed and the number of the step, so it is equal on all ranks, and takes nothing from
     torch's random numbers. Blocks in evaluation mode are never dropped. With `theta=1`, nothing changes.
 
-    The model may be sharded or not, compiled or not, before this call or after it. Dynamo does not trace a training call
-    of a block: each block is compiled as a frame of its own, and equal blocks share graphs, so masks add none.
+    The model may be sharded or not, compiled or not, before this call or after it. Dynamo does not trace the training
+    calls of blocks: each block is compiled as a frame of its own, and equal blocks share graphs, so masks add none.
 
-    Source: Zhang and He 2020, arXiv:2010.13369. There each of a block's two sublayers is scaled by 1/p_l; here the block
-    is scaled as a whole, so that nothing must be known of its inside.
+    Source: Zhang and He 2020, arXiv:2010.13369. There each of a block's two sublayers is scaled by 1/p_l; here the
+    block is scaled as a whole, so that nothing must be known of its inside.
 
     Args:
         blocks: modules such as `model.layers`, in their order. Each takes hidden states as its first argument, or as
@@ -68,8 +68,8 @@ class LayerDrop:
         self.theta, self.gamma, self.seed = theta, gamma, seed
         if not 0 < theta <= 1:
             raise ValueError(f"zgraph.LayerDrop: theta={theta} must be more than 0 and at most 1, which drops nothing.")
-        if not gamma >= 0:
-            raise ValueError(f"zgraph.LayerDrop: gamma={gamma} must not be negative; write 100 / steps.")
+        if not 0 <= gamma < math.inf:
+            raise ValueError(f"zgraph.LayerDrop: gamma={gamma} must be finite and not negative; write 100 / steps.")
         if not self.blocks:
             raise ValueError("zgraph.LayerDrop: there is no block; pass the list of blocks, such as model.layers.")
         for number, block in enumerate(self.blocks):

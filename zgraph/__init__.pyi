@@ -27,6 +27,7 @@ from zgraph.errors import ZgraphWarning as ZgraphWarning
 from zgraph.optimizers.adamw_8bit import AdamW8bit as AdamW8bit
 from zgraph.optimizers.gradients import GradScaler as GradScaler
 from zgraph.optimizers.gradients import clip_grad_norm_ as clip_grad_norm_
+from zgraph.optimizers.layer_drop import LayerDrop as LayerDrop
 from zgraph.optimizers.local_step import step_on_shards as step_on_shards
 from zgraph.optimizers.loss_scale import reset_error_feedback as reset_error_feedback
 from zgraph.optimizers.loss_scale import set_loss_scale as set_loss_scale
@@ -42,7 +43,6 @@ from zgraph.reporting.of_model import measure as measure
 from zgraph.reporting.of_model import summary as summary
 from zgraph.reporting.summary import Report as Report
 from zgraph.sharding.materialize import materialize as materialize
-from zgraph.sharding.model.layer_drop import LayerDrop as LayerDrop
 from zgraph.sharding.no_sync import no_sync as no_sync
 from zgraph.sharding.pipeline.stage import PipelineStage as PipelineStage
 from zgraph.sharding.shard import shard as shard

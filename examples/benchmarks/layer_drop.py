@@ -238,7 +238,7 @@ def flops_to(run: Run, loss: float) -> float | None:
 
 def losses(args: Any) -> dict[str, Any]:
     torch.set_num_threads(1)
-    sizes = Sizes(steps=args.steps)
+    sizes = Sizes(steps=args.steps, theta=args.theta)
     outside, of_block = flops_of_gpt(sizes)
     found: dict[str, Any] = {"sizes": asdict(sizes), **about()}
     runs: list[Run] = []
@@ -295,7 +295,7 @@ def losses(args: Any) -> dict[str, Any]:
 
 def main() -> None:
     defaults: dict[str, Any] = {"width": 256, "sequence": 64, "batch": 4, "lowering": "fx", "rounds": 9}
-    parser = parser_of(__doc__, **defaults, steps=Sizes.steps, seeds=3)
+    parser = parser_of(__doc__, **defaults, steps=Sizes.steps, theta=Sizes.theta, seeds=3)
     parser.add_argument("--part", choices=("times", "losses"), default="times")
     parser.add_argument("--stage", type=int, choices=(0, 1, 2, 3), default=3)
     args = parser.parse_args()

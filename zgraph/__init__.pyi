@@ -27,6 +27,7 @@ from zgraph.errors import ZgraphWarning as ZgraphWarning
 from zgraph.optimizers.adamw_8bit import AdamW8bit as AdamW8bit
 from zgraph.optimizers.gradients import GradScaler as GradScaler
 from zgraph.optimizers.gradients import clip_grad_norm_ as clip_grad_norm_
+from zgraph.optimizers.layer_drop import LayerDrop as LayerDrop
 from zgraph.optimizers.local_step import step_on_shards as step_on_shards
 from zgraph.optimizers.loss_scale import reset_error_feedback as reset_error_feedback
 from zgraph.optimizers.loss_scale import set_loss_scale as set_loss_scale

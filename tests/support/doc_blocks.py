@@ -382,6 +382,11 @@ def _equal_replicas(names: dict[str, Any]) -> None:
     assert all(len(names["optimizer"].state[parameter]) for parameter in names["parameters"])
 
 
+def _dropped(names: dict[str, Any]) -> None:
+    assert names["drop"].step == len(names["batches"])
+    assert all(int(state["step"]) >= 1 for state in names["opt"].state.values())
+
+
 def _packed(names: dict[str, Any]) -> None:
     if "step" not in names:
         names["model"](*_tokens()).backward()
@@ -536,6 +541,9 @@ SETTINGS = [
     Setting('with torch.device("meta"):', lambda: {"Net": models.Attending, "mesh": _mesh()}, _materialized),
     Setting("scaler = zgraph.GradScaler", _with_a_batch, _reduced),
     Setting('replicas = zgraph.Replicas(mesh["pp"]', _a_pipeline, _equal_replicas),
+    # layer-drop.md
+    Setting("drop = zgraph.LayerDrop(model.trunk.blocks", _sharded, _dropped),
+    Setting('path = zgraph.save_checkpoint("runs/a", model, opt, step=drop.step', None, _dropped),
     # ranks-that-differ.md
     Setting(
         "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.embed, self.vision",

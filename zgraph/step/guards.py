@@ -26,7 +26,8 @@ class Conditions:
 
     Attributes:
         arguments: structure of the arguments, layouts of tensors, values of all other arguments.
-        modes: training or evaluation, and the numbers that each module holds, such as a dropout probability.
+        modes: class of each module, training or evaluation, and the numbers that it holds, such as a dropout
+            probability.
         trainable: `requires_grad` of each parameter.
         hooks: hooks on parameters, as returned by `parameter_hooks.conditions`.
         options: options of the optimizers, except parameters and options that are inputs of the graph.
@@ -142,16 +143,16 @@ def _of_argument(leaf: Any) -> Any:
 
 
 class Modules:
-    """Reader of the plain numbers in all modules of a model, such as `training` or a dropout probability."""
+    """Reader of the classes of all modules of a model, and of their numbers, such as `training` or a probability."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.readers: list[tuple[dict[str, Any], Callable[[Any], Any]]] = []
+        self.readers: list[tuple[nn.Module, Callable[[Any], Any]]] = []
         for part in model.modules():
             names = [name for name, value in part.__dict__.items() if isinstance(value, _NUMBERS)]
-            self.readers.append((part.__dict__, itemgetter(*names)))  # "training" is one of them
+            self.readers.append((part, itemgetter(*names)))  # "training" is one of them
 
     def conditions(self) -> tuple[Any, ...]:
-        return tuple(read(values) for values, read in self.readers)
+        return tuple((part.__class__, read(part.__dict__)) for part, read in self.readers)
 
 
 def of_variables(outside: Outside) -> tuple[Any, ...]:

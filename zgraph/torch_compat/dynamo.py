@@ -77,6 +77,16 @@ def never_compiled(function: Callable[P, R]) -> Callable[P, R]:
     return no_frames_inside(function)
 
 
+def breaks_graphs(function: Callable[P, R]) -> Callable[P, R]:
+    """Keep Dynamo from tracing a function; a graph that calls it breaks, and what it calls is compiled in other frames.
+
+    As `torch.compiler.disable(recursive=False)`, whose import of Dynamo takes more than a second (torch 2.11 - 2.15:
+    the attribute `_torchdynamo_disable`).
+    """
+    function._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
+    return never_a_frame(function)
+
+
 @never_a_frame
 def compiles_frames() -> bool:
     """Return whether Dynamo would compile a function called now, because a torch.compile'd function is running.

@@ -32,7 +32,7 @@ class Block(nn.Module):
         batch, length, width = x.shape
         keys = self.key_heads * self.features
         projected = self.project(self.norm(x)).split([width, keys, keys], -1)
-        query, key, value = (one.view(batch, length, -1, self.features).transpose(1, 2) for one in projected)
+        query, key, value = (one.unflatten(2, (-1, self.features)).transpose(1, 2) for one in projected)
         seen = F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=self.key_heads != self.heads
         )
@@ -49,7 +49,7 @@ class Language(nn.Module):
         self.block, self.head = Block(heads, key_heads), nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, x: Tensor, targets: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        h = self.embed(x) + self.positions(torch.arange(x.shape[1], device=x.device))
+        h = self.embed(x) + self.positions(torch.arange(x.shape[1]))
         h = checkpoint(self.block, h, mask, use_reentrant=False) if self.is_checkpointed else self.block(h, mask)
         scores = self.head(h)
         return scores if targets is None else F.cross_entropy(scores.flatten(0, 1), targets.flatten())

@@ -103,7 +103,8 @@ def plan(
     MODULE:FN names a function without arguments, such as train:step for the function step in train.py. The function
     returns a model and a tuple: the arguments of the model's forward on one rank. Tensors created by the function have
     shapes but no values, so the model may be larger than this machine's memory. With a pp axis the model is an
-    nn.Sequential or a list of stages, and the arguments are those of one micro-batch.
+    nn.Sequential or a list of stages, and the arguments are those of one micro-batch. With a cp axis, whose ranks share
+    sequences, the arguments are [batch, s / cp, ...].
     """
     if (world_size is None) == (world is None):
         raise click.UsageError("Write the number of ranks as --world-size 64, or their axes as --world pp=4,dp=16.")
@@ -200,7 +201,9 @@ def _planned(
     try:
         shared: dict[str, Any] = {
             "batch": lambda: made[0][1],
-            "shard_fn": functools.partial(shard, zero_stage=zero_stage, param_dtype=dtype),
+            "shard_fn": functools.partial(
+                shard, zero_stage=zero_stage, param_dtype=dtype, context="cp" if "cp" in (world or {}) else None
+            ),
             "hardware": machine,
             "passes": passes,
         }

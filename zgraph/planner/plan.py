@@ -21,6 +21,7 @@ from zgraph.planner.plan_pipeline import check_of_steps, plan_pipeline
 from zgraph.planner.planned_step import Plan
 from zgraph.planner.schedules.axes import Axes
 from zgraph.planner.whole_step import Optimizers, StepMaker, as_tuple, loop_body, plan_whole_step
+from zgraph.sharding.context.context_batch import expect_parts
 from zgraph.sharding.shard import shard
 from zgraph.step.outer.fragments import Fragment
 from zgraph.tiers.offload import Offload
@@ -57,11 +58,13 @@ def plan(
             cannot convert modules without values.
         world_size: number of ranks of a cluster with only data parallelism.
         world: alternatively, sizes of the cluster's axes, the outermost first, such as {"dp": 8, "tp": 2}.
-            Further axes are "replicate" and "ep", for hybrid sharding and experts.
-        batch: returns the arguments of one rank's forward; with a "pp" axis, of one micro-batch.
+            Further axes are "replicate", "cp" and "ep", for hybrid sharding, shared sequences and experts.
+        batch: returns the arguments of one rank's forward; with a "pp" axis, of one micro-batch. With a "cp" axis, of
+            this rank's tokens, [batch, s / cp, ...].
         shard_fn: shards the model like `zgraph.shard(model)`; called in a process group of the cluster's size. With
             `world` it is called like `zgraph.shard(model, mesh)`, with the model or a stage and the mesh of all axes
-            but "pp"; on a "tp" axis it parallelizes the model over `mesh["tp"]`, then shards it over `mesh["dp"]`.
+            but "pp". With a "cp" axis it passes context="cp". On a "tp" axis it parallelizes the model over
+            `mesh["tp"]`, then shards it over `mesh["dp"]`.
         hardware: hardware of each rank, or the name of a preset.
         passes: passes as for torch.compile; None: `presets.default()`. The target of a `zgraph.PassList` replaces
             `hardware`.
@@ -116,6 +119,7 @@ def plan(
                 "zgraph.plan_pipeline for a list of stages."
             )
         cluster.shard(shard_fn, model, mesh)
+        expect_parts(model, inputs)
         trained = tuple(Fragment({"": one}, 1, None).numel for one in model.parameters() if one.requires_grad)
         resting = rest_on_paper(model, offload)
         update = None if resting is None else resting.options.update

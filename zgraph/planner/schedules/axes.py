@@ -17,7 +17,7 @@ from zgraph.graph.traffic import transfers_of
 from zgraph.scheduling.timeline import Timeline
 from zgraph.torch_compat.groups import resolve_group
 
-AXES = ("pp", "replicate", "dp", "ep", "tp")
+AXES = ("pp", "replicate", "dp", "cp", "ep", "tp")
 PIPELINE = "pp"
 
 

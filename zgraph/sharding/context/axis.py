@@ -141,6 +141,8 @@ class ContextCalls(TorchFunctionMode):
             return self._positions(**given)
         if func is F.multi_head_attention_forward:
             _refuse_inside("nn.MultiheadAttention")
+        if func is Tensor.unflatten:  # Dynamo cannot trace its call of super() (torch 2.11 - 2.15)
+            return torch.unflatten(*args, **given)
         return func(*args, **given)
 
     def _exchanged(self, function: Callable[..., Tensor], *args: Any) -> Tensor:
@@ -180,7 +182,7 @@ class ContextCalls(TorchFunctionMode):
         return self._exchanged(mean_cross_entropy, input, target, weight, *options)
 
     def _positions(self, *args: Any, **kwargs: Any) -> Tensor:
-        device = torch.device(kwargs.get("device") or torch.get_default_device())
+        device = torch.device(kwargs.get("device") or torch.empty(0).device)
         found = token_positions(self.axis.length, self.axis.group_name, self.axis.size, device)
         return found.to(kwargs.get("dtype") or torch.int64)
 

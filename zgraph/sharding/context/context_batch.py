@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -59,6 +59,14 @@ def context_batch(model: nn.Module, batch: Mapping[str, Tensor], *, uneven: bool
     axis.length = length // axis.size
     axis.inside = () if uneven or not unequal else (*unequal, len(tensors))
     return _cut(tensors, axis)
+
+
+def expect_parts(model: nn.Module, parts: Iterable[object]) -> None:
+    """Prepare a model for tensors [batch, tokens, ...] that are a rank's parts already, such as those of a plan."""
+    length = next((one.shape[1] for one in parts if isinstance(one, Tensor) and one.dim() > 1), 0)
+    for scope in scopes_of(model):
+        if scope.context is not None:
+            scope.context.length = length
 
 
 def _axis_of(model: nn.Module) -> ContextAxis:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -83,8 +84,12 @@ class FollowTokens(TorchDispatchMode):
                 )
             self.places[value] = Place(1 if 1 in found else found[0])
 
-    def exchanged(self, function: Callable[..., Tensor], *args: Any) -> Tensor:
-        """Call `attention` or `mean_cross_entropy`, whose result has the tokens of the first argument, or their sum."""
+    def exchanged(self, function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        """Call a function that may see other tokens; its result has those of its first argument, or is their sum.
+
+        Raises:
+            ZgraphError: its tensors do not have the tokens in the same places.
+        """
         place, *others = [self.places.get(one) for one in (args[:3] if function is attention else args[:2])]
         expected = Place(2) if function is attention else None if place is None else place_of_targets(place)
         if place is None or any(other != expected for other in others):
@@ -95,7 +100,7 @@ class FollowTokens(TorchDispatchMode):
             )
         self.is_paused = True
         try:
-            result = function(*args)
+            result = function(*args, **kwargs)
         finally:
             self.is_paused = False
         self.places[result] = place if result.dim() else TOTAL
@@ -176,7 +181,8 @@ class _FollowGraph(fx.Interpreter):
             raise_through_dynamo(f"{error} At {line}." if line else str(error), ZgraphError)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if target in EXCHANGED:
+        # A loss outside the model is left as it is: `ContextAxis.check_targets` has seen that its mean is right.
+        if target in (*EXCHANGED, F.cross_entropy):
             return self.follow.exchanged(target, *args, **kwargs)
         if target is checkpoint_operator():
             return _FollowGraph(args[0], self.follow).run(*args[1:])

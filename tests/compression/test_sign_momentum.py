@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.judges.sign_momentum import Sender
 from zgraph.compression.method_text import from_text, to_text
 from zgraph.compression.methods import RngKey
 from zgraph.compression.payload import BucketLayout
@@ -32,36 +33,12 @@ def send(method: SignMomentum, grad: Tensor, state: dict[str, Tensor]) -> Tensor
     return decoded(method, [*method.quantize(grad, state, KEY, 0)], grad.shape[1])
 
 
-class Twin:
-    """One sender, element by element as the docstring says it."""
-
-    def __init__(self, method: SignMomentum, chunks: int, numel: int) -> None:
-        self.beta, self.group, self.messages = method.beta1, method.group, 0
-        self.momentum, self.error = torch.zeros(2, chunks, numel)
-        self.weight = torch.zeros(1)
-
-    def send(self, grad: Tensor) -> Tensor:
-        self.weight = self.weight * self.beta + (1 - self.beta)
-        self.momentum = torch.lerp(self.momentum, grad.float(), 1 - self.beta)
-        wanted = (self.momentum / self.weight if self.beta else grad.float()) + self.error
-        sent = torch.zeros_like(wanted)
-        for chunk in range(len(wanted)):
-            for begin in range(0, wanted.shape[1], self.group):
-                block = wanted[chunk, begin : begin + self.group]
-                # Summed as a whole block: the sum of the same numbers in another order may round otherwise.
-                whole = torch.nn.functional.pad(block, (0, self.group - len(block)))
-                scale = (whole.abs()[None].sum(1) / len(block)).bfloat16().float()
-                sent[chunk, begin : begin + self.group] = torch.where(block < 0, -scale, scale)
-        self.error = wanted - sent
-        return sent
-
-
 @pytest.mark.parametrize("beta1", [0.9, 0.0])
 @pytest.mark.parametrize("numel", SIZES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_messages_equal_a_plain_twin(numel: int, dtype: torch.dtype, beta1: float) -> None:
     method = SignMomentum(beta1=beta1, group=64)
-    state, twin = empty_state(method, 3, numel), Twin(method, 3, numel)
+    state, twin = empty_state(method, 3, numel), Sender(method, 3, numel)
     random = torch.Generator().manual_seed(numel)
     for _ in range(4):
         grad = torch.randn(3, numel, generator=random).to(dtype)

@@ -161,8 +161,8 @@ def momentum_adamw_(
 ) -> None:
     if beta1 != momentum_beta1:
         raise ValueError(
-            f"zgraph: AdamW's betas[0] is {beta1}, and momenta were compressed by SignMomentum(beta1={momentum_beta1}); "
-            f"write SignMomentum(beta1={beta1}), and leave it constant in schedules (cycle_momentum=False)."
+            f"zgraph: AdamW has betas[0]={beta1}, and momenta were averaged by SignMomentum(beta1={momentum_beta1}); "
+            f"write SignMomentum(beta1={beta1}), and keep beta1 constant in schedules (cycle_momentum=False)."
         )
     bound = max(1.0, (1 - beta1) / (1 - beta2) ** 0.5)
     for parameter, momentum, average, square, step in zip(

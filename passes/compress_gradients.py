@@ -93,8 +93,8 @@ class CompressGradients(GraphPass):
                 )
             if self.mean_codec != torch.bfloat16:
                 raise ValueError(
-                    f"compress_gradients: mean_codec={self.mean_codec} is not used by SignMomentum, which gathers means "
-                    "as signs; leave mean_codec out."
+                    f"compress_gradients: mean_codec={self.mean_codec} is not used by SignMomentum, which gathers "
+                    "means as signs; leave mean_codec out."
                 )
         if isinstance(self.method, CompressionMethod):
             to_text(self.method)  # refused here rather than in the middle of a compile
@@ -166,8 +166,8 @@ def _check_momenta(covered: Sequence[fx.Node], ctx: PassContext) -> None:
     names = ", ".join(meta.parameters(covered[0]))
     if ctx.direction != "step":
         raise PreconditionError(
-            f"compress_gradients: SignMomentum is part of AdamW's update, which this {ctx.direction} of {names} does not "
-            "contain; write the loop's body as a function, decorated by @zgraph.training_step(model, optimizer, "
+            f"compress_gradients: SignMomentum is part of AdamW's update, which this {ctx.direction} of {names} does "
+            "not contain; write the loop's body as a function, decorated by @zgraph.training_step(model, optimizer, "
             "options=...), or compress by LoCo()."
         )
     parts = Counter(ReduceArgs.of(marker).handle for marker in covered)

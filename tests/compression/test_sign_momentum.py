@@ -25,7 +25,10 @@ def empty_state(method: SignMomentum, chunks: int, numel: int) -> dict[str, Tens
 def decoded(method: SignMomentum, sections: list[Tensor], numel: int) -> Tensor:
     """[chunks, numel]: what each receiver decodes from this sender."""
     return torch.stack(
-        [method.dequantize_sum([one[chunk : chunk + 1] for one in sections], numel, KEY) for chunk in range(len(sections[0]))]
+        [
+            method.dequantize_sum([one[chunk : chunk + 1] for one in sections], numel, KEY)
+            for chunk in range(len(sections[0]))
+        ]
     )
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from zgraph.compression.methods import SCALE_DTYPE, RngKey, TensorMethod
 
 LATEST = 100_000  # steps after which the warm-up of "auto" ends in any case
+CHANGE = 0.96  # least ratio of stable sums of second moments, of the smaller to the larger
 _BYTE = 8  # signs in a byte
 _TILE = 2**10  # blocks that are coded at a time, so that temporaries stay in a cache
 
@@ -53,7 +54,7 @@ class SignMomentum(TensorMethod):
     group: int = 128
 
     def __post_init__(self) -> None:
-        if self.warmup != "auto" and not (isinstance(self.warmup, int) and 1 <= self.warmup < LATEST):
+        if self.warmup != "auto" and self.warmup not in range(1, LATEST):
             raise ValueError(
                 f"zgraph.passes.SignMomentum: warmup={self.warmup!r}; write a number of steps from 1 to {LATEST - 1}, "
                 'or "auto".'
@@ -134,12 +135,12 @@ class SignMomentum(TensorMethod):
         scale = (wanted.abs().sum(1, keepdim=True) / counts).to(SCALE_DTYPE)
         positive = wanted >= 0
         news.insert(0, wanted - torch.where(positive, scale.float(), -scale.float()))
-        is_finite = (scale.isfinite() & grad.isfinite().all(1, keepdim=True)).expand_as(grad)
+        is_finite = scale.isfinite()  # and so are all elements, of which it is the mean magnitude
         for old, new in zip(kept, news, strict=True):
-            old.copy_(torch.where(is_finite, new, old))
+            torch.where(is_finite, new, old, out=old)
         places = 2.0 ** torch.arange(_BYTE, device=grad.device)  # powers of two, whose sums are exact
         codes = (positive.view(-1, _BYTE).float() @ places).to(torch.uint8)
-        return codes, torch.where(is_finite[:, :1], scale, math.nan).view(-1).view(torch.uint8)
+        return codes, torch.where(is_finite, scale, math.nan).view(-1).view(torch.uint8)
 
     def dequantize_sum(self, sections: Sequence[Tensor], numel: int, draw: RngKey) -> Tensor:
         device = sections[0].device
@@ -151,3 +152,13 @@ class SignMomentum(TensorMethod):
             for code, scale in zip(parts[1], parts[2], strict=True):  # in rank order
                 parts[0].add_(signs[code.int()].view_as(parts[0]) * scale.float().unsqueeze(1))
         return total.view(-1)[:numel]
+
+
+def is_stable(last: float | None, now: float) -> bool:
+    """Return whether the warm-up of "auto" ends.
+
+    Args:
+        last: sum of the second moments 1 / (1 - beta2) steps ago; None: unknown.
+        now: the sum now.
+    """
+    return last is not None and 0 < max(last, now) * CHANGE <= min(last, now)

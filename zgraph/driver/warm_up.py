@@ -11,14 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
-from zgraph.compression.sign_momentum import LATEST
+from zgraph.compression.sign_momentum import LATEST, is_stable
 from zgraph.errors import ZgraphError
 from zgraph.runtime.window_state import ParameterState
 from zgraph.sharding.scope import state_of
 from zgraph.torch_compat.groups import resolve_group
 
 _log = logging.getLogger(__name__)
-CHANGE = 0.96  # least ratio of two sums, of the smaller to the larger
 
 
 @dataclass(frozen=True)
@@ -68,9 +67,7 @@ class SecondMoments:
         return lambda: _end_if_stable(squares, step, beta2, counted)
 
 
-def _end_if_stable(
-    squares: Sequence[Tensor], step: Tensor, beta2: float, counted: Sequence[ParameterState]
-) -> None:
+def _end_if_stable(squares: Sequence[Tensor], step: Tensor, beta2: float, counted: Sequence[ParameterState]) -> None:
     """Compare sums every 1 / (1 - beta2) steps of the warm-up, and end it if they are close.
 
     The ranks gather the sums and add them in one order, so that all decide alike.
@@ -85,12 +82,12 @@ def _end_if_stable(
         dist.all_gather(sums, total, group=group)
         total = torch.stack(sums).sum()
     last, now = feedbacks[0].second_moment, total.item() / (1 - beta2 ** step.item())
-    is_stable = last is not None and 0 < max(last, now) * CHANGE <= min(last, now)
-    if is_stable:
+    ends = is_stable(last, now)
+    if ends:
         _log.info("zgraph: SignMomentum: the warm-up ends after %d steps", feedbacks[0].warmed_steps)
     for one in feedbacks:
         one.second_moment = now
-        one.warmed_steps = LATEST if is_stable else one.warmed_steps
+        one.warmed_steps = LATEST if ends else one.warmed_steps
 
 
 def _groups(counted: Sequence[ParameterState]) -> list[str]:

@@ -173,11 +173,12 @@ def _check_momenta(covered: Sequence[fx.Node], ctx: PassContext) -> None:
     parts = Counter(ReduceArgs.of(marker).handle for marker in covered)
     several = next((marker for marker in covered if parts[ReduceArgs.of(marker).handle] > 1), None)
     if several is not None:
+        stage = ReduceArgs.of(several).layout.zero_stage
+        waits = "put all backwards but the last into zgraph.no_sync(model)"
         raise PreconditionError(
             f"compress_gradients: the gradient of {', '.join(meta.parameters(several))} is reduced "
-            f"{parts[ReduceArgs.of(several).handle]} times in a step, and SignMomentum sends one momentum in each; put "
-            "all backwards but the last into zgraph.no_sync(model), write "
-            "presets.default(interleave_micro_batches=True), or compress by LoCo()."
+            f"{parts[ReduceArgs.of(several).handle]} times in a step, and SignMomentum sends one momentum in each; "
+            f"{waits if stage < 2 else 'write presets.default(interleave_micro_batches=True)'}, or compress by LoCo()."
         )
 
 

@@ -28,14 +28,17 @@ BF16 = {"param_dtype": torch.bfloat16}
 class Net(nn.Module):
     """Matrices whose rows no number of ranks divides, a table of which one row is never read, and vectors."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, tied: bool = False) -> None:
         super().__init__()
         self.table = nn.Embedding(7, 12)
         self.up = nn.Linear(12, 33)
-        self.down = nn.Linear(33, 5, bias=False)
+        self.down = nn.Linear(33, 12 if tied else 5, bias=False)
+        self.head = nn.Linear(12, 7, bias=False) if tied else nn.Identity()
+        if tied:
+            self.head.weight = self.table.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.tanh(self.up(self.table(x)))).square().mean()
+        return self.head(self.down(torch.tanh(self.up(self.table(x))))).square().mean()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +50,8 @@ class Case:
         replicas: replicas of shards (hybrid sharding).
         k, waits: micro-batches, and whether all but the last are under no_sync.
         clips: clip gradients.
+        dtype: of the weights.
+        tied: the head has the table's weight.
         scaled: losses are scaled by a GradScaler.
         compresses: False: plain AdamW.
         optimizer: options of AdamW.
@@ -59,6 +64,8 @@ class Case:
     k: int = 1
     waits: bool = False
     clips: bool = False
+    dtype: torch.dtype = torch.float32
+    tied: bool = False
     scaled: bool = False
     autocast: bool = False
     compresses: bool = True
@@ -84,7 +91,7 @@ class Training:
         self.case, shape = case, (case.replicas, dist.get_world_size() // case.replicas)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replica", "dp"))
         mesh = mesh["dp"] if case.replicas == 1 else mesh
-        self.model = zgraph.shard(Net(), mesh, zero_stage=case.stage, **case.shard)
+        self.model = zgraph.shard(Net(tied=case.tied).to(case.dtype), mesh, zero_stage=case.stage, **case.shard)
         chosen: dict[str, Any] = {"lr": 0.02, "betas": (0.9, 0.9), "fused": True, **case.optimizer}
         self.optimizer = torch.optim.AdamW(self.model.parameters(), **chosen)
         options = {"lowering": case.lowering, "passes": zgraph.PassList(case.passes(), replay_all=True)}
@@ -208,10 +215,18 @@ def test_on_a_number_of_ranks_that_divides_no_rows(ranks: Ranks, stage: int) -> 
 @worlds(2)
 @pytest.mark.parametrize(
     "case",
-    [Case(stage=0, lowering="inductor", autocast=True), Case(stage=2, lowering="inductor", shard=BF16, clips=True)],
+    [
+        Case(stage=0, lowering="inductor", autocast=True),
+        Case(stage=2, lowering="inductor", shard=BF16, clips=True),
+        Case(stage=3, shard={"offload": zgraph.Offload(params="host", optimizer="host")}),
+        Case(stage=1, optimizer={"lr": torch.tensor(0.02), "maximize": True}),
+        Case(stage=0, dtype=torch.bfloat16, tied=True),
+        Case(stage=3, dtype=torch.bfloat16, tied=True),
+    ],
+    ids=["inductor, 0", "inductor, 2", "at rest on the host", "a tensor as rate", "bf16 weights, 0", "bf16 weights, 3"],
 )
-def test_inductor(ranks: Ranks, case: Case) -> None:
-    """Inductor rounds gradients differently, and a sign may follow; what does not depend on gradients is exact."""
+def test_laws_that_hold_for_any_gradients(ranks: Ranks, case: Case) -> None:
+    """Inductor rounds gradients differently, so that signs may differ; these laws are exact even so."""
     assert ranks.run(broken_laws, case) == [[]] * 2
 
 
@@ -335,7 +350,9 @@ def said_by(case: Case, *, captured: bool = True) -> str:
         (Case(optimizer={"fused": False, "foreach": True}), "torch.optim.AdamW(..., fused=True)"),
         (Case(optimizer={"amsgrad": True}), "amsgrad=True"),
         (Case(scaled=True), "a GradScaler"),
-        (Case(k=2), "zgraph.no_sync(model)"),
+        (Case(k=2), "interleave_micro_batches=True"),
+        (Case(stage=0, k=2), "zgraph.no_sync(model)"),
+        (Case(warmup="auto", shard={"offload": zgraph.Offload(optimizer="host")}), "such as warmup=1000"),
         (Case(warmup=1, beta1=0.8), "write SignMomentum(beta1=0.9)"),
     ],
 )

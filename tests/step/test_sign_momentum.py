@@ -16,9 +16,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.func import functional_call
 
 import zgraph
+from tests.support.graphs import Keep
 from tests.support.judges.sign_momentum import Momenta, update
 from tests.support.ranks import Ranks, RanksPool, worlds
 from tests.support.whole_tensors import whole
+from zgraph.graph.traffic import transfers
 
 P = zgraph.passes
 WARMUP, STEPS = 3, 6
@@ -325,6 +327,40 @@ def length_of_warm_up() -> tuple[int, int]:
 def test_auto_ends_once_second_moments_are_stable(ranks: Ranks) -> None:
     found = ranks.run(length_of_warm_up)
     assert found[0] == found[1] and found[0][0] == found[0][1] > 0
+
+
+# --- bytes ------------------------------------------------------------------------------------------------------------
+
+
+def sent(stage: int, compresses: bool) -> int:
+    """Bytes of the reductions of two matrices in a step, per rank."""
+    layers = [nn.Linear(256, 384, bias=False), nn.Linear(384, 256, bias=False)]
+    model = zgraph.shard(nn.Sequential(*layers), zero_stage=stage, reduce_dtype=torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    kept = Keep()
+    method = P.SignMomentum(warmup=1) if compresses else None
+    options: dict[str, Any] = {"lowering": "fx", "passes": [*P.presets.default(compression=method), kept]}
+
+    @zgraph.training_step(model, optimizer, options=options)
+    def step(x: Tensor) -> None:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(torch.randn(2, 256))
+    found = [one for one in transfers(kept.kept["step"].graph) if one.parameters]
+    return sum(one.sent_bytes for one in found if stage == 0 or not one.kind.startswith("all_gather"))
+
+
+@worlds(2)
+@pytest.mark.parametrize("stage", [0, 2])
+def test_bytes(ranks: Ranks, stage: int) -> None:
+    """18 bytes for 128 elements, to each other rank and, if each needs the mean, from it."""
+    (signs, *_), (bf16, *_) = ranks.run(sent, stage, True), ranks.run(sent, stage, False)
+    ways = 2 if stage == 0 else 1
+    assert signs == ways * 2 * 256 * 384 // 2 // 128 * 18
+    assert bf16 == ways * 2 * 256 * 384 // 2 * 2
+    assert signs / bf16 <= 0.09
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------

@@ -157,8 +157,8 @@ class CompressedReduction(ReductionBuilder):
         method = self.method
         if isinstance(method, TwoHop):
             method = method.inter_host if is_second else method.intra_host
-        if isinstance(method, SignMomentum) and is_second:
-            method = method.without_momentum
+        if isinstance(method, SignMomentum) and is_second and self.layout.world > 1:
+            method = method.without_momentum  # the first hop has made momenta
         layout = self.layout
         slot, salt = ("second_hop", layout.num_replicas + layout.rank) if is_second else ("first_hop", layout.replica)
         return [self._hop(chunk.group_names[-1], method, slot, salt, chunk, numel)]

@@ -15,6 +15,10 @@ from zgraph.passes.common.updates import lists_of, split_call
 
 aten = torch.ops.aten
 _ADAMW = (aten._fused_adamw_.default, aten._fused_adamw_.tensor_lr)
+_SCALING = (
+    *(aten.mul.Tensor, aten.mul_.Tensor, aten.div.Tensor, aten.div_.Tensor),
+    *(aten.view.default, aten.alias.default, aten.detach.default, aten.clone.default),
+)
 _OPTIMIZER = "step them by torch.optim.AdamW(..., fused=True)"
 
 
@@ -62,18 +66,10 @@ def _source(grad: fx.Node, means: Mapping[fx.Node, Sequence[str]]) -> fx.Node | 
             call, place = cast("tuple[fx.Node, int]", node.args)
             node = lists_of(call)[0][place] if str(call.target).startswith("aten._foreach_mul.") else None
         else:
-            node = node.args[0] if node.target in _SCALING else None
+            factors = node.all_input_nodes[1:]
+            scales = node.target in _SCALING and all(not meta.tensor_value(one).ndim for one in factors)
+            node = node.args[0] if scales else None
     return node
-
-
-_SCALING = (
-    aten.mul.Tensor,
-    aten.mul_.Tensor,
-    aten.view.default,
-    aten.alias.default,
-    aten.detach.default,
-    aten.clone.default,
-)
 
 
 def _check(node: fx.Node, names: Sequence[str]) -> None:

@@ -174,7 +174,9 @@ def differences(case: Case) -> dict[str, list[str]]:
         wrong[f"step {number}"] = different(training.found(), plain.found())
     squares, (group,) = training.state("exp_avg_sq"), training.optimizer.param_groups
     momenta = {
-        name: Momenta(case.method, value.shape, case.stage > 0) for name, value in squares.items() if value.ndim > 1
+        name: Momenta(case.method, value.shape, case.stage > 0 and case.replicas == 1)
+        for name, value in squares.items()
+        if value.ndim > 1
     }
     for number in range(WARMUP, STEPS):
         values = training.values()
@@ -201,8 +203,9 @@ def differences(case: Case) -> dict[str, list[str]]:
         Case(stage=3, autocast=True),
         Case(stage=0, k=2, waits=True, shard=BF16),
         Case(stage=3, k=2, preset={"interleave_micro_batches": True}),
+        Case(stage=2, replicas=2),
     ],
-    ids=["0", "1, no_sync", "2, bf16", "3, autocast", "0, no_sync, bf16", "3, interleaved"],
+    ids=["0", "1, no_sync", "2, bf16", "3, autocast", "0, no_sync, bf16", "3, interleaved", "replicas"],
 )
 def test_steps_equal_adamw_and_then_the_twin(ranks: Ranks, case: Case) -> None:
     assert ranks.run(differences, case) == [{}] * ranks.world

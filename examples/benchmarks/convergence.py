@@ -61,9 +61,7 @@ from train_gpt import GPT, cut, evaluate, lr_factor, make_optimizer, read_source
 MUON_LR = (1, 2)
 EIGHT_BIT = ("AdamW8bit", "AdamW8bit, bf16 weights")
 TORCHAO = "torchao's AdamW8bit"
-SIGNS = MappingProxyType(
-    {"SignMomentum()": SignMomentum(), **{f"SignMomentum({steps})": SignMomentum(warmup=steps) for steps in (150, 450)}}
-)
+SIGNS = MappingProxyType({f"SignMomentum({warmup!r})": SignMomentum(warmup=warmup) for warmup in ("auto", 300, 450)})
 EVERY = 30  # steps between two rounds of sites
 SMALLEST = 4096  # elements of a tensor that is compressed
 FINAL_SHARE = 0.05  # of the steps, over which the final loss is a mean
@@ -316,7 +314,8 @@ class OneBit:
         if self.method.warmup != "auto":
             self.began = steps >= self.method.warmup
         elif steps % round(1 / (1 - beta2)) == 0:
-            now = sum(state["exp_avg_sq"].double().sum().item() for state in states) / (1 - beta2**steps)
+            total = sum(state["exp_avg_sq"].double().sum().item() for state in states)
+            now = total / (1 - beta2**steps), self.adamw.param_groups[0]["lr"]
             self.began, self.last = is_stable(self.last, now), now
 
     def update(self) -> None:

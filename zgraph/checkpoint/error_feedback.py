@@ -377,7 +377,8 @@ def put_back(module: nn.Module, facts: Mapping[str, Any], restored: Sequence[tup
     for name, param in sharded_parameters(module).items():
         param.state.feedbacks.by_slot.clear()
         param.state.feedbacks.warmed_steps = facts.get(name, {}).get("warmed_steps", 0)
-        param.state.feedbacks.second_moment = facts.get(name, {}).get("second_moment")
+        last = facts.get(name, {}).get("second_moment")
+        param.state.feedbacks.second_moment = None if last is None else (last[0], last[1])
         if name in facts and facts[name]["loss_scale"] is not None:
             param.state.feedbacks.loss_scale = facts[name]["loss_scale"]
     for part, feedback in restored:

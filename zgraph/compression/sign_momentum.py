@@ -12,6 +12,7 @@ from torch import Tensor
 
 from zgraph.compression.methods import SCALE_DTYPE, RngKey, TensorMethod
 
+Look = tuple[float, float]  # sum of the second moments, corrected for its bias, and learning rate
 LATEST = 100_000  # steps after which the warm-up of "auto" ends in any case
 CHANGE = 0.96  # least ratio of stable sums of second moments, of the smaller to the larger
 _BYTE = 8  # signs in a byte
@@ -39,7 +40,7 @@ class SignMomentum(TensorMethod):
     Attributes:
         warmup: number of optimizer steps that are plain AdamW; "auto": until the second moment is stable, that is, its
             sum over all compressed parameters, corrected for its bias, changes by at most 4 % within 1 / (1 - beta2)
-            steps; at the latest after 100,000 steps.
+            steps, in which the learning rate does not rise; at the latest after 100,000 steps.
         beta1: the optimizer's `betas[0]`.
         group: number of elements of a block.
 
@@ -154,11 +155,13 @@ class SignMomentum(TensorMethod):
         return total.view(-1)[:numel]
 
 
-def is_stable(last: float | None, now: float) -> bool:
+def is_stable(last: Look | None, now: Look) -> bool:
     """Return whether the warm-up of "auto" ends.
 
     Args:
-        last: sum of the second moments 1 / (1 - beta2) steps ago; None: unknown.
-        now: the sum now.
+        last: what was found 1 / (1 - beta2) steps ago; None: unknown.
+        now: what is found now.
     """
-    return last is not None and 0 < max(last, now) * CHANGE <= min(last, now)
+    if last is None or now[1] > last[1]:
+        return False
+    return 0 < max(last[0], now[0]) * CHANGE <= min(last[0], now[0])

@@ -28,11 +28,13 @@ class SecondMoments:
         squares: places of the second moments.
         step: place of their number of updates.
         beta2: place of the decay, or the decay.
+        lr: place of the learning rate, or the rate; of several groups, that of the first.
     """
 
     squares: tuple[int, ...]
     step: int
     beta2: int | float
+    lr: int | float
 
     @classmethod
     def of(cls, graph: fx.Graph) -> SecondMoments | None:
@@ -46,14 +48,18 @@ class SecondMoments:
         if not updates:
             return None
         read = [cast("Sequence[fx.Node]", node.args[3]) for node in updates]
-        steps, beta2 = cast("Sequence[fx.Node]", updates[0].args[4]), updates[0].kwargs["beta2"]
+        steps = cast("Sequence[fx.Node]", updates[0].args[4])
         if not all(node in places for node in (*(one for nodes in read for one in nodes), steps[0])):
             raise ZgraphError(
                 'compress_gradients: SignMomentum(warmup="auto") reads second moments between steps, and with '
                 "zgraph.Offload they are not on the device; write a number of steps, such as warmup=1000."
             )
         squares = tuple(places[one] for nodes in read for one in nodes)
-        return cls(squares, places[steps[0]], places[beta2] if isinstance(beta2, fx.Node) else cast(float, beta2))
+        beta2, lr = (
+            places[given] if isinstance(given, fx.Node) else float(cast(float, given))
+            for given in (updates[0].kwargs[name] for name in ("beta2", "lr"))
+        )
+        return cls(squares, places[steps[0]], beta2, lr)
 
     def watch(self, args: Sequence[Any], counted: Sequence[ParameterState]) -> Callable[[], None]:
         """Return a function to call after the step, on all ranks, which ends the warm-up if second moments are stable.
@@ -62,12 +68,14 @@ class SecondMoments:
             args: inputs of the step; the program will clear the list.
             counted: state of the parameters that are compressed after the warm-up.
         """
-        beta2 = float(args[self.beta2]) if isinstance(self.beta2, int) else self.beta2
+        beta2, lr = (args[given] if isinstance(given, int) else given for given in (self.beta2, self.lr))
         squares, step = [args[place] for place in self.squares], args[self.step]
-        return lambda: _end_if_stable(squares, step, beta2, counted)
+        return lambda: _end_if_stable(squares, step, beta2, lr, counted)
 
 
-def _end_if_stable(squares: Sequence[Tensor], step: Tensor, beta2: float, counted: Sequence[ParameterState]) -> None:
+def _end_if_stable(
+    squares: Sequence[Tensor], step: Tensor, beta2: float, lr: float | Tensor, counted: Sequence[ParameterState]
+) -> None:
     """Compare sums every 1 / (1 - beta2) steps of the warm-up, and end it if they are close.
 
     The ranks gather the sums and add them in one order, so that all decide alike.
@@ -81,7 +89,7 @@ def _end_if_stable(squares: Sequence[Tensor], step: Tensor, beta2: float, counte
         sums = [torch.empty_like(total) for _ in range(dist.get_world_size(group))]
         dist.all_gather(sums, total, group=group)
         total = torch.stack(sums).sum()
-    last, now = feedbacks[0].second_moment, total.item() / (1 - beta2 ** step.item())
+    last, now = feedbacks[0].second_moment, (total.item() / (1 - beta2 ** step.item()), float(lr))
     ends = is_stable(last, now)
     if ends:
         _log.info("zgraph: SignMomentum: the warm-up ends after %d steps", feedbacks[0].warmed_steps)

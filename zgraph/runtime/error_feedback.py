@@ -123,13 +123,14 @@ class Feedbacks:
         by_slot: state of each reduction, by the name of the reduction (the slot).
         loss_scale: scale of the next gradients; None if losses are not scaled.
         warmed_steps: number of optimizer steps so far that were not compressed because of the warm-up.
-        second_moment: for a warm-up that ends once second moments are stable: their sum when last looked at.
+        second_moment: for a warm-up that ends once second moments are stable: their sum, and the
+            learning rate, when last looked at.
     """
 
     by_slot: dict[str, Feedback] = field(default_factory=dict[str, Feedback])
     loss_scale: float | None = None
     warmed_steps: int = 0
-    second_moment: float | None = None
+    second_moment: tuple[float, float] | None = None
 
     def of(
         self,

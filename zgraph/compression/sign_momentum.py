@@ -16,6 +16,7 @@ Look = tuple[float, float]  # sum of the second moments, corrected for its bias,
 LATEST = 100_000  # steps after which the warm-up of "auto" ends in any case
 CHANGE = 0.96  # least ratio of stable sums of second moments, of the smaller to the larger
 _BYTE = 8  # signs in a byte
+_GATHER_BITS = 0x0102040810204080
 _TILE = 2**10  # blocks that are coded at a time, so that temporaries stay in a cache
 
 
@@ -99,7 +100,7 @@ class SignMomentum(TensorMethod):
         chunks, numel = grad.shape
         groups = -(-numel // self.group)
         padding = groups * self.group - numel
-        blocks = torch.nn.functional.pad(grad, (0, padding)).view(-1, self.group)
+        blocks = (torch.nn.functional.pad(grad, (0, padding)) if padding else grad).view(-1, self.group)
         counts = torch.full((chunks, groups, 1), self.group, device=grad.device)
         counts[:, -1] -= padding
         if self.beta1:
@@ -134,13 +135,12 @@ class SignMomentum(TensorMethod):
             sent = news[0] / weight
         wanted = sent + kept[0]
         scale = (wanted.abs().sum(1, keepdim=True) / counts).to(SCALE_DTYPE)
-        positive = wanted >= 0
-        news.insert(0, wanted - torch.where(positive, scale.float(), -scale.float()))
+        news.insert(0, wanted - torch.copysign(scale.float(), wanted))  # an error is never -0, nor is a sum with it
         is_finite = scale.isfinite()  # and so are all elements, of which it is the mean magnitude
         for old, new in zip(kept, news, strict=True):
             torch.where(is_finite, new, old, out=old)
-        places = 2.0 ** torch.arange(_BYTE, device=grad.device)  # powers of two, whose sums are exact
-        codes = (positive.view(-1, _BYTE).float() @ places).to(torch.uint8)
+        eight = (wanted >= 0).view(torch.uint8).view(torch.int64)  # the product moves bit 0 of byte i to bit 56 + i
+        codes = (eight * _GATHER_BITS >> 56 & 255).to(torch.uint8).view(-1)
         return codes, torch.where(is_finite, scale, math.nan).view(-1).view(torch.uint8)
 
     def dequantize_sum(self, sections: Sequence[Tensor], numel: int, draw: RngKey) -> Tensor:

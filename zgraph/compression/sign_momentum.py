@@ -39,8 +39,8 @@ class SignMomentum(TensorMethod):
     Needs `zgraph.training_step` and torch.optim.AdamW(fused=True), because the update is part of the compressed step.
 
     Attributes:
-        warmup: number of optimizer steps that are plain AdamW; "auto": until the second moment is stable, that is, its
-            sum over all compressed parameters, corrected for its bias, changes by at most 4 % within 1 / (1 - beta2)
+        warmup: number of optimizer steps that are plain AdamW, such as 15 % of the run. "auto": until the second moment
+            is stable, that is, its sum over all compressed parameters, corrected for its bias, changes by at most 4 % within 1 / (1 - beta2)
             steps, in which the learning rate does not rise; at the latest after 100,000 steps.
         beta1: the optimizer's `betas[0]`.
         group: number of elements of a block.
@@ -51,7 +51,7 @@ class SignMomentum(TensorMethod):
     """
 
     name: ClassVar[str] = "SignMomentum"
-    warmup: int | Literal["auto"] = "auto"
+    warmup: int | Literal["auto"]
     beta1: float = 0.9
     group: int = 128
 

@@ -56,7 +56,7 @@ class Momenta:
         unit = grad[0].numel() if self.rows else 1
         numel = -(-(grad.numel() // unit) // world) * unit
         if not self.senders:
-            back = SignMomentum(beta1=0.0, group=self.method.group)
+            back = SignMomentum(warmup=1, beta1=0.0, group=self.method.group)
             self.senders = [Sender(self.method, world, numel), Sender(back, 1, numel)]
         flat = torch.nn.functional.pad(grad.flatten(), (0, world * numel - grad.numel()))
         total = torch.zeros(numel)

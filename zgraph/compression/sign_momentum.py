@@ -40,8 +40,8 @@ class SignMomentum(TensorMethod):
 
     Attributes:
         warmup: number of optimizer steps that are plain AdamW, such as 15 % of the run. "auto": until the second moment
-            is stable, that is, its sum over all compressed parameters, corrected for its bias, changes by at most 4 % within 1 / (1 - beta2)
-            steps, in which the learning rate does not rise; at the latest after 100,000 steps.
+            is stable, that is, its sum over all compressed parameters, corrected for its bias, changes by at most 4 %
+            within 1 / (1 - beta2) steps, in which the learning rate does not rise; at the latest after 100,000 steps.
         beta1: the optimizer's `betas[0]`.
         group: number of elements of a block.
 

@@ -1,4 +1,4 @@
-"""The kernels of `zgraph::packed_adamw_`, on a CPU or a GPU."""
+"""The kernels of `zgraph::packed_adamw_` and `zgraph::momentum_adamw_`, on a CPU or a GPU."""
 
 from __future__ import annotations
 
@@ -144,6 +144,39 @@ def packed_adamw_on_cuda(parameters: Sequence[Tensor], *lists: Any, **options: A
             update_on_gpu(parameters, *lists, **options)
 
 
+def momentum_adamw_(
+    parameters: Sequence[Tensor],
+    momenta: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    state_steps: Sequence[Tensor],
+    *,
+    lr: float | Tensor,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    eps: float,
+    maximize: bool,
+    momentum_beta1: float,
+) -> None:
+    if beta1 != momentum_beta1:
+        raise ValueError(
+            f"zgraph: AdamW has betas[0]={beta1}, and momenta were averaged by SignMomentum(beta1={momentum_beta1}); "
+            f"write SignMomentum(beta1={beta1}), and keep beta1 constant in schedules (cycle_momentum=False)."
+        )
+    bound = max(1.0, (1 - beta1) / (1 - beta2) ** 0.5)
+    for parameter, momentum, average, square, step in zip(
+        parameters, momenta, exp_avgs, exp_avg_sqs, state_steps, strict=True
+    ):
+        step.sub_(1)
+        average.copy_(momentum)
+        root = square.float().div(1 - beta2 ** step.double()).sqrt_().add_(eps)
+        update = momentum.float().div(root).clamp_(-bound, bound).mul_(lr if maximize else -lr)
+        parameter.copy_(parameter.float().mul(1 - lr * weight_decay).add_(update))
+
+
+for name in ("zgraph::momentum_adamw_", "zgraph::momentum_adamw_.tensor_lr"):
+    torch.library.impl(name, ("cpu", "cuda"), momentum_adamw_)
 for name in ("zgraph::packed_adamw_", "zgraph::packed_adamw_.tensor_lr"):
     torch.library.impl(name, "cpu", packed_adamw_)
     torch.library.impl(name, "cuda", packed_adamw_on_cuda)

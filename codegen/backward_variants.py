@@ -17,7 +17,7 @@ from torch import fx
 from zgraph.graph import nodes
 from zgraph.graph.operator_arguments import LowRankArgs, QuantizeArgs
 from zgraph.graph.split_graph import Halves
-from zgraph.runtime.window_state import Gradients, state_behind
+from zgraph.runtime.window_state import Gradients, ParameterState, state_behind
 from zgraph.sharding.scope import closes_window, scope_behind
 from zgraph.torch_compat.aot import boxed
 
@@ -107,7 +107,10 @@ def _placed(count: int, places: Sequence[int], values: Sequence[Any]) -> list[An
 
 
 def switch_by_step(
-    programs: Sequence[tuple[int, Program]], gm: fx.GraphModule, weights: WeightGradients | None = None
+    programs: Sequence[tuple[int, Program]],
+    gm: fx.GraphModule,
+    weights: WeightGradients | None = None,
+    watch: Callable[[Sequence[Any], Sequence[ParameterState]], Callable[[], None]] | None = None,
 ) -> Program:
     """Return a program that runs, in each optimizer step, the variant planned for that step.
 
@@ -117,6 +120,8 @@ def switch_by_step(
         gm: graph of the last program; steps are counted for the parameters whose gradients it compresses.
         weights: outputs that are gradients of weights, for programs that may run in halves: a step then counts after
             the second half. None: programs run whole.
+        watch: called before each step of the warm-up with the inputs and the states of the counted parameters; returns
+            a function to call after the step, which may end the warm-up. None: it ends after a number of steps.
     """
     (*earlier, (last_step, last)) = programs
     quantized = list(nodes.call_functions(gm.graph, nodes.is_quantize))
@@ -145,8 +150,11 @@ def switch_by_step(
                 state.feedbacks.warmed_steps += closes
 
         if asked is None or defer is None:
+            check = None if watch is None else watch(args, counted)
             result = program(args)
             count()
+            if check is not None:
+                check()
             return result
 
         def defer_with_count(early: Gradients, later: Callable[[], Gradients]) -> None:

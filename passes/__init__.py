@@ -2,6 +2,7 @@
 
 from zgraph.compression.low_rank import LowRank
 from zgraph.compression.methods import ErrorFeedback, LoCo, NoFeedback, RngKey, TensorMethod, TwoHop
+from zgraph.compression.sign_momentum import SignMomentum
 from zgraph.passes import presets
 from zgraph.passes.bucket_collectives import BucketCollectives
 from zgraph.passes.choose_lifetimes import ChooseLifetimes
@@ -48,6 +49,7 @@ __all__ = [
     "RngKey",
     "ScheduleCopies",
     "ScheduleOverlap",
+    "SignMomentum",
     "SinkWaits",
     "SplitUpdates",
     "StreamStates",

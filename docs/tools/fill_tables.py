@@ -23,6 +23,7 @@ from generated import keep_up
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = (
     ROOT / "docs" / "benchmarks.md",
+    ROOT / "docs" / "compression.md",
     ROOT / "docs" / "gpus.md",
     ROOT / "docs" / "inference.md",
     ROOT / "docs" / "models.md",
@@ -162,6 +163,7 @@ def table(name: str) -> str:
         "convergence-muon": convergence,
         "convergence-adamw_8bit": convergence,
         "convergence-outer": convergence,
+        "convergence-signs": convergence,
         "zoo": zoo,
         "offload_states": states,
     }

@@ -279,6 +279,13 @@ def low_rank(rank: int) -> list[GraphPass]:
     return planned(compression=LowRank(rank=rank))
 
 
+def sign_momentum() -> list[GraphPass]:
+    """Planned, and signs of momenta travel after one step; the time of a step does not depend on the warm-up."""
+    from zgraph.passes import SignMomentum
+
+    return planned(compression=SignMomentum(warmup=1))
+
+
 def loco(means_bits: int | None = None, *, preset: Callable[..., list[GraphPass]] = planned) -> list[GraphPass]:
     """Send gradients as 4-bit codes, and means of replicated gradients in bf16 or in the given number of bits."""
     from zgraph.passes import CompressGradients, LoCo

@@ -18,6 +18,7 @@ times the learning rate. "AdamW8bit" compresses nothing either: it has moments o
 weights and mean gradients to bfloat16, of which it keeps 8 further bits; torchao's is there if it is installed. With
 betas of 0.9 and 0.999 second moments change by less than a code in most steps: --beta2 0.999.
 "OuterSteps" has sites that train by themselves on their ranks' batches, with the defaults of zgraph.OuterSteps.
+"SignMomentum" is AdamW for that many steps, or until its second moments are stable, and then 1-bit Adam.
 "DiLoCo" is the same as published, in fp32, without fragments and delay; "averages" only averages parameters as often,
 as torch's PostLocalSGDOptimizer does after its warm-up.
 """
@@ -42,13 +43,14 @@ from typing import Any
 
 import torch
 from record import about, parser_of, table
-from simulated import CompressedMean, HookMean, LowRankMean, Mean, OuterSites
+from simulated import CompressedMean, HookMean, LowRankMean, Mean, OuterSites, SignMean
 from torch import Tensor
 
 import zgraph
 from zgraph.codegen.kernels import reference
 from zgraph.compression.low_rank import LowRank
 from zgraph.compression.methods import BlockMethod, CompressionMethod, ErrorFeedback, LoCo, NoFeedback, TwoHop
+from zgraph.compression.sign_momentum import SignMomentum, is_stable
 from zgraph.step.outer.outer_steps import CODEC
 from zgraph.step.outer.rounds import OuterOptimizer
 from zgraph.step.outer.turns import Timetable
@@ -59,6 +61,7 @@ from train_gpt import GPT, cut, evaluate, lr_factor, make_optimizer, read_source
 MUON_LR = (1, 2)
 EIGHT_BIT = ("AdamW8bit", "AdamW8bit, bf16 weights")
 TORCHAO = "torchao's AdamW8bit"
+SIGNS = MappingProxyType({f"SignMomentum({warmup!r})": SignMomentum(warmup=warmup) for warmup in ("auto", 300, 450)})
 EVERY = 30  # steps between two rounds of sites
 SMALLEST = 4096  # elements of a tensor that is compressed
 FINAL_SHARE = 0.05  # of the steps, over which the final loss is a mean
@@ -112,6 +115,7 @@ def methods(ranks_per_host: int) -> dict[str, Callable[[Sequence[int], int], Mea
         **{f"LowRank(rank={rank})": lambda _, world, rank=rank: LowRankMean(world, method=LowRank(rank=rank))
            for rank in (1, 2, 4)},
         **{f"PowerSGD hook, {rank}": lambda _, world, rank=rank: HookMean(world, rank=rank) for rank in (1, 4)},
+        **{name: lambda _, world, method=method: SignMean(method, world) for name, method in SIGNS.items()},
         **dict.fromkeys(OUTER),
     }  # fmt: skip
 
@@ -253,6 +257,7 @@ def train_together(name: str, seed: int, sizes: Sizes, text: Tensor) -> tuple[GP
     mean_of = None if make is None else make([parameters[place].numel() for place in compressed], sizes.ranks)
 
     losses: list[float] = []
+    signs = OneBit(SIGNS[name], optimizers[0], [parameters[place] for place in compressed]) if name in SIGNS else None
     for step in range(sizes.steps):
         grads: list[list[Tensor]] = []
         total = 0.0
@@ -267,7 +272,7 @@ def train_together(name: str, seed: int, sizes: Sizes, text: Tensor) -> tuple[GP
         if name == "bf16":
             grads = [[grad.bfloat16().float() for grad in rank] for rank in grads]
         means = [torch.stack(parts).mean(0) for parts in zip(*grads, strict=True)]
-        if mean_of is not None:
+        if mean_of is not None and (signs is None or signs.began):
             found = mean_of([[rank[place] for place in compressed] for rank in grads], step)
             for place, mean in zip(compressed, found, strict=True):
                 means[place] = mean
@@ -278,11 +283,56 @@ def train_together(name: str, seed: int, sizes: Sizes, text: Tensor) -> tuple[GP
         if stepped is not model:
             for half, parameter in zip(stepped.parameters(), parameters, strict=True):
                 half.grad = _grad_of(parameter).bfloat16()
+        if signs is not None and signs.began:
+            signs.update()
         for one in (*optimizers, *schedulers):
             one.step()
+        if signs is not None and not signs.began:
+            signs.look()
         if stepped is not model:
             model.load_state_dict(stepped.state_dict())
     return model, losses
+
+
+class OneBit:
+    """1-bit Adam of the compressed parameters: when the warm-up ends, and the updates after it.
+
+    Args:
+        method: with the length of the warm-up.
+        adamw: steps these parameters in the warm-up, and all others always.
+        parameters: all in its first group.
+    """
+
+    def __init__(self, method: SignMomentum, adamw: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> None:
+        self.method, self.adamw, self.parameters = method, adamw, parameters
+        self.began, self.last = False, None
+
+    def look(self) -> None:
+        """After a step of the warm-up: has it been the last one?"""
+        states = [self.adamw.state[one] for one in self.parameters]
+        steps, beta2 = int(states[0]["step"]), self.adamw.param_groups[0]["betas"][1]
+        if self.method.warmup != "auto":
+            self.began = steps >= self.method.warmup
+        elif steps % round(1 / (1 - beta2)) == 0:
+            total = sum(state["exp_avg_sq"].double().sum().item() for state in states)
+            now = total / (1 - beta2**steps), self.adamw.param_groups[0]["lr"]
+            self.began, self.last = is_stable(self.last, now), now
+
+    def update(self) -> None:
+        """Update by the mean momenta in `.grad`, and drop these, so that AdamW leaves the parameters alone."""
+        group, states = self.adamw.param_groups[0], [self.adamw.state[one] for one in self.parameters]
+        beta1, beta2 = group["betas"]
+        for state in states:
+            state["step"] += 1
+        torch.ops.zgraph.momentum_adamw_(
+            [one.detach() for one in self.parameters],
+            [_grad_of(one) for one in self.parameters],
+            *([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step")),
+            **{key: group[key] for key in ("lr", "weight_decay", "eps", "maximize")},
+            **{"beta1": beta1, "beta2": beta2, "momentum_beta1": self.method.beta1},
+        )
+        for one in self.parameters:
+            one.grad = None
 
 
 def _grad_of(parameter: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ from builders import (
     low_rank,
     planned,
     scheduled_by_torch,
+    sign_momentum,
 )
 from links import Strategy, choose, options_of, parsed, run_as_command, train_in_turns
 from ranks import as_rank, say
@@ -54,7 +55,8 @@ strategies, in the order in which a repetition runs them:
                     them in fp32; -reduce-bf16 computes in fp32 and sends gradients and their means in bf16; -rules is
                     scheduled without costs; -step runs forward, backward and optimizer as one graph; -all-reduce lets
                     gloo reduce; -loco sends gradients as codes of 4 bits, and means of replicated parameters in bf16,
-                    or with -means4 in 4 bits; -lowrank1 and -lowrank4 send factors of that rank
+                    or with -means4 in 4 bits; -lowrank1 and -lowrank4 send factors of that rank; -signs sends signs of
+                    momenta (1-bit Adam) after the first step
 
 columns:
   step ms           median over all timed steps of the slowest rank, with quartiles
@@ -132,6 +134,9 @@ def strategies() -> dict[str, Strategy]:
             _ours(f"0-lowrank{rank}", ("ddp", "ddp-bf16", f"ddp-powersgd-{rank}"), partial(low_rank, rank))
             for rank in ranks
         ),
+        _ours("2-loco-step", (), loco),
+        *(_ours(f"{stage}-signs-step", ("ddp-bf16", f"zgraph-{stage}-loco-step"), sign_momentum) for stage in (0, 2)),
+        _ours("0-loco-step", ddp, loco),
         _ours("3-bf16-loco", ("fsdp2", "fsdp2-bf16"), loco),
     ]
     return {row.name: row for row in rows}

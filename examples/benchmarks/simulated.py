@@ -21,6 +21,7 @@ from zgraph.codegen.low_rank_kernels import first_right
 from zgraph.compression.low_rank import LowRank, matrix_shape, state_of_matrix
 from zgraph.compression.methods import BlockMethod, CompressionMethod, RngKey, TwoHop
 from zgraph.compression.payload import BucketLayout
+from zgraph.compression.sign_momentum import SignMomentum
 from zgraph.step.outer.fragments import Fragment, pack
 from zgraph.step.outer.rounds import Anchor, OuterOptimizer, State
 from zgraph.step.outer.turns import Timetable
@@ -114,6 +115,43 @@ class CompressedMean:
             for host in range(hosts):
                 shards[host * local + place] = found[host]
         return shards
+
+
+@dataclass
+class SignMean:
+    """The mean momenta of 1-bit Adam, which travel as signs to the rank that averages them, and back.
+
+    Attributes:
+        method: with its group and beta1.
+        world: number of ranks.
+        states: of each gradient, what each rank keeps, and what the ranks keep for the way back.
+    """
+
+    method: SignMomentum
+    world: int
+    states: dict[int, list[dict[str, Tensor]]] = field(default_factory=dict[int, list[dict[str, Tensor]]])
+
+    def __call__(self, grads: Grads, step: int) -> list[Tensor]:
+        return [self._mean(place, parts) for place, parts in enumerate(zip(*grads, strict=True))]
+
+    def _mean(self, place: int, parts: Sequence[Tensor]) -> Tensor:
+        numel, back, key = -(-parts[0].numel() // self.world), self.method.without_momentum, RngKey(0)
+        if place not in self.states:
+            kinds = [self.method.state(numel, self.world)] * self.world + [back.state(numel, 1)] * self.world
+            self.states[place] = [
+                {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in kind.items()} for kind in kinds
+            ]
+        flat = [nn.functional.pad(part.flatten(), (0, self.world * numel - part.numel())) for part in parts]
+        sent = [
+            self.method.quantize(one.view(self.world, numel), state, key, rank)
+            for rank, (one, state) in enumerate(zip(flat, self.states[place], strict=False))
+        ]
+        chunks: list[Tensor] = []
+        for rank, state in enumerate(self.states[place][self.world :]):
+            received = [torch.stack([sections[number][rank] for sections in sent]) for number in range(2)]
+            mean = self.method.dequantize_sum(received, numel, key) / self.world
+            chunks.append(back.dequantize_sum(back.quantize(mean[None], state, key, rank), numel, key))
+        return torch.cat(chunks)[: parts[0].numel()].view(parts[0].shape)
 
 
 @dataclass

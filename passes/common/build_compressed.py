@@ -17,6 +17,7 @@ from zgraph.compiler.graph_pass import PassContext
 from zgraph.compression.method_text import to_text
 from zgraph.compression.methods import BlockMethod, CompressionMethod, LoCo, TwoHop
 from zgraph.compression.payload import chunk_unit
+from zgraph.compression.sign_momentum import SignMomentum
 from zgraph.dialect.wire_dtypes import accumulate_dtype
 from zgraph.graph import meta, traits
 from zgraph.passes.common.build_reduction import ReductionBuilder
@@ -81,7 +82,7 @@ class CompressedReduction(ReductionBuilder):
         marker: fx.Node,
         ctx: PassContext,
         method: CompressionMethod | TwoHop,
-        mean_codec: torch.dtype | BlockMethod,
+        mean_codec: torch.dtype | BlockMethod | SignMomentum,
         previous: fx.Node | None,
     ) -> None:
         super().__init__(graph, marker, ctx)
@@ -156,6 +157,8 @@ class CompressedReduction(ReductionBuilder):
         method = self.method
         if isinstance(method, TwoHop):
             method = method.inter_host if is_second else method.intra_host
+        if isinstance(method, SignMomentum) and is_second and self.layout.world > 1:
+            method = method.without_momentum  # the first hop has made momenta
         layout = self.layout
         slot, salt = ("second_hop", layout.num_replicas + layout.rank) if is_second else ("first_hop", layout.replica)
         return [self._hop(chunk.group_names[-1], method, slot, salt, chunk, numel)]
@@ -188,7 +191,7 @@ class CompressedReduction(ReductionBuilder):
             )
         return found
 
-    def _mean_hop(self, codec: BlockMethod, chunk: Chunk, numel: int) -> Hop:
+    def _mean_hop(self, codec: BlockMethod | SignMomentum, chunk: Chunk, numel: int) -> Hop:
         """Return the hop in which each rank gathers the averaged parts of the other ranks."""
         hops, layout = len(chunk.group_names), self.layout
         salt = 2 * layout.world * layout.num_replicas + (layout.rank if hops > 1 else layout.replica)

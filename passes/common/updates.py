@@ -149,10 +149,11 @@ def lists_of(node: fx.Node) -> list[Sequence[object]]:
     return [cast("Sequence[object]", argument) for argument in given if argument]
 
 
-def split_call(node: fx.Node, groups: Sequence[Sequence[int]]) -> None:
-    """Replace a call over lists of tensors with one call for each group of list indices."""
+def split_call(node: fx.Node, groups: Sequence[Sequence[int]]) -> list[fx.Node]:
+    """Replace a call over lists of tensors with one call for each group of list indices; return the calls."""
     if len(groups) < 2:
-        return
+        return [node]
+    pieces: list[fx.Node] = []
     results = {cast(int, user.args[1]): user for user in node.users}
     value = meta.value(node)
     with node.graph.inserting_before(node):
@@ -165,12 +166,14 @@ def split_call(node: fx.Node, groups: Sequence[Sequence[int]]) -> None:
                 name=node.name,
             )
             piece.meta = dict(node.meta)
+            pieces.append(piece)
             if isinstance(value, list | tuple):
                 meta.set_value(piece, _at(value, places))
             for number, place in enumerate(places):
                 if place in results:
                     results[place].args = (piece, number)
     node.graph.erase_node(node)
+    return pieces
 
 
 def _at(argument: Any, places: Sequence[int]) -> Any:

@@ -232,6 +232,11 @@ def _compressed(names: dict[str, Any]) -> None:
     assert any("LoCo" in method for transfer in sent for method in transfer.methods)
 
 
+def _signed(names: dict[str, Any]) -> None:
+    assert all(names["step"](*batch).isfinite() for batch in names["batches"])
+    assert any(one.from_step == 1000 for one in names["passes"])
+
+
 def _saved(names: dict[str, Any]) -> None:
     assert names["step"] == 0
     latest = zgraph.latest_checkpoint("runs/a")
@@ -565,6 +570,7 @@ SETTINGS = [
     # compression.md
     Setting("P      = zgraph.passes\npasses", _sharded, _compressed),
     Setting("P      = zgraph.passes\nchosen", dict, _chosen, on="one process"),
+    Setting("opt    = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)\npasses", _sharded, _signed),
     # checkpoints.md
     Setting('latest = zgraph.latest_checkpoint("runs/a")', _training, _saved),
     Setting("import torch.distributed.checkpoint as dcp", None, _loaded),

@@ -48,6 +48,7 @@ from zgraph.passes import (
     RecomputeActivations,
     ScheduleCopies,
     ScheduleOverlap,
+    SignMomentum,
     SinkWaits,
     SplitUpdates,
     StreamStates,
@@ -168,7 +169,8 @@ class OfStep:
         target: what passes plan for, if they do.
         calls: of the step; the last graph is shown.
         micro_batches: forwards and backwards before the update.
-        zero_stage, muon: the stage, and whether Muon takes the place of SGD.
+        zero_stage: the stage.
+        muon, adamw: whether Muon or a fused AdamW takes the place of SGD.
     """
 
     about: str
@@ -184,6 +186,7 @@ class OfStep:
     micro_batches: int = 1
     zero_stage: int = 3
     muon: bool = False
+    adamw: bool = False
 
     def texts(self) -> tuple[str, str]:
         """The graph before, and the graph after."""
@@ -193,6 +196,8 @@ class OfStep:
             optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1, **many)
             if self.muon:
                 optimizer = torch.optim.Muon(model.parameters(), lr=0.1)
+            if self.adamw:
+                optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
 
             def step(x: Tensor) -> None:
                 for _ in range(self.micro_batches):
@@ -401,6 +406,14 @@ CASES: tuple[Case | OfStep | Unsharded, ...] = (
         about="there is one micro-batch",
         graph_pass=InterleaveMicroBatches(),
         before=(DedupeGathers(),),
+    ),
+    OfStep(
+        about="signs of momenta, whose mean updates the weight by AdamW with a frozen second moment",
+        graph_pass=CompressGradients(method=SignMomentum(warmup=1, group=8), min_numel=1),
+        before=(DedupeGathers(), LowerGathers()),
+        build=one,
+        clips=True,
+        adamw=True,
     ),
     OfStep(about="one call updates three weights", graph_pass=SplitUpdates(), before=LOWERED),
     OfStep(about="one reduction, one update", graph_pass=SplitUpdates(), before=IN_ONE_BUCKET),

@@ -46,7 +46,7 @@ def facts_of(module: nn.Module) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     for name, param in sharded_parameters(module).items():
         feedbacks = param.state.feedbacks
-        if feedbacks.by_slot:
+        if feedbacks.by_slot or feedbacks.warmed_steps:
             slots = {
                 slot: {
                     "method": feedback.method,
@@ -59,7 +59,9 @@ def facts_of(module: nn.Module) -> dict[str, Any]:
                 }
                 for slot, feedback in feedbacks.by_slot.items()
             }
-            facts[name] = {"loss_scale": feedbacks.loss_scale, "division": _division(param), "slots": slots}
+            warmup = {"warmed_steps": feedbacks.warmed_steps, "second_moment": feedbacks.second_moment}
+            about = {"loss_scale": feedbacks.loss_scale, "division": _division(param), "slots": slots}
+            facts[name] = {**about, **warmup}
     return facts
 
 
@@ -371,9 +373,12 @@ def read_parts(parts: Sequence[Part], read: Callable[[Tensors], None]) -> list[t
 
 
 def put_back(module: nn.Module, facts: Mapping[str, Any], restored: Sequence[tuple[Part, Feedback]]) -> None:
-    """Replace the model's error feedback and loss scales by those of the checkpoint."""
+    """Replace the model's error feedback, loss scales and counts of warm-up steps by those of the checkpoint."""
     for name, param in sharded_parameters(module).items():
         param.state.feedbacks.by_slot.clear()
+        param.state.feedbacks.warmed_steps = facts.get(name, {}).get("warmed_steps", 0)
+        last = facts.get(name, {}).get("second_moment")
+        param.state.feedbacks.second_moment = None if last is None else (last[0], last[1])
         if name in facts and facts[name]["loss_scale"] is not None:
             param.state.feedbacks.loss_scale = facts[name]["loss_scale"]
     for part, feedback in restored:

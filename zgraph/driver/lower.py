@@ -15,7 +15,9 @@ from zgraph.codegen.inductor import InductorLowering
 from zgraph.codegen.lower_fx import lower_fx
 from zgraph.compiler.frame_plan import FramePlan, Variant
 from zgraph.compiler.graph_pass import Direction
+from zgraph.compression.sign_momentum import LATEST
 from zgraph.driver.observe import Observation
+from zgraph.driver.warm_up import SecondMoments
 from zgraph.graph.split_graph import Halves, split_graph
 from zgraph.reporting.collective_numbers import with_numbers
 from zgraph.reporting.metrics.called_graph import called_in_warm_up
@@ -108,7 +110,10 @@ class Lowering:
             last = self._in_halves(main, len(decided.variants) - 1, title)
             if not programs:
                 return last
-            return switch_by_step([*programs, (decided.variants[-1].from_step, last)], gm, decided.weights)
+            last_step = decided.variants[-1].from_step
+            moments = SecondMoments.of(gm.graph) if last_step == LATEST else None
+            watch = None if moments is None else moments.watch
+            return switch_by_step([*programs, (last_step, last)], gm, decided.weights, watch)
 
     def _lowered_warm_up(self, place: int, direction: Direction, title: str) -> Program:
         gm, title = self.decided.variants[place].graphs[direction], f"{title} of warm-up"

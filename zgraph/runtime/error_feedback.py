@@ -73,10 +73,10 @@ class Feedback:
         self.open = not closing
 
     def scale(self, factor: float) -> None:
-        """Multiply the error by `factor`, the ratio of the new loss scale to the old."""
-        scaled = self.tensors.get("error_scale", self.tensors.get("error"))
-        if scaled is not None:
-            scaled.mul_(factor)
+        """Multiply error and momentum by `factor`, the ratio of the new loss scale to the old."""
+        for scaled in (self.tensors.get("error_scale", self.tensors.get("error")), self.tensors.get("momentum")):
+            if scaled is not None:
+                scaled.mul_(factor)
 
     def fits(self, spec: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> bool:
         """Return whether the state tensors have the given names, shapes and dtypes."""
@@ -123,11 +123,14 @@ class Feedbacks:
         by_slot: state of each reduction, by the name of the reduction (the slot).
         loss_scale: scale of the next gradients; None if losses are not scaled.
         warmed_steps: number of optimizer steps so far that were not compressed because of the warm-up.
+        second_moment: for a warm-up that ends once second moments are stable: their sum, and the
+            learning rate, when last looked at.
     """
 
     by_slot: dict[str, Feedback] = field(default_factory=dict[str, Feedback])
     loss_scale: float | None = None
     warmed_steps: int = 0
+    second_moment: tuple[float, float] | None = None
 
     def of(
         self,

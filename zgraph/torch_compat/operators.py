@@ -178,7 +178,7 @@ def has_kernel(name: str, key: str) -> bool:
 
 def is_fused_update(target: object) -> bool:
     """Return whether an operator is a fused optimizer update of torch or zgraph (torch 2.11 - 2.15: by its name)."""
-    return str(target).startswith(("aten._fused_", "zgraph.packed_adamw_."))
+    return str(target).startswith(("aten._fused_", "zgraph.packed_adamw_.", "zgraph.momentum_adamw_."))
 
 
 def over_lists(packet: OpOverloadPacket, overload: str) -> OpOverload:

@@ -91,7 +91,7 @@ def attend_by_hand(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return exchanged(mixed.unflatten(2, (RANKS, -1)).movedim(2, 0)).movedim(0, 1).flatten(1, 2)
 
 
-def steps_of(way: str, plan: dict[str, Any], rank: int) -> Callable[[], None]:
+def steps_of(way: str, plan: dict[str, Any], rank: int) -> tuple[nn.Module, Callable[[], None]]:
     tokens = torch.randint(VOCABULARY, (1, plan["sequence"] + 1), generator=torch.Generator().manual_seed(0))
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
     model = Language(plan, attend_by_hand if way == BY_HAND else attend)
@@ -115,13 +115,15 @@ def steps_of(way: str, plan: dict[str, Any], rank: int) -> Callable[[], None]:
         optimizer.step()
         optimizer.zero_grad()
 
-    return step
+    return model, step
 
 
 def measure(rank: int, plan: dict[str, Any]) -> dict[str, Any]:
-    """Milliseconds of each step, the rise of the heap and the bytes sent, by the way."""
+    """Milliseconds of each step, the rise of the heap (and what zgraph predicted), and the bytes sent, by the way."""
     ways = [WHOLE, SHARED, *([BY_HAND] if plan["key_heads"] == plan["heads"] else [])]
-    steps = {way: steps_of(way, plan, rank) for way in ways}
+    models, steps = {}, {}
+    for way in ways:
+        models[way], steps[way] = steps_of(way, plan, rank)
     heap = Heap()
     taken: dict[str, list[float]] = {way: [] for way in ways}
     rises: dict[str, list[int]] = {way: [] for way in ways}
@@ -137,8 +139,10 @@ def measure(rank: int, plan: dict[str, Any]) -> dict[str, Any]:
                 taken[way].append(time.perf_counter() - begun)
                 rises[way].append(peak.rise_bytes)
                 sent[way].append(transmitted_bytes() - before)
+    peaks = [graph.peak.bytes for graph in zgraph.summary(models[SHARED]).graphs if graph.peak is not None]
     return {
         way: {
+            "predicted_mib": max(peaks) / 2**20 if way == SHARED else None,
             "step_ms": slowest_ms(taken[way]),
             "rise_mib": [max(one) / 2**20 for one in zip(*on_all_ranks(rises[way]), strict=True)],
             "sent_mb": [one / 1e6 for one in sent[way]],
@@ -160,9 +164,26 @@ def main() -> None:
         for way, row in ways.items():
             pairs = [zip(row[key], ways[WHOLE][key], strict=True) for key in ("step_ms", "rise_mib")]
             row["of_whole"], row["rise_of_whole"] = (quartiles([one / whole for one, whole in pair]) for pair in pairs)
+            predicted = "" if row["predicted_mib"] is None else f"{row['predicted_mib']:.0f}"
             figures = [f"{quartiles(row[key])[1]:.0f}" for key in ("step_ms", "rise_mib", "sent_mb")]
-            rows.append((key_heads, way, *figures, f"{row['of_whole'][1]:.2f}", f"{row['rise_of_whole'][1]:.2f}"))
-    print(table(("heads of keys", "way", "step ms", "memory MiB", "sent MB", "time / whole", "memory / whole"), rows))
+            rows.append(
+                (key_heads, way, *figures, predicted, f"{row['of_whole'][1]:.2f}", f"{row['rise_of_whole'][1]:.2f}")
+            )
+    print(
+        table(
+            (
+                "heads of keys",
+                "way",
+                "step ms",
+                "memory MiB",
+                "sent MB",
+                "predicted MiB",
+                "time / whole",
+                "memory / whole",
+            ),
+            rows,
+        )
+    )
     save(args.json, found)
 
 

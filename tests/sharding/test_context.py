@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import zgraph
 from tests.support import context as cp
@@ -28,14 +29,15 @@ ROUNDING = {torch.float64: EXACT, torch.float32: 2e-6, torch.bfloat16: 4e-2}
 # Between them each stage, lowering, way to run, and kind of attention, and each feature that touches gradients.
 CASES = {
     "compiled": cp.Case(),
-    "by_keys": cp.Case(key_heads=1, stage=2, micro_batches=2),
+    "by_keys": cp.Case(heads=1, key_heads=1, stage=2, micro_batches=2),
+    "one_key_head": cp.Case(key_heads=1, stage=3),
     "grouped": cp.Case(key_heads=2, stage=1, micro_batches=2, run="eager"),
     "documents": cp.Case(is_masked=True, stage=0),
-    "documents_by_keys": cp.Case(is_masked=True, key_heads=1, run="eager"),
+    "documents_by_keys": cp.Case(is_masked=True, heads=1, key_heads=1, run="eager"),
     "checkpointed": cp.Case(is_checkpointed=True, stage=1),
     "checkpointed_eager": cp.Case(is_checkpointed=True, run="eager", key_heads=1),
     "step": cp.Case(run="step", stage=2, micro_batches=2, is_clipped=True),
-    "step_by_keys": cp.Case(run="step", key_heads=1, is_checkpointed=True),
+    "step_by_keys": cp.Case(run="step", heads=1, key_heads=1, is_checkpointed=True),
     "outside": cp.Case(is_outside=True, is_clipped=True),
     "outside_step": cp.Case(is_outside=True, run="step", stage=0),
     "inductor": cp.Case(lowering="inductor", dtype=torch.float32, key_heads=2),
@@ -46,9 +48,10 @@ CASES = {
 }
 ON_FOUR = {  # two copies of two ranks, or one of four
     "two_copies": (2, cp.Case(stage=2, micro_batches=2, is_clipped=True)),
-    "two_copies_step": (2, cp.Case(run="step", key_heads=1)),
+    "two_copies_step": (2, cp.Case(run="step", heads=1, key_heads=1)),
     "four_ranks": (4, cp.Case(stage=3)),
-    "four_ranks_by_keys": (4, cp.Case(key_heads=2, run="eager", stage=0)),
+    "four_ranks_by_keys": (4, cp.Case(heads=2, key_heads=1, run="eager", stage=0)),
+    "four_ranks_two_key_heads": (4, cp.Case(key_heads=2, run="eager")),
 }
 
 
@@ -78,9 +81,9 @@ def _bits(case: cp.Case) -> list[bytes]:
 
 
 @worlds(2)
-@pytest.mark.parametrize("key_heads", [4, 1])
-def test_compiled_forms_have_the_bits_of_eager(ranks: Ranks, key_heads: int) -> None:
-    case = cp.Case(key_heads=key_heads, dtype=torch.float32, stage=2, is_clipped=True)
+@pytest.mark.parametrize("heads", [4, 1])
+def test_compiled_forms_have_the_bits_of_eager(ranks: Ranks, heads: int) -> None:
+    case = cp.Case(heads=heads, key_heads=1, dtype=torch.float32, stage=2, is_clipped=True)
     eager, compiled, step = (ranks.run(_bits, replace(case, run=run)) for run in ("eager", "compile", "step"))
     assert eager == compiled == step
     assert eager[0] == eager[1]
@@ -187,6 +190,59 @@ def test_models_of_transformers_train_unmodified(
     assert max(apart) <= EXACT, apart  # their fp32 losses and norms round alike
 
 
+# --- loops of users ---------------------------------------------------------------------------------------------------
+
+
+def _by_blocks() -> float:
+    """Each block compiled by itself, as torch's manual advises for long stacks; the first call runs uncompiled."""
+    model = cp.started(cp.Case())
+    zgraph.shard(model, cp.mesh_of(2, 2), context="cp")
+    model.block.compile(backend="zgraph", options={"lowering": "fx"})
+    return max(_apart_in_gradients(model, model, LENGTHS[:1]) for _ in range(2))
+
+
+def _in_lengths() -> float:
+    """Batches of several lengths, of which one comes again."""
+    model = cp.started(cp.Case())
+    zgraph.shard(model, cp.mesh_of(2, 2), context="cp")
+    return _apart_in_gradients(model, with_fx(model), LENGTHS)
+
+
+def _compiled_body() -> float:
+    """The lines of the loss are compiled with the model."""
+    model = cp.started(cp.Case())
+    zgraph.shard(model, cp.mesh_of(2, 2), context="cp")
+
+    def body(x: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(model(x).flatten(0, 1), targets.flatten())
+
+    return _apart_in_gradients(model, with_fx(body), LENGTHS[:1])
+
+
+LENGTHS = (16, 12, 8, 12)
+
+
+def _apart_in_gradients(model: nn.Module, run: Callable[..., Tensor], lengths: Sequence[int]) -> float:
+    other, furthest = cp.started(cp.Case()), 0.0
+    for length in lengths:
+        generator = torch.Generator().manual_seed(length)
+        tokens = torch.randint(cp.VOCABULARY, (2, length + 1), generator=generator)
+        given = {"x": tokens[:, :-1], "targets": tokens[:, 1:]}
+        run(**zgraph.context_batch(model, given)).backward()
+        other(**given).backward()
+        gradients = [[one.grad for one in each.parameters() if one.grad is not None] for each in (model, other)]
+        furthest = max(furthest, cp.furthest([whole(one) for one in gradients[0]], gradients[1]))
+        model.zero_grad()
+        other.zero_grad()
+    return furthest
+
+
+@worlds(2)
+@pytest.mark.parametrize("loop", [_by_blocks, _in_lengths, _compiled_body], ids=lambda loop: loop.__name__)
+def test_loops_of_users(ranks: Ranks, loop: Callable[[], float]) -> None:
+    assert max(ranks.run(loop)) <= EXACT
+
+
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
@@ -288,6 +344,7 @@ def _not_cut() -> list[str]:
     tokens = torch.randint(cp.VOCABULARY, (2, 16), generator=torch.Generator().manual_seed(0))
     targets = F.pad(tokens[:, 1:], (0, 1), value=-100)
     own = torch.full((2, 16), dist.get_rank())
+    parallel = parallelize_module(nn.Linear(2, 2), init_device_mesh("cpu", (2,)), ColwiseParallel())
     calls: list[Callable[[], Any]] = [
         lambda: model(tokens),
         lambda: zgraph.context_batch(other, {"x": tokens}),
@@ -304,6 +361,8 @@ def _not_cut() -> list[str]:
         lambda: with_fx(model)(zgraph.context_batch(model, {"x": tokens, "targets": targets})["x"]),
         lambda: (zgraph.context_batch(model, {"x": tokens, "targets": targets}), model(tokens, targets))[1],
         lambda: zgraph.shard(nn.Linear(2, 2), cp.mesh_of(2, 2), context="sp"),
+        lambda: zgraph.shard(parallel, cp.mesh_of(2, 2), context="cp"),
+        lambda: zgraph.PipelineStage(model, 0, 2, torch.device("cpu"), group=dist.group.WORLD),
         lambda: zgraph.training_step(model, torch.optim.SGD(model.parameters()))(
             lambda one: model(**zgraph.context_batch(model, {"x": one, "targets": targets}))
         )(tokens),
@@ -336,6 +395,8 @@ def test_batches_that_are_not_cut_are_refused(ranks: Ranks) -> None:
         "different numbers of targets in targets",
         "16 queries and 16 keys",
         "context='sp' is not among the mesh's axes ('dp', 'cp')",
+        "context='cp' with a model that is tensor-parallel",
+        "the stage has a context axis",
         "called inside a step that is captured",
     ]
     for found in ranks.run(_not_cut):

@@ -62,7 +62,8 @@ class Case:
     Attributes:
         stage: ZeRO stage.
         run: "eager", "compile" or "step".
-        key_heads: number of heads of keys; those that the axis does not divide are gathered.
+        heads, key_heads: number of heads of queries, and of keys. If the axis divides those of queries, tokens are
+            exchanged for heads, else keys are gathered.
         dtype: dtype of parameters; autocast: dtype of autocast, or None.
         micro_batches: number of forwards for each step, all but the last under `no_sync`, or within one step.
         is_masked: whether sequences are packed documents, by a mask.
@@ -72,6 +73,7 @@ class Case:
     stage: int = 3
     run: str = "compile"
     lowering: str = "fx"
+    heads: int = 4
     key_heads: int = 4
     dtype: torch.dtype = torch.float64
     autocast: torch.dtype | None = None
@@ -127,7 +129,7 @@ def plain(case: Case, copies: int) -> list[Tensor]:
 
 def started(case: Case) -> Language:
     torch.manual_seed(0)
-    return Language(key_heads=case.key_heads, is_checkpointed=case.is_checkpointed).to(case.dtype)
+    return Language(case.heads, case.key_heads, is_checkpointed=case.is_checkpointed).to(case.dtype)
 
 
 def batches(case: Case, step: int, copy: int) -> list[dict[str, Tensor]]:

@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import zgraph
 from tests.support import experts, front_ends, models
+from tests.support.context import Language as Shared
 from tests.support.graphs import fake_world
 from tests.support.resting import check_rests
 from tests.support.tensor_parallel import Mlp, features
@@ -182,6 +183,19 @@ def _blocks() -> dict[str, Any]:
 
 def _unsharded_on_a_mesh() -> dict[str, Any]:
     return {"model": Net(), "mesh": _mesh()}
+
+
+def _a_shared_llama() -> dict[str, Any]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    llama = LlamaForCausalLM(LlamaConfig(vocab_size=50, **sizes))
+    zgraph.shard(llama, init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("dp", "cp")), context="cp")
+    return {"llama": llama, "tokens": torch.randint(50, (2, 8), generator=torch.Generator().manual_seed(0))}
+
+
+def _llama_has_gradients(names: dict[str, Any]) -> None:
+    assert all(parameter.grad is not None for parameter in names["llama"].parameters())
 
 
 def _a_pass() -> dict[str, Any]:
@@ -546,6 +560,9 @@ SETTINGS = [
     Setting('with torch.device("meta"):', lambda: {"Net": models.Attending, "mesh": _mesh()}, _materialized),
     Setting("scaler = zgraph.GradScaler", _with_a_batch, _reduced),
     Setting('replicas = zgraph.Replicas(mesh["pp"]', _a_pipeline, _equal_replicas),
+    # context-parallel.md
+    Setting('mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))', lambda: {"Net": Shared}, _reduced),
+    Setting('batch = zgraph.context_batch(llama, {"input_ids"', _a_shared_llama, _llama_has_gradients),
     # layer-drop.md
     Setting("drop = zgraph.LayerDrop(model.trunk.blocks", _sharded, _dropped),
     Setting('path = zgraph.save_checkpoint("runs/a", model, opt, step=drop.step', None, _dropped),

@@ -134,6 +134,11 @@ def shard(
         )
     ignored_ids, optional = ids_of(ignored), tuple(optional)
     axis = tensor_axis(on_other_axes(module, mesh), mesh)
+    if shared is not None and axis is not None:
+        raise ValueError(
+            f"zgraph.shard: context={context!r} with a model that is tensor-parallel on {axis} is not supported; leave "
+            "context or parallelize_module out."
+        )
     at_rest = mesh_at_rest(mesh, axis)
     found = find_parameters(module, at_rest)
     unit_names = outermost_units(module, units)

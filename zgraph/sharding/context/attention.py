@@ -2,14 +2,16 @@
 
 Two ways, both exact, built on one exchange (an all_to_all of equal parts, whose gradient is the same exchange):
 
-- by heads, if the axis divides the heads: ranks exchange tokens for heads, compute attention over whole sequences for
-  1/N of the heads, and exchange back (Jacobs et al. 2023, "DeepSpeed Ulysses", arXiv 2309.14509, section 3);
+- by heads, if the axis divides the heads of queries: ranks exchange tokens for heads, compute attention over whole
+  sequences for 1/N of the heads, and exchange back (Jacobs et al. 2023, "DeepSpeed Ulysses", arXiv 2309.14509,
+  section 3). Heads of keys that are fewer than the ranks are sent to each rank that needs them;
 - by keys otherwise: each rank gathers the keys and values of all tokens, and computes the rows of its own queries (as
-  Llama 3, Grattafiori et al. 2024, arXiv 2407.21783, section 3.3.2).
+  Llama 3, Grattafiori et al. 2024, arXiv 2407.21783, section 3.3.2), under a causal mask with twice the products.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -96,7 +98,7 @@ def attention(
         [batch, heads, L, features of value].
     """
     attend = partial(F.scaled_dot_product_attention, dropout_p=dropout_p, scale=scale, enable_gqa=enable_gqa)
-    if query.shape[1] % size or key.shape[1] % size:
+    if query.shape[1] % size:
         keys, values = (gathered(one, 2, group_name, size) for one in (key, value))
         if is_causal:
             rows = token_positions(query.shape[2], group_name, size, query.device)
@@ -104,7 +106,9 @@ def attention(
         return attend(query, keys, values, attn_mask=mask)
     if mask is not None and mask.shape[2] > 1:
         mask = gathered(mask, 2, group_name, size)
-    heads = _to_heads([query, key, value], group_name, size)
+    copies = size // math.gcd(key.shape[1], size)
+    keys, values = (one.unsqueeze(2).expand(-1, -1, copies, -1, -1).flatten(1, 2) for one in (key, value))
+    heads = _to_heads([query, keys, values], group_name, size)
     return _to_tokens(attend(*heads, attn_mask=mask, is_causal=is_causal), group_name, size)
 
 

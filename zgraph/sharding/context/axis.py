@@ -32,8 +32,8 @@ class ContextAxis:
         group_name, size: its process group, and N.
         length: number of tokens that each rank has of a sequence; 0 before the first `zgraph.context_batch`.
         same_batch: check that the ranks of the axis cut the same sequences.
-        inside: names of targets of which the ranks have different numbers, and the number of tensors of the batch; empty if
-            there are none.
+        inside: names of targets of which the ranks have different numbers, then the number of tensors of the batch;
+            empty if there are no such targets.
         followed: signatures of forwards whose tokens have been followed, see `zgraph.sharding.context.follow`.
     """
 

@@ -88,6 +88,11 @@ class PipelineStage(NoMessageToItself, TorchStage):
                 f"zgraph.PipelineStage: {skippable} is optional, which is not supported in pipelines; leave optional "
                 "out of zgraph.shard, and run the module on all ranks."
             )
+        if any(scope.context is not None for scope in self._scopes):
+            raise ValueError(
+                "zgraph.PipelineStage: the stage has a context axis, which is not supported in pipelines; leave "
+                "context out of zgraph.shard."
+            )
         _check_keep_bytes(self._params, keep_bytes)
         keep_gathered(self._params, keep_bytes)
         self._windows = [scope for scope in self._scopes if scope.has_windows]

@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = (
     ROOT / "docs" / "benchmarks.md",
     ROOT / "docs" / "compression.md",
+    ROOT / "docs" / "context-parallel.md",
     ROOT / "docs" / "gpus.md",
     ROOT / "docs" / "inference.md",
     ROOT / "docs" / "models.md",
@@ -52,6 +53,10 @@ LABELS = (
     ("zgraph-0-loco-means4", "zgraph, stage 0, `LoCo()`, means of 4 bits"),
     ("zgraph-0-lowrank1", "zgraph, stage 0, `LowRank(rank=1)`"),
     ("zgraph-0-lowrank4", "zgraph, stage 0, `LowRank(rank=4)`"),
+    ("zgraph-0-loco-step", "zgraph, stage 0, `LoCo()`, whole step"),
+    ("zgraph-2-loco-step", "zgraph, stage 2, `LoCo()`, whole step"),
+    ("zgraph-0-signs-step", "zgraph, stage 0, `SignMomentum()`, whole step"),
+    ("zgraph-2-signs-step", "zgraph, stage 2, `SignMomentum()`, whole step"),
     ("zgraph-1", "zgraph, stage 1"),
     ("zgraph-2", "zgraph, stage 2"),
     ("zgraph-3", "zgraph, stage 3"),
@@ -169,6 +174,7 @@ def table(name: str) -> str:
     }
     kinds |= {
         "generate": generated,
+        "context_parallel": context_parallel,
         "offload_inference": inference,
         "offload_capacity": capacity,
         "many_shapes-fx": shapes,
@@ -375,6 +381,28 @@ def generated(result: dict[str, Any]) -> str:
                 f"{row['peak_mb']:.0f}",
             )
         )
+    return markdown(heads, rows) + provenance([result])
+
+
+def context_parallel(result: dict[str, Any]) -> str:
+    """Steps on a long sequence, by one rank and by two that share it."""
+    heads = ("heads of keys", "way", "step ms", "/ whole", "memory MiB", "/ whole", "predicted MiB", "sent MB")
+    rows: list[tuple[str, ...]] = []
+    for key_heads in (4, 1):
+        for way, row in result[f"key_heads_{key_heads}"].items():
+            predicted = row["predicted_mib"]
+            rows.append(
+                (
+                    str(key_heads),
+                    way,
+                    f"{statistics.median(row['step_ms']):.0f}",
+                    f"{row['of_whole'][1]:.2f} ({row['of_whole'][0]:.2f}-{row['of_whole'][2]:.2f})",
+                    f"{statistics.median(row['rise_mib']):.0f}",
+                    f"{row['rise_of_whole'][1]:.2f}",
+                    "" if predicted is None else f"{predicted:.0f}",
+                    f"{statistics.median(row['sent_mb']):.0f}",
+                )
+            )
     return markdown(heads, rows) + provenance([result])
 
 

@@ -320,6 +320,23 @@ def test_lines_that_combine_tokens_are_refused(ranks: Ranks, name: str, compiled
     assert MIXERS[name][1] in first
 
 
+def _second_part() -> str:
+    """Parts of a model called one by one, of which the second combines tokens."""
+    model = nn.Sequential(Mixer(lambda model, h: h), Mixer(lambda model, h: h.cumsum(1)))
+    zgraph.shard(model, cp.mesh_of(2, 2), context="cp")
+    given = zgraph.context_batch(model, cp.batch(0, is_even=True))
+    model[0](**given)
+    try:
+        model[1](**given)
+    except zgraph.ZgraphError as error:
+        return str(error)
+    return "passed"
+
+
+def test_each_part_is_followed(ranks: Ranks) -> None:
+    assert all("cumsum combines tokens" in found for found in ranks.run(_second_part))
+
+
 def _broken() -> str:
     model = Mixer(lambda model, h: h[h.sum(-1) > 0].sum() + h)
     zgraph.shard(model, cp.mesh_of(2, 2), context="cp")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Generator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -34,7 +35,8 @@ class ContextAxis:
         same_batch: check that the ranks of the axis cut the same sequences.
         inside: names of targets of which the ranks have different numbers, then the number of tensors of the batch;
             empty if there are no such targets.
-        followed: signatures of forwards whose tokens have been followed, see `zgraph.sharding.context.follow`.
+        followed: for each module, signatures of forwards whose tokens have been followed, see
+            `zgraph.sharding.context.follow`.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -43,7 +45,7 @@ class ContextAxis:
         self.same_batch = SameBatch(mesh, "context", "")
         self.length = 0
         self.inside: tuple[Any, ...] = ()
-        self.followed: set[str] = set()
+        self.followed: MutableMapping[nn.Module, set[str]] = weakref.WeakKeyDictionary()
 
     @constant_in_graphs
     def check_targets(self, given: int) -> None:
@@ -75,7 +77,7 @@ class ContextAxis:
         if torch.compiler.is_compiling():
             _enter_graphs()
             return ContextCalls(self)
-        return self._calls_followed(module.training, tree_flatten((args, kwargs))[0])
+        return self._calls_followed(module, tree_flatten((args, kwargs))[0])
 
     @constant_in_graphs
     def _check_called(self) -> None:
@@ -87,10 +89,11 @@ class ContextAxis:
             )
 
     @contextlib.contextmanager
-    def _calls_followed(self, is_training: bool, inputs: Sequence[Any]) -> Generator[None]:
+    def _calls_followed(self, module: nn.Module, inputs: Sequence[Any]) -> Generator[None]:
         shapes = [(list(one.shape), one.dtype) if isinstance(one, Tensor) else one for one in inputs]
-        signature = str((shapes, self.length, is_training, torch.is_grad_enabled()))
-        if signature in self.followed:
+        signature = str((shapes, self.length, module.training, torch.is_grad_enabled()))
+        followed = self.followed.setdefault(module, set())
+        if signature in followed:
             with ContextCalls(self):
                 yield
             return
@@ -98,7 +101,7 @@ class ContextAxis:
         follow.begin(inputs)
         with follow, ContextCalls(self, follow):
             yield
-        self.followed.add(signature)
+        followed.add(signature)
 
 
 def context_axis(mesh: DeviceMesh | None, name: str) -> ContextAxis:

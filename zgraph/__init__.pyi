@@ -42,7 +42,7 @@ from zgraph.reporting.of_model import explain as explain
 from zgraph.reporting.of_model import measure as measure
 from zgraph.reporting.of_model import summary as summary
 from zgraph.reporting.summary import Report as Report
-from zgraph.sharding.context.context_batch import context_batch as context_batch
+from zgraph.sharding.context_batch import context_batch as context_batch
 from zgraph.sharding.materialize import materialize as materialize
 from zgraph.sharding.no_sync import no_sync as no_sync
 from zgraph.sharding.pipeline.stage import PipelineStage as PipelineStage

@@ -30,6 +30,7 @@ ROOMS = (
     "zgraph.scheduling",
     "zgraph.scheduling.lifetimes",
     "zgraph.sharding.meshes",
+    "zgraph.sharding.context",
     "zgraph.sharding.model",
     "zgraph.sharding.tensors",
     "zgraph.sharding",

@@ -561,7 +561,11 @@ SETTINGS = [
     Setting("scaler = zgraph.GradScaler", _with_a_batch, _reduced),
     Setting('replicas = zgraph.Replicas(mesh["pp"]', _a_pipeline, _equal_replicas),
     # context-parallel.md
-    Setting('mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))', lambda: {"Net": Shared}, _reduced),
+    Setting(
+        'mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))',
+        lambda: {"Net": Shared, "init_device_mesh": init_device_mesh},
+        _reduced,
+    ),
     Setting('batch = zgraph.context_batch(llama, {"input_ids"', _a_shared_llama, _llama_has_gradients),
     # layer-drop.md
     Setting("drop = zgraph.LayerDrop(model.trunk.blocks", _sharded, _dropped),

@@ -10,7 +10,7 @@ from torch import fx
 from zgraph.compiler.frame import Frame
 from zgraph.driver.compile_frame import FrameCompiler
 from zgraph.driver.options import OF_STEPS, CompileOptions
-from zgraph.sharding.written_in_graphs import refuse_written_weights, watch_outputs
+from zgraph.driver.written_in_graphs import refuse_written_weights, watch_outputs
 from zgraph.torch_compat.dynamo import raise_through_dynamo
 
 

@@ -21,7 +21,7 @@ from zgraph.planner.plan_pipeline import check_of_steps, plan_pipeline
 from zgraph.planner.planned_step import Plan
 from zgraph.planner.schedules.axes import Axes
 from zgraph.planner.whole_step import Optimizers, StepMaker, as_tuple, loop_body, plan_whole_step
-from zgraph.sharding.context.context_batch import expect_parts
+from zgraph.sharding.context_batch import expect_parts
 from zgraph.sharding.shard import shard
 from zgraph.step.outer.fragments import Fragment
 from zgraph.tiers.offload import Offload

@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zgraph.errors import ZgraphError
@@ -44,6 +43,7 @@ from zgraph.sharding.context.token_rules import (
 )
 from zgraph.torch_compat.dynamo import checkpoint_operator, dynamo_fake, is_of_module, is_to_local, raise_through_dynamo
 from zgraph.torch_compat.fake_values import fake_mode, fake_storage_key
+from zgraph.torch_compat.memory import DispatchMode
 from zgraph.torch_compat.operators import OpOverload, bound_arguments, is_mutable, plain_name
 
 CONSTANTS = ("zeros", "ones", "full", "empty", "scalar_tensor", "new_zeros", "new_ones", "new_full", "new_empty")
@@ -53,7 +53,7 @@ KEEP_CONSTANTS = (elementwise, reshape, permute, transpose, unsqueeze, squeeze, 
 EXCHANGED = (attention, mean_cross_entropy)
 
 
-class FollowTokens(TorchDispatchMode):
+class FollowTokens(DispatchMode):
     """Knows which dim of each tensor is the tokens, while a forward runs.
 
     Args:

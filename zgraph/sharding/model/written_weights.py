@@ -1,7 +1,7 @@
 """Refuse forwards that write to gathered parameters: the parameters themselves would not change.
 
 In eager mode, writes are detected by version counters. They are compared at the end of a unit's forward; for parameters
-gathered individually, at the end of the outermost forward. For graphs see `zgraph.sharding.written_in_graphs`.
+gathered individually, at the end of the outermost forward. For graphs see `zgraph.driver.written_in_graphs`.
 """
 
 from __future__ import annotations

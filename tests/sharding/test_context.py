@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
 
 import zgraph
 from tests.support import context as cp
@@ -237,8 +238,23 @@ def _apart_in_gradients(model: nn.Module, run: Callable[..., Tensor], lengths: S
     return furthest
 
 
+def _in_sums() -> float:
+    """A summed cross entropy, as of all tokens, and gradients summed over the ranks of dp, of which there is one."""
+    model, other = cp.started(cp.Case()), cp.started(cp.Case())
+    zgraph.shard(model, cp.mesh_of(2, 2), context="cp", reduction="sum")
+    given = cp.batch(0, is_even=False)
+    for each, batch in ((model, zgraph.context_batch(model, given)), (other, given)):
+        each.reduction = "sum"
+        each(**batch).backward()
+    return cp.furthest([whole(one) for one in _gradients(model)], _gradients(other))
+
+
+def _gradients(model: nn.Module) -> list[Tensor]:
+    return [one.grad for one in model.parameters() if one.grad is not None]
+
+
 @worlds(2)
-@pytest.mark.parametrize("loop", [_by_blocks, _in_lengths, _compiled_body], ids=lambda loop: loop.__name__)
+@pytest.mark.parametrize("loop", [_in_sums, _by_blocks, _in_lengths, _compiled_body], ids=lambda loop: loop.__name__)
 def test_loops_of_users(ranks: Ranks, loop: Callable[[], float]) -> None:
     assert max(ranks.run(loop)) <= EXACT
 
@@ -294,7 +310,7 @@ MIXERS: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "module": (lambda model, h: model.attention(h, h, h, need_weights=False)[0], "nn.MultiheadAttention"),
     "local_mask": (_local_mask, "a mask of shape [1, 1, 8, 8]"),
     "cross": (_cross, "8 queries and 3 keys"),
-    "total": (lambda model, h: h / h.sum(), "uses a sum over this rank's tokens"),
+    "total": (lambda model, h: h / h.mean(), "uses a mean over this rank's tokens"),
     "sorted": (lambda model, h: h.sort(1)[0], "combines tokens"),
     "unknown": (lambda model, h: torch.fft.fft(h, dim=1).real, "is not known to keep tokens apart"),
 }
@@ -318,6 +334,25 @@ def test_lines_that_combine_tokens_are_refused(ranks: Ranks, name: str, compiled
     first, second = ranks.run(_refusal, name, compiled)
     assert first == second
     assert MIXERS[name][1] in first
+
+
+def _checkpointed() -> str:
+    """Backward would compute the positions again, outside of any module."""
+
+    def add(model: Any, h: Tensor) -> Tensor:
+        return checkpoint(lambda h: h + model.table[torch.arange(h.shape[1])], h, use_reentrant=False)
+
+    model = Mixer(add)
+    zgraph.shard(model, cp.mesh_of(2, 2), context="cp")
+    try:
+        model(**zgraph.context_batch(model, cp.batch(0, is_even=True)))
+    except zgraph.ZgraphError as error:
+        return str(error)
+    return "passed"
+
+
+def test_what_backward_computes_again_lies_in_modules(ranks: Ranks) -> None:
+    assert all("checkpoint of a function that calls arange" in found for found in ranks.run(_checkpointed))
 
 
 def _second_part() -> str:
@@ -368,7 +403,7 @@ def _not_cut() -> list[str]:
         lambda: zgraph.context_batch(model, {"x": tokens}),
         lambda: zgraph.context_batch(model, {"x": tokens, "targets": tokens}),
         lambda: zgraph.context_batch(model, {"x": own, "targets": targets}),
-        lambda: zgraph.context_batch(model, {"input_ids": tokens, "labels": targets}),
+        lambda: zgraph.context_batch(model, {"x": tokens, "labels": targets}),
         lambda: zgraph.context_batch(model, {"x": tokens[:, :6], "targets": targets[:, :6]}),
         lambda: zgraph.context_batch(model, {"x": tokens, "targets": targets[:, :8]}),
         lambda: zgraph.context_batch(model, {"x": tokens, "targets": torch.tensor(0)}),
@@ -402,7 +437,7 @@ def test_batches_that_are_not_cut_are_refused(ranks: Ranks) -> None:
         "only x, and no targets",
         "x and targets are equal",
         "one context group [0, 1] were given different batches",
-        "labels differ from input_ids",
+        "labels differ from the input tokens",
         "sequences of 6 tokens cannot be cut into two equal chunks for each of 2 ranks; pad them to 8",
         "different numbers of tokens",
         "targets is of shape []",

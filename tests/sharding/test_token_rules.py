@@ -94,6 +94,16 @@ def test_a_token_changes_its_own_place_only(name: str) -> None:
     assert touched > 1
 
 
+def _pairs(x: Tensor) -> Tensor:
+    return torch.view_as_complex(x.unflatten(-1, (2, 2)).contiguous())
+
+
+def _written_in_parts(x: Tensor) -> Tensor:
+    buffer = torch.zeros(BATCH, LENGTH, WIDTH)
+    buffer[..., :2] = x[..., 2:]
+    return buffer
+
+
 def _refused(operation: Callable[[Tensor], Tensor]) -> str:
     with pytest.raises(zgraph.ZgraphError) as caught:
         _followed(operation)
@@ -112,8 +122,23 @@ def _refused(operation: Callable[[Tensor], Tensor]) -> str:
         (lambda x: x * torch.ones(LENGTH).cumsum(0)[:, None].neg(), "own value for each of 6"),
         (lambda x: x.softmax(1), "combines tokens"),
         (lambda x: x.amax(), "reduces over this rank's tokens"),
-        (lambda x: x.sum() / (x > 0).sum(), "computes with a sum over this rank's tokens"),
-        (lambda x: x.sum().sqrt(), "computes with a sum over this rank's tokens"),
+        (lambda x: x.sum() / (x > 0).sum(), "reduces over this rank's tokens; a loss is a mean()"),
+        (lambda x: x.mean().sqrt(), "computes with a mean over this rank's tokens"),
+        (
+            lambda x: torch.stack((x.mean(), (x * x).mean())).logsumexp(0),
+            "computes with a mean over this rank's tokens",
+        ),
+        (lambda x: WEIGHT.norm() / x.mean(), "computes with a mean over this rank's tokens"),
+        (lambda x: F.mse_loss(x, 2 * x, reduction="sum"), "sums over this rank's tokens"),
+        (lambda x: torch.einsum("btd,td->bt", x, torch.randn(LENGTH, WIDTH)), "own value for each of 6 positions"),
+        (lambda x: torch.einsum("btd,tde->bte", x, torch.randn(LENGTH, WIDTH, 3)), "own value for each of 6 positions"),
+        (
+            lambda x: torch.baddbmm(torch.randn(1, LENGTH, WIDTH), x, WEIGHT.expand(2, -1, -1)),
+            "own value for each of 6",
+        ),
+        (lambda x: _pairs(x) * torch.randn(1, LENGTH, 1), "own value for each of 6 positions"),
+        (lambda x: _written_in_parts(x), "writes tokens into a part of a tensor"),
+        (lambda x: F.embedding(x[..., 0].abs().long(), WEIGHT, scale_grad_by_freq=True), "scale_grad_by_freq"),
         (lambda x: F.nll_loss(x.flatten(0, 1), x[..., 0].abs().long().flatten()), "cross_entropy"),
         (lambda x: F.layer_norm(x, (LENGTH, WIDTH)), "normalizes over this rank's tokens"),
         (lambda x: x.repeat(1, 2, 1), "repeats the tokens"),
@@ -124,18 +149,22 @@ def _refused(operation: Callable[[Tensor], Tensor]) -> str:
         (lambda x: x[:, [1, 0, 2, 3, 4, 5]], "selects tokens by indices"),
         (lambda x: x.mT @ x, "sums products over this rank's tokens"),
         (lambda x: x @ x.mT, "multiplies each token by others"),
-        (lambda x: torch.tensor(float(x.sum())) + x, "is not known to keep tokens apart"),
+        (lambda x: torch.tensor(float(x.mean())) + x, ".item() is not known to keep tokens apart"),
     ],
 )
 def test_operators_that_combine_tokens_are_refused(operation: Callable[[Tensor], Tensor], text: str) -> None:
     assert text in _refused(operation)
 
 
-def test_a_loss_is_a_sum_over_tokens() -> None:
-    assert _followed(lambda x: F.cross_entropy(x.flatten(0, 1), x[..., 0].abs().long().flatten(), reduction="sum")) == (
-        Place(-1)
-    )
-    assert _followed(lambda x: 2 * x.mean() - x.sum() / 3 + 1) == Place(-1)
+def test_a_loss_is_a_mean_over_tokens() -> None:
+    assert _followed(lambda x: 2 * x.mean() - (x * x).mean() / 3 + 1) == Place(-1)
+    assert _followed(lambda x: F.mse_loss(x, 2 * x)) == Place(-1)
+
+
+def test_inference_mode_is_followed() -> None:
+    with torch.inference_mode():
+        assert _followed(lambda x: F.linear(x.to(torch.float64).reshape(BATCH, -1, WIDTH), WEIGHT.double())) == Place(1)
+        assert "combines tokens" in _refused(lambda x: x.softmax(1))
 
 
 def test_inputs_need_one_dim_of_tokens() -> None:

@@ -44,7 +44,7 @@ class Language(nn.Module):
 
     def __init__(self, heads: int = 4, key_heads: int = 4, is_checkpointed: bool = False) -> None:
         super().__init__()
-        self.is_checkpointed = is_checkpointed
+        self.is_checkpointed, self.reduction = is_checkpointed, "mean"
         self.embed, self.positions = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(64, WIDTH)
         self.block, self.head = Block(heads, key_heads), nn.Linear(WIDTH, VOCABULARY, bias=False)
 
@@ -52,7 +52,9 @@ class Language(nn.Module):
         h = self.embed(x) + self.positions(torch.arange(x.shape[1]))
         h = checkpoint(self.block, h, mask, use_reentrant=False) if self.is_checkpointed else self.block(h, mask)
         scores = self.head(h)
-        return scores if targets is None else F.cross_entropy(scores.flatten(0, 1), targets.flatten())
+        if targets is None:
+            return scores
+        return F.cross_entropy(scores.flatten(0, 1), targets.flatten(), reduction=self.reduction)
 
 
 @dataclass(frozen=True, kw_only=True)

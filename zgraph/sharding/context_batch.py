@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -35,14 +35,14 @@ def context_batch(model: nn.Module, batch: Mapping[str, Tensor], *, uneven: bool
             tokens themselves, with -100 for tokens without loss: they are shifted by one before they are cut, which a
             model could not do afterwards. An `attention_mask` [batch, s] of ones is left out.
         uneven: whether a loss outside the model's forward may have targets of which the ranks have different numbers
-            (integers other than -100). A mean over each rank's targets would weigh them wrongly, so such a loss divides
-            a sum by 1/N of the number of targets of all ranks. False: they are refused, unless they are passed to the
-            model, in whose forward `torch.nn.functional.cross_entropy` counts the targets of all ranks.
+            (integers other than -100, or ones of a mask). A mean over each rank's targets would weigh them wrongly, so
+            such a loss divides N times its sum by the number of targets of all ranks. False: they are refused, unless
+            they are passed to the model, in whose forward `torch.nn.functional.cross_entropy` counts those of all.
 
     Returns:
         The parts by the same names. For `labels` also `shift_labels`, which are the same, as transformers calls labels
-        that have been shifted; and `num_items_in_batch` (0-d), 1/N of the number of targets of all ranks, by which a
-        sum of losses is divided.
+        that have been shifted; and `num_items_in_batch` (0-d), the number of targets of all ranks, by which
+        transformers divides the sum of the losses.
 
     Raises:
         ZgraphError: the model has no context axis; or a tensor cannot be cut; or the ranks' tensors differ.
@@ -54,10 +54,11 @@ def context_batch(model: nn.Module, batch: Mapping[str, Tensor], *, uneven: bool
     axis.same_batch.check(tensors.values())
     _check_mask(tensors)
     if "labels" in tensors:
-        tensors["labels"] = _shifted(tensors["labels"], tensors.get("input_ids"))
+        tensors["labels"] = _shifted(tensors["labels"], [one for name, one in tensors.items() if name != "labels"])
     unequal = {name: counts for name, one in tensors.items() if len(set(counts := _targets(one, axis.size))) > 1}
     axis.length = length // axis.size
-    axis.inside = () if uneven or not unequal else (*unequal, len(tensors))
+    if unequal and not uneven:  # and it stays so: batches of a step may be cut ahead
+        axis.inside = (*unequal, len(tensors))
     return _cut(tensors, axis)
 
 
@@ -143,10 +144,18 @@ def _check_shifted(tensors: dict[str, Tensor]) -> None:
 
 
 def _targets(tensor: Tensor, size: int) -> list[int]:
-    """Return the number of elements other than -100 that each rank gets; [] for tensors that are not integers."""
-    if tensor.is_floating_point() or tensor.dtype == torch.bool or _is_mask(tensor):
+    """Return the number of targets that each rank gets: integers other than -100, or ones of a mask of zeros and ones.
+
+    [] for other tensors.
+    """
+    if _is_mask(tensor):
         return []
-    of_chunks = (tensor != IGNORED).unflatten(1, (2 * size, -1)).movedim(1, 0).flatten(1).sum(1).tolist()
+    is_target = tensor != IGNORED
+    if tensor.is_floating_point() or tensor.dtype == torch.bool:
+        if tensor.dim() != 2 or not bool(((tensor == 0) | (tensor == 1)).all()):
+            return []
+        is_target = tensor == 1
+    of_chunks = is_target.unflatten(1, (2 * size, -1)).movedim(1, 0).flatten(1).sum(1).tolist()
     return [of_chunks[rank] + of_chunks[-1 - rank] for rank in range(size)]
 
 
@@ -168,17 +177,22 @@ def _check_mask(tensors: dict[str, Tensor]) -> None:
     del tensors["attention_mask"]
 
 
-def _shifted(labels: Tensor, tokens: Tensor | None) -> Tensor:
+def _shifted(labels: Tensor, others: Sequence[Tensor]) -> Tensor:
     """Return the next token's label for each token.
 
+    Args:
+        labels: the input tokens, or -100.
+        others: the other tensors of the batch, of which one has the input tokens.
+
     Raises:
-        ZgraphError: the labels are not the input tokens.
+        ZgraphError: none of them has the labels.
     """
-    if tokens is not None and not bool(((labels == tokens) | (labels == IGNORED)).all()):
+    alike = [one for one in others if one.shape == labels.shape and not one.is_floating_point()]
+    if not any(bool(((labels == one) | (labels == IGNORED)).all()) for one in alike):
         raise ZgraphError(
-            "zgraph.context_batch: labels differ from input_ids, so they may have been shifted already, and would be "
-            "shifted again. Pass labels as transformers expects them (the input tokens, or -100), or pass shifted "
-            "ones by another name, such as targets."
+            "zgraph.context_batch: labels differ from the input tokens, so they may have been shifted already, and "
+            "would be shifted again. Pass labels as transformers expects them (the input tokens, or -100), or pass "
+            "shifted ones by another name, such as targets."
         )
     return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
@@ -188,5 +202,5 @@ def _cut(tensors: dict[str, Tensor], axis: ContextAxis) -> dict[str, Tensor]:
     parts = {name: own_tokens(one, 2 if _is_mask(one) else 1, rank, size) for name, one in tensors.items()}
     if "labels" in parts:
         parts["shift_labels"] = parts["labels"]
-        parts["num_items_in_batch"] = (tensors["labels"] != IGNORED).sum() / size
+        parts["num_items_in_batch"] = (tensors["labels"] != IGNORED).sum()
     return parts

@@ -217,7 +217,7 @@ def shard(
             wire_dtype=reduce_dtype,
             # At stages 1 to 3 a sharded parameter's mean is not gathered, so it is not rounded.
             mean_dtype=entry.parameter.dtype if is_optional and zero_stage and not replica_group else mean_dtype,
-            reduction=str(reduction),
+            reduction=str(reduction if shared is None else _divisor_with(shared.size, reduction)),
             ignored=is_ignored,
             codes=codes,
             is_optional=is_optional,
@@ -231,6 +231,8 @@ def shard(
     if exchanges is not None:
         names = tuple(group.group_name for group in mesh.get_all_groups())
         divisor = mesh.size() if reduction == "mean" else 1 if reduction == "sum" else reduction
+        if shared is not None and reduction != "mean":
+            divisor *= shared.size
         model = Model(exchanges, names, tuple(param.state for param in params if not param.spec.ignored), divisor)
         scope.models.append(model)
         for param in params:
@@ -279,6 +281,11 @@ def _check_options(zero_stage: int, reduction: str | int, **dtypes: torch.dtype 
             raise ValueError(
                 f"zgraph.shard: {name}={dtype} is not a floating-point dtype; write torch.bfloat16, for example."
             )
+
+
+def _divisor_with(context: int, reduction: str | int) -> str | int:
+    """Return the reduction of gradients if `context` ranks share each sequence: of their losses, always the mean."""
+    return reduction if reduction == "mean" else context if reduction == "sum" else int(reduction) * context
 
 
 def _resting(module: nn.Module, mesh: DeviceMesh, offload: Offload | None) -> Resting | None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
-from collections.abc import Callable, Generator, Mapping, MutableMapping, Sequence
+import inspect
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
@@ -18,7 +18,7 @@ from zgraph.errors import ZgraphError
 from zgraph.sharding.context.attention import attention, check_attention
 from zgraph.sharding.context.follow import EXCHANGED, FollowTokens
 from zgraph.sharding.context.hugging_face import register_attention
-from zgraph.sharding.context.mean_loss import mean_cross_entropy
+from zgraph.sharding.context.mean_loss import mean_cross_entropy, sum_cross_entropy
 from zgraph.sharding.context.positions import token_positions
 from zgraph.sharding.meshes.same_batch import SameBatch
 from zgraph.torch_compat.dynamo import constant_in_graphs, let_into_graphs, raise_through_dynamo
@@ -35,8 +35,6 @@ class ContextAxis:
         same_batch: check that the ranks of the axis cut the same sequences.
         inside: names of targets of which the ranks have different numbers, then the number of tensors of the batch;
             empty if there are no such targets.
-        followed: for each module, signatures of forwards whose tokens have been followed, see
-            `zgraph.sharding.context.follow`.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -45,7 +43,6 @@ class ContextAxis:
         self.same_batch = SameBatch(mesh, "context", "")
         self.length = 0
         self.inside: tuple[Any, ...] = ()
-        self.followed: MutableMapping[nn.Module, set[str]] = weakref.WeakKeyDictionary()
 
     @constant_in_graphs
     def check_targets(self, given: int) -> None:
@@ -62,12 +59,12 @@ class ContextAxis:
             raise_through_dynamo(
                 f"zgraph.context_batch: the ranks have different numbers of targets in {names}, and the model is "
                 "called without them. A mean loss over each rank's targets would weigh them wrongly: pass them to the "
-                "model and compute cross_entropy in its forward; or divide the sum of the losses by 1/N of all ranks' "
+                "model and compute cross_entropy in its forward; or divide N times the sum of the losses by all ranks' "
                 "targets, and write zgraph.context_batch(..., uneven=True).",
                 ZgraphError,
             )
 
-    def calls(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[Any]:
+    def calls(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[Any]:
         """Return a context manager in which the forward of a module runs or is traced.
 
         Raises:
@@ -77,7 +74,7 @@ class ContextAxis:
         if torch.compiler.is_compiling():
             _enter_graphs()
             return ContextCalls(self)
-        return self._calls_followed(module, tree_flatten((args, kwargs))[0])
+        return self._calls_followed(tree_flatten((args, kwargs))[0])
 
     @constant_in_graphs
     def _check_called(self) -> None:
@@ -89,19 +86,11 @@ class ContextAxis:
             )
 
     @contextlib.contextmanager
-    def _calls_followed(self, module: nn.Module, inputs: Sequence[Any]) -> Generator[None]:
-        shapes = [(list(one.shape), one.dtype) if isinstance(one, Tensor) else one for one in inputs]
-        signature = str((shapes, self.length, module.training, torch.is_grad_enabled()))
-        followed = self.followed.setdefault(module, set())
-        if signature in followed:
-            with ContextCalls(self):
-                yield
-            return
+    def _calls_followed(self, inputs: Sequence[Any]) -> Generator[None]:
         follow = FollowTokens(self.length)
         follow.begin(inputs)
         with follow, ContextCalls(self, follow):
             yield
-        followed.add(signature)
 
 
 def context_axis(mesh: DeviceMesh | None, name: str) -> ContextAxis:
@@ -141,7 +130,7 @@ class ContextCalls(TorchFunctionMode):
         if func is F.cross_entropy:
             return self._cross_entropy(*args, **given)
         if func is torch.arange and self.axis.length and _counts(args, given) == self.axis.length:
-            return self._positions(**given)
+            return self._positions(*args, **given)
         if func is F.multi_head_attention_forward:
             _refuse_inside("nn.MultiheadAttention")
         if func is Tensor.unflatten:  # Dynamo cannot trace its call of super() (torch 2.11 - 2.15)
@@ -149,7 +138,10 @@ class ContextCalls(TorchFunctionMode):
         return func(*args, **given)
 
     def _exchanged(self, function: Callable[..., Tensor], *args: Any) -> Tensor:
-        return function(*args) if self.follow is None else self.follow.exchanged(function, *args)
+        if self.follow is None:
+            return function(*args)
+        _check_recomputed(function.__name__)
+        return self.follow.exchanged(function, *args)
 
     def _attention(
         self,
@@ -177,7 +169,11 @@ class ContextCalls(TorchFunctionMode):
         reduction: str = "mean",
         label_smoothing: float = 0.0,
     ) -> Tensor:
-        if reduction != "mean" or size_average is not None or reduce is not None or target.is_floating_point():
+        is_plain = size_average is None and reduce is None and not target.is_floating_point()
+        if reduction == "sum" and is_plain:
+            options = (weight, ignore_index, label_smoothing, self.axis.size)
+            return self._exchanged(sum_cross_entropy, input, target, *options)
+        if reduction != "mean" or not is_plain:
             return F.cross_entropy(
                 input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
             )
@@ -185,9 +181,13 @@ class ContextCalls(TorchFunctionMode):
         return self._exchanged(mean_cross_entropy, input, target, weight, *options)
 
     def _positions(self, *args: Any, **kwargs: Any) -> Tensor:
+        if self.follow is not None:
+            _check_recomputed("arange")
+        is_float = any(isinstance(one, float) for one in (*args, *kwargs.values()))
+        dtype = torch.get_default_dtype() if is_float else torch.int64
         device = torch.device(kwargs.get("device") or torch.empty(0).device)
         found = token_positions(self.axis.length, self.axis.group_name, self.axis.size, device)
-        return found.to(kwargs.get("dtype") or torch.int64)
+        return found.to(kwargs.get("dtype") or dtype)
 
 
 def _counts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
@@ -202,6 +202,23 @@ def _counts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
 def _enter_graphs() -> None:
     for function in EXCHANGED:
         let_into_graphs(function)
+
+
+def _check_recomputed(name: str) -> None:
+    """Refuse a call in a checkpointed function outside of modules, which backward would repeat without `ContextCalls`.
+
+    Raises:
+        ZgraphError: the call is in such a function.
+    """
+    frame = inspect.currentframe()
+    while frame is not None and not frame.f_code.co_filename.endswith("zgraph/sharding/unit.py"):  # a module's forward
+        if frame.f_code.co_filename.endswith("torch/utils/checkpoint.py"):
+            raise ZgraphError(
+                f"zgraph.shard(context=...): torch.utils.checkpoint of a function that calls {name} itself; when it is "
+                "computed again, tokens of other ranks would be missing. Checkpoint a module, or a function whose "
+                "modules make this call: checkpoint(module, x, use_reentrant=False)."
+            )
+        frame = frame.f_back
 
 
 @constant_in_graphs

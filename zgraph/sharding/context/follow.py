@@ -21,7 +21,7 @@ from zgraph.errors import ZgraphError
 from zgraph.graph import meta, nodes
 from zgraph.graph.sizes import size_hint
 from zgraph.sharding.context.attention import attention
-from zgraph.sharding.context.mean_loss import mean_cross_entropy
+from zgraph.sharding.context.mean_loss import mean_cross_entropy, sum_cross_entropy
 from zgraph.sharding.context.token_rules import (
     TOTAL,
     Call,
@@ -42,7 +42,7 @@ from zgraph.sharding.context.token_rules import (
     unsqueeze,
 )
 from zgraph.torch_compat.dynamo import checkpoint_operator, dynamo_fake, is_of_module, is_to_local, raise_through_dynamo
-from zgraph.torch_compat.fake_values import fake_mode, fake_storage_key
+from zgraph.torch_compat.fake_values import data_dependent_errors, fake_mode, fake_storage_key
 from zgraph.torch_compat.memory import DispatchMode
 from zgraph.torch_compat.operators import OpOverload, bound_arguments, is_mutable, plain_name
 
@@ -50,7 +50,7 @@ CONSTANTS = ("zeros", "ones", "full", "empty", "scalar_tensor", "new_zeros", "ne
 
 # Rules of operators that make tensors of one value from such.
 KEEP_CONSTANTS = (elementwise, reshape, permute, transpose, unsqueeze, squeeze, expand, repeat, cut, select)
-EXCHANGED = (attention, mean_cross_entropy)
+EXCHANGED = (attention, mean_cross_entropy, sum_cross_entropy)
 
 
 class FollowTokens(DispatchMode):
@@ -117,7 +117,13 @@ class FollowTokens(DispatchMode):
         has_tokens = any(place is not None for _, place in operands)
         rule = rule_of(func, name)
         if has_tokens and rule is None:
-            self._refuse(name, "is not known to keep tokens apart")
+            with self:
+                parts = func.decompose(*args, **options)  # as torch itself does outside of inference mode
+            if parts is not NotImplemented:
+                return parts
+            self._refuse(".item()" if name == "_local_scalar_dense" else name, "is not known to keep tokens apart")
+        if has_tokens and is_mutable(func):
+            self._check_written(given.get("self"))
         result = func(*args, **options)
         results = tensors_in([result])
         if has_tokens and rule is not None:
@@ -146,6 +152,13 @@ class FollowTokens(DispatchMode):
             for one in results:
                 self.constants[one] = True
         return result
+
+    def _check_written(self, written: object) -> None:
+        """Refuse writes of tokens into a part of a tensor, whose other parts would not be known to have tokens."""
+        if not isinstance(written, Tensor) or self.places.get(written) is not None:
+            return
+        if written.numel() * written.element_size() < written.untyped_storage().nbytes():
+            self._refuse("a line", "writes tokens into a part of a tensor; join the parts by torch.cat or stack")
 
     def _forget_constants(self, written: Sequence[Tensor]) -> None:
         """Forget that tensors have one value, after an operator has written to their memory."""
@@ -199,8 +212,15 @@ def follow_graph(gm: fx.GraphModule, length: int) -> None:
     with fake_mode(), torch.no_grad():
         given = {node: _stand_in(dynamo_fake(node)) for node in gm.graph.find_nodes(op="placeholder")}
         follow.begin(value for node, value in given.items() if not is_of_module(node))
-        with follow:
-            _FollowGraph(gm, follow).run(*given.values())
+        try:
+            with follow:
+                _FollowGraph(gm, follow).run(*given.values())
+        except data_dependent_errors():
+            raise_through_dynamo(
+                "zgraph.shard(context=...): the graph has sizes or numbers that are known only when it runs, so tokens "
+                "cannot be followed; leave dynamic=True out of torch.compile.",
+                ZgraphError,
+            )
 
 
 def _stand_in(value: object) -> object:

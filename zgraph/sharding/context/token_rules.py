@@ -22,7 +22,7 @@ class Place(NamedTuple):
     """Place of the tokens in a tensor.
 
     Attributes:
-        dim: dim whose index i belongs to token (i // inner) % L, of L tokens; -1: a 0-d sum over all tokens.
+        dim: dim whose index i belongs to token (i // inner) % L, of L tokens; -1: a mean over all tokens.
         inner: number of consecutive indices of a token; above 1 where a view has merged dims.
     """
 
@@ -119,9 +119,9 @@ def aligned(call: Call, operands: Sequence[tuple[Tensor, Place | None]], ndim: i
     (place,) = found
     for tensor, own in operands:
         if own == TOTAL:
-            raise CombinesTokens("uses a sum over this rank's tokens for each of them")
+            raise CombinesTokens("uses a mean over this rank's tokens for each of them")
         dim = place.dim - ndim + tensor.dim()
-        if own is None and dim >= 0 and tensor.shape[dim] > 1 and tensor not in call.constants:
+        if own is None and dim >= 0 and _has_own_values(tensor, dim) and tensor not in call.constants:
             raise CombinesTokens(
                 f"combines tokens with a tensor of shape {list(tensor.shape)} that has its own value for each of "
                 f"{tensor.shape[dim]} positions, and that zgraph.context_batch has not cut. Position embeddings are "
@@ -130,17 +130,22 @@ def aligned(call: Call, operands: Sequence[tuple[Tensor, Place | None]], ndim: i
     return place
 
 
+def _has_own_values(tensor: Tensor, dim: int) -> bool:
+    return tensor.shape[dim] > 1 and tensor.stride(dim) != 0  # 0: expanded
+
+
 def elementwise(call: Call) -> Place:
     assert call.result is not None
     place = aligned(call, call.operands, call.result.dim())
     if place == TOTAL:
         of_totals = sum(own == TOTAL for _, own in call.operands)
-        if call.name not in LINEAR or (of_totals > 1 and call.name not in ("add", "sub")):
-            raise CombinesTokens("computes with a sum over this rank's tokens")
+        divides = call.name == "div" and call.place_of("self") != TOTAL
+        if call.name not in LINEAR or divides or (of_totals > 1 and call.name not in ("add", "sub")):
+            raise CombinesTokens("computes with a mean over this rank's tokens")
     return place
 
 
-# Of a sum over tokens: the mean over ranks of the results is the result of the mean.
+# Of a mean over tokens: the mean over ranks of the results is the result of the mean.
 LINEAR = ("add", "sub", "mul", "div", "neg", "clone", "_to_copy", "detach", "alias", "copy", "lift_fresh")
 
 
@@ -159,11 +164,13 @@ def reduction(call: Call) -> Place | None:
     tensor, place = call.input
     dims = call.dims() if "dim" in call.given else [*range(tensor.dim())]
     if place == TOTAL:
+        if call.name not in ("sum", "mean"):
+            raise CombinesTokens("computes with a mean over this rank's tokens")
         return TOTAL
     if place.dim in dims:
-        if len(dims) == tensor.dim() and call.name in ("sum", "mean"):
+        if len(dims) == tensor.dim() and call.name == "mean":
             return TOTAL
-        raise CombinesTokens("reduces over this rank's tokens")
+        raise CombinesTokens("reduces over this rank's tokens; a loss is a mean() over all of them, or cross_entropy")
     return place.moved(place.dim if call.given.get("keepdim") else place.dim - sum(dim < place.dim for dim in dims))
 
 
@@ -183,6 +190,14 @@ def reshape(call: Call) -> Place:
             return Place(dim, stride // behind)
         behind *= size
     raise CombinesTokens(f"reshapes {list(tensor.shape)} to {list(call.result.shape)}, which divides the tokens")
+
+
+def as_pairs(call: Call) -> Place:
+    """Rule of views of complex numbers as pairs in a last dim, and back."""
+    tensor, place = call.input
+    if place.dim == tensor.dim() - 1 and call.name == "view_as_complex":
+        raise CombinesTokens("makes complex numbers of pairs of tokens")
+    return place
 
 
 def permute(call: Call) -> Place:
@@ -215,7 +230,7 @@ def expand(call: Call) -> Place:
     tensor, place = call.input
     assert call.result is not None
     if place == TOTAL:
-        raise CombinesTokens("uses a sum over this rank's tokens for each of them")
+        raise CombinesTokens("uses a mean over this rank's tokens for each of them")
     return place.moved(place.dim + call.result.dim() - tensor.dim())
 
 
@@ -301,16 +316,21 @@ def product(call: Call) -> Place:
         if place == TOTAL or place.dim == ndim + contracted:
             raise CombinesTokens("sums products over this rank's tokens, as attention written by hand does")
         found.append((place, place.dim == ndim + own))
-    if not found:
-        raise CombinesTokens("adds tokens to a product without tokens")
     if len(found) > 1 and (found[0] != found[1] or found[0][1]):
         raise CombinesTokens("multiplies each token by others, as attention written by hand does")
-    return found[0][0]
+    assert call.result is not None
+    ndim = call.result.dim()
+    others = [(call.given["self"], call.place_of("self"))] if "self" not in (left, right) else []
+    if found and not found[0][1]:  # in a dim of the batch
+        others += [(call.given[name], call.place_of(name)) for name in (left, right)]
+    return aligned(call, [*others, *((call.result, place) for place, _ in found[:1])], ndim)
 
 
 def lookup(call: Call) -> Place:
     if call.place_of("weight") is not None:
         raise CombinesTokens("looks up tokens")
+    if call.given["scale_grad_by_freq"]:
+        raise CombinesTokens("counts this rank's tokens for scale_grad_by_freq; leave that out")
     return call.input[1]
 
 
@@ -351,6 +371,8 @@ def loss(call: Call) -> Place:
     if call.given["reduction"] == 0:
         return aligned(call, call.operands, call.result.dim())
     aligned(call, call.operands, max(tensor.dim() for tensor, _ in call.operands))
+    if call.given["reduction"] == 2:
+        raise CombinesTokens('sums over this rank\'s tokens; write reduction="mean"')
     return TOTAL
 
 
@@ -365,12 +387,12 @@ def class_loss(call: Call) -> Place:
     expected = None if place is None else place_of_targets(place)
     if expected is None or expected != of_target:
         raise CombinesTokens("compares scores with targets of other tokens")
-    if call.given["reduction"] == 1:
+    if call.given["reduction"]:
         raise CombinesTokens(
-            "takes the mean over this rank's targets, and other ranks may have more of them. Call "
+            "sums over this rank's targets, and other ranks may have more of them. Call "
             "torch.nn.functional.cross_entropy, which counts those of all ranks"
         )
-    return TOTAL if call.given["reduction"] else expected
+    return expected
 
 
 def nothing(call: Call) -> None:
@@ -386,7 +408,8 @@ RULES: Mapping[str, Rule] = MappingProxyType(
                 "clone _to_copy copy detach alias lift_fresh native_dropout where masked_fill bernoulli fill",
             ),
             (elementwise, "zero zeros_like ones_like full_like empty_like rand_like randn_like nan_to_num _conj"),
-            (elementwise, "view_as_complex view_as_real"),
+            (elementwise, "floor_divide"),
+            (as_pairs, "view_as_complex view_as_real"),
             (along_dim, "_softmax _log_softmax cumsum cumprod logcumsumexp sort topk glu"),
             (along_dim, "gather scatter scatter_add scatter_reduce"),
             (reduction, "sum mean prod amax amin max min argmax argmin var var_mean std norm linalg_vector_norm"),

@@ -319,7 +319,7 @@ class OneBit:
             self.began, self.last = is_stable(self.last, now), now
 
     def update(self) -> None:
-        """Update by the mean momenta in `.grad`, and drop these, so that AdamW leaves the parameters alone."""
+        """Update by the mean momenta in `.grad`, then set these to None, so that AdamW skips the parameters."""
         group, states = self.adamw.param_groups[0], [self.adamw.state[one] for one in self.parameters]
         beta1, beta2 = group["betas"]
         for state in states:

@@ -1,4 +1,4 @@
-"""What `zgraph.LayerDrop` saves in a step of a GPT of 12 layers, and what it does to the loss.
+"""Time that `zgraph.LayerDrop` saves in a step of a GPT of 12 layers, and its effect on the loss.
 
     python examples/benchmarks/layer_drop.py --part times --json FILE     # minutes with fx
     python examples/benchmarks/layer_drop.py --part losses --json FILE    # an hour on one core

@@ -124,7 +124,7 @@ class SignMean:
     Attributes:
         method: with its group and beta1.
         world: number of ranks.
-        states: of each gradient, what each rank keeps, and what the ranks keep for the way back.
+        states: for each gradient, the state of each rank, then the state of each rank for the way back.
     """
 
     method: SignMomentum

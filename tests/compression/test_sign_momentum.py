@@ -51,7 +51,7 @@ def test_messages_equal_a_plain_twin(numel: int, dtype: torch.dtype, beta1: floa
 
 @pytest.mark.parametrize("numel", SIZES)
 def test_sums_telescope(numel: int) -> None:
-    """What was sent is what there was to send, but for the first and the last error."""
+    """The sum of messages is the sum of momenta, except for the first and the last error."""
     method = SignMomentum(warmup=1, beta1=0.0)
     state, steps = empty_state(method, 1, numel), 20
     random = torch.Generator().manual_seed(0)

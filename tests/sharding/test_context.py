@@ -194,16 +194,33 @@ def test_models_of_transformers_train_unmodified(
 # --- loops of users ---------------------------------------------------------------------------------------------------
 
 
-def _by_blocks() -> float:
-    """Each block compiled by itself, as torch's manual advises for long stacks; the first call runs uncompiled."""
-    model = cp.started(cp.Case())
+def _with_a_number() -> float:
+    """A number of Python's that changes between steps, which Dynamo makes an input of the graph."""
+    model, other = Scaled(), Scaled()
+    for each in (model, other):
+        each.load_state_dict(cp.started(cp.Case()).state_dict())
+        each.double()
     zgraph.shard(model, cp.mesh_of(2, 2), context="cp")
-    model.block.compile(backend="zgraph", options={"lowering": "fx"})
-    return max(_apart_in_gradients(model, model, LENGTHS[:1]) for _ in range(2))
+    run, furthest, given = with_fx(model), 0.0, cp.batch(0, is_even=False)
+    for scale in (1.0, 0.5, 0.25):
+        model.scale = other.scale = scale
+        run(**zgraph.context_batch(model, given)).backward()
+        other(**given).backward()
+        furthest = max(furthest, cp.furthest([whole(one) for one in _gradients(model)], _gradients(other)))
+        model.zero_grad()
+        other.zero_grad()
+    return furthest
+
+
+class Scaled(cp.Language):
+    scale = 1.0
+
+    def forward(self, x: Tensor, targets: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        return super().forward(x, targets, mask) * self.scale
 
 
 def _in_lengths() -> float:
-    """Batches of several lengths, of which one comes again."""
+    """Batches of several lengths; one length comes again."""
     model = cp.started(cp.Case())
     zgraph.shard(model, cp.mesh_of(2, 2), context="cp")
     return _apart_in_gradients(model, with_fx(model), LENGTHS)
@@ -239,7 +256,7 @@ def _apart_in_gradients(model: nn.Module, run: Callable[..., Tensor], lengths: S
 
 
 def _in_sums() -> float:
-    """A summed cross entropy, as of all tokens, and gradients summed over the ranks of dp, of which there is one."""
+    """A summed cross entropy, and gradients summed over the single rank of dp."""
     model, other = cp.started(cp.Case()), cp.started(cp.Case())
     zgraph.shard(model, cp.mesh_of(2, 2), context="cp", reduction="sum")
     given = cp.batch(0, is_even=False)
@@ -254,7 +271,9 @@ def _gradients(model: nn.Module) -> list[Tensor]:
 
 
 @worlds(2)
-@pytest.mark.parametrize("loop", [_in_sums, _by_blocks, _in_lengths, _compiled_body], ids=lambda loop: loop.__name__)
+@pytest.mark.parametrize(
+    "loop", [_in_sums, _with_a_number, _in_lengths, _compiled_body], ids=lambda loop: loop.__name__
+)
 def test_loops_of_users(ranks: Ranks, loop: Callable[[], float]) -> None:
     assert max(ranks.run(loop)) <= EXACT
 
@@ -355,8 +374,46 @@ def test_what_backward_computes_again_lies_in_modules(ranks: Ranks) -> None:
     assert all("checkpoint of a function that calls arange" in found for found in ranks.run(_checkpointed))
 
 
+def _in_parts() -> str:
+    model = cp.started(cp.Case())
+    zgraph.shard(model, cp.mesh_of(2, 2), context="cp")
+    model.block.compile(backend="zgraph")
+    try:
+        model(**zgraph.context_batch(model, cp.batch(0, is_even=False)))
+    except zgraph.ZgraphError as error:
+        return str(error)
+    return "passed"
+
+
+def test_models_are_compiled_as_a_whole(ranks: Ranks) -> None:
+    """Blocks compiled by themselves would run uncompiled, as all uncompiled forwards are followed."""
+    assert all("block is compiled by itself" in found for found in ranks.run(_in_parts))
+
+
+def _on_some_ranks() -> str:
+    def attend_or_not(model: nn.Module, h: Tensor) -> Tensor:
+        if dist.get_rank() == 0:
+            return F.scaled_dot_product_attention(h[:, None], h[:, None], h[:, None])[:, 0]
+        F.cross_entropy(h.flatten(0, 1), torch.zeros_like(h[..., 0], dtype=torch.int64).flatten())
+        return h
+
+    model = Mixer(attend_or_not)
+    zgraph.shard(model, cp.mesh_of(2, 2), context="cp", zero_stage=0)
+    try:
+        model(**zgraph.context_batch(model, cp.batch(0, is_even=True)))
+    except zgraph.AgreementError as error:
+        return str(error)
+    return "passed"
+
+
+def test_ranks_of_a_sequence_run_the_same_lines(ranks: Ranks) -> None:
+    first, second = ranks.run(_on_some_ranks)
+    assert "this rank calls attention" in first
+    assert "this rank calls mean_cross_entropy" in second
+
+
 def _second_part() -> str:
-    """Parts of a model called one by one, of which the second combines tokens."""
+    """Two parts of a model, called one by one; the second combines tokens."""
     model = nn.Sequential(Mixer(lambda model, h: h), Mixer(lambda model, h: h.cumsum(1)))
     zgraph.shard(model, cp.mesh_of(2, 2), context="cp")
     given = zgraph.context_batch(model, cp.batch(0, is_even=True))
@@ -463,9 +520,9 @@ def _of_copy() -> float:
     zgraph.shard(model, cp.mesh_of(2, 2), context="cp")
     copied, given = copy.deepcopy(model), cp.batch(0, is_even=False)
     copied(**zgraph.context_batch(copied, given)).backward()
-    alone = cp.started(case)
-    alone(**given).backward()
-    gradients = [[one.grad for one in model.parameters() if one.grad is not None] for model in (copied, alone)]
+    other = cp.started(case)
+    other(**given).backward()
+    gradients = [[one.grad for one in model.parameters() if one.grad is not None] for model in (copied, other)]
     return cp.furthest([whole(one) for one in gradients[0]], gradients[1])
 
 

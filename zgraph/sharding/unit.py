@@ -293,9 +293,9 @@ def _run_with_context(
     if context.inside and (is_traced or not is_in_backward()):  # Dynamo guards on `inside`
         context.check_targets(sum(isinstance(leaf, Tensor) for leaf in tree_flatten((args, kwargs))[0]))
     if not is_traced:
-        with context.calls(args, kwargs):
+        with context.calls(module, args, kwargs):
             return _forward(forward, module, state, unsharded, args, kwargs)
-    with no_graph_breaks(), context.calls(args, kwargs):  # between graphs, tokens would not be followed
+    with no_graph_breaks(), context.calls(module, args, kwargs):  # between graphs, tokens would not be followed
         return _forward(forward, module, state, unsharded, args, kwargs)
 
 
@@ -318,7 +318,7 @@ def _run_in_region(
     unsharded = [gather(param, scope) for param in state.params] if state.reduces_all_params else []
     if scope.context is None:
         return _forward(forward, module, state, unsharded, args, kwargs)
-    with scope.context.calls(args, kwargs):  # Dynamo traces a region without the modes around it
+    with scope.context.calls(module, args, kwargs):  # Dynamo traces a region without the modes around it
         return _forward(forward, module, state, unsharded, args, kwargs)
 
 

@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import zlib
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
-from zgraph.errors import ZgraphError
-from zgraph.sharding.context.attention import attention, check_attention
+from zgraph.errors import AgreementError, ZgraphError
+from zgraph.sharding.context.attention import attention, check_attention, exchange
 from zgraph.sharding.context.follow import EXCHANGED, FollowTokens
 from zgraph.sharding.context.hugging_face import register_attention
 from zgraph.sharding.context.mean_loss import mean_cross_entropy, sum_cross_entropy
 from zgraph.sharding.context.positions import token_positions
 from zgraph.sharding.meshes.same_batch import SameBatch
-from zgraph.torch_compat.dynamo import constant_in_graphs, let_into_graphs, raise_through_dynamo
+from zgraph.torch_compat.dynamo import (
+    constant_in_graphs,
+    is_compiled_in_place,
+    is_compiled_wrapper,
+    let_into_graphs,
+    raise_through_dynamo,
+)
+from zgraph.torch_compat.fake_values import is_fake
+from zgraph.torch_compat.groups import is_fake_world
 from zgraph.torch_compat.modules import tree_flatten
 
 
@@ -64,16 +73,17 @@ class ContextAxis:
                 ZgraphError,
             )
 
-    def calls(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[Any]:
+    def calls(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[Any]:
         """Return a context manager in which the forward of a module runs or is traced.
 
         Raises:
-            ZgraphError: `zgraph.context_batch` has not been called.
+            ZgraphError: `zgraph.context_batch` has not been called, or only parts of the module are compiled.
         """
         self._check_called()
         if torch.compiler.is_compiling():
             _enter_graphs()
             return ContextCalls(self)
+        self.check_parts(module)
         return self._calls_followed(tree_flatten((args, kwargs))[0])
 
     @constant_in_graphs
@@ -84,6 +94,38 @@ class ContextAxis:
                 "zgraph.context_batch(model, batch), and call model(**batch).",
                 ZgraphError,
             )
+
+    def check_alike(self, name: str, tensors: Sequence[Tensor]) -> None:
+        """Check that all ranks of the axis make the same uncompiled call; compiled graphs are compared when compiled.
+
+        Raises:
+            AgreementError: a rank makes another call; raised on all ranks.
+        """
+        if is_fake_world() or any(is_fake(one) for one in tensors):
+            return
+        call = f"{name} {[(list(one.shape), str(one.dtype)) for one in tensors]}"
+        own = torch.full((self.size,), zlib.crc32(call.encode()), device=self.mesh.device_type)
+        with torch.no_grad():
+            every = exchange(own, self.group_name)
+        if bool((every != own).any()):
+            raise AgreementError(
+                f"zgraph.shard(context=...): this rank calls {call}, and another rank of its context group something "
+                "else. All of them compute each sequence together, so they need to run the same lines: decide by "
+                "values that are equal on all, such as the number of the step."
+            )
+
+    def check_parts(self, module: nn.Module) -> None:
+        """Refuse a model that runs uncompiled while parts of it are compiled, which would then run uncompiled, too.
+
+        Raises:
+            ZgraphError: there are such parts.
+        """
+        for name, part in module.named_modules():
+            if part is not module and (is_compiled_in_place(part) or is_compiled_wrapper(part)):
+                raise ZgraphError(
+                    f"zgraph.shard(context=...): {name} is compiled by itself, and the lines between such parts are "
+                    'not. Compile the model as a whole: torch.compile(model, backend="zgraph").'
+                )
 
     @contextlib.contextmanager
     def _calls_followed(self, inputs: Sequence[Any]) -> Generator[None]:
@@ -141,6 +183,7 @@ class ContextCalls(TorchFunctionMode):
         if self.follow is None:
             return function(*args)
         _check_recomputed(function.__name__)
+        self.axis.check_alike(function.__name__, [one for one in args if isinstance(one, Tensor)])
         return self.follow.exchanged(function, *args)
 
     def _attention(

@@ -201,6 +201,11 @@ class _FollowGraph(fx.Interpreter):
             return _FollowGraph(args[0], self.follow).run(*args[1:])
         return super().call_function(target, args, kwargs)
 
+    def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target == "item" and self.follow.places.get(args[0]) is None:
+            return 1.0 if args[0].is_floating_point() else 1  # a number of Python's that Dynamo has made an input
+        return super().call_method(target, args, kwargs)
+
 
 def follow_graph(gm: fx.GraphModule, length: int) -> None:
     """Follow tokens through a graph of Dynamo's.

@@ -49,8 +49,8 @@ def update_by_momentum(graph: fx.Graph, means: Mapping[fx.Node, Sequence[str]], 
     if left:
         names = sorted(name for found in left.values() for name in found)
         raise ZgraphError(
-            f"compress_gradients: the mean momentum of {', '.join(names[:3])} reaches no fused AdamW in this step, or not "
-            f"by clipping only, and SignMomentum is part of AdamW's update; {_OPTIMIZER}, or leave them "
+            f"compress_gradients: the mean momentum of {', '.join(names[:3])} reaches no fused AdamW in this step, or "
+            f"not by clipping only, and SignMomentum is part of AdamW's update; {_OPTIMIZER}, or leave them "
             "out with CompressGradients(skip=...), or compress by LoCo()."
         )
 

@@ -52,7 +52,7 @@ def have_one_layout(one: DTensor, other: DTensor) -> bool:
 
 
 def flattened(mesh: DeviceMesh) -> DeviceMesh:
-    """Return a mesh of one axis with all ranks of a mesh of several axes (torch 2.11 - 2.15: `_flatten`).
+    """Return a mesh of one axis with all ranks of a mesh of several axes (torch 2.13: `_flatten`).
 
     All ranks of the root mesh call this.
     """

@@ -172,7 +172,7 @@ def break_graph(message: str) -> None:
 
 
 def no_graph_breaks() -> AbstractContextManager[Any]:
-    """Make graph breaks errors in a `with` block that Dynamo traces (torch 2.11 - 2.15: `error_on_graph_break`)."""
+    """Make graph breaks errors in a `with` block that Dynamo traces (torch 2.13: `error_on_graph_break`)."""
     return torch._dynamo.error_on_graph_break(True)
 
 
@@ -258,7 +258,7 @@ def dynamo_fake(node: fx.Node) -> object:
 def is_of_module(node: fx.Node) -> bool:
     """Return whether a Dynamo graph's placeholder is a parameter, buffer or other attribute of a module.
 
-    torch 2.11 - 2.15: `GraphArg.source`, whose name is the expression that reads the input.
+    torch 2.13: `GraphArg.source`, whose name is the expression that reads the input.
     """
     name = getattr(getattr(node.meta.get("grapharg"), "source", None), "name", "")
     text = str(name() if callable(name) else name)

@@ -34,7 +34,7 @@ def arguments_by_name(node: fx.Node) -> dict[str, Any]:
 
 
 def bound_arguments(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of an operator's call by name, with defaults (torch 2.11 - 2.15: `_schema`)."""
+    """Return the arguments of an operator's call by name, with defaults (torch 2.13: `_schema`)."""
     declared = target._schema.arguments
     defaults = {one.name: one.default_value for one in declared if one.has_default_value()}
     return defaults | dict(zip((one.name for one in declared), args, strict=False)) | dict(kwargs)
@@ -43,7 +43,7 @@ def bound_arguments(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str
 def plain_name(target: OpOverload) -> str:
     """Return the name of an operator without namespace, overload and the underscore of aten's in-place operators.
 
-    torch 2.11 - 2.15: `_schema`.
+    torch 2.13: `_schema`.
     """
     name = target._schema.name.partition("::")[2]
     return name.removesuffix("_") if target.namespace == "aten" else name

@@ -175,7 +175,7 @@ class ContextCalls(TorchFunctionMode):
             return self._positions(*args, **given)
         if func is F.multi_head_attention_forward:
             _refuse_inside("nn.MultiheadAttention")
-        if func is Tensor.unflatten:  # Dynamo cannot trace its call of super() (torch 2.11 - 2.15)
+        if func is Tensor.unflatten:  # Dynamo cannot trace its call of super() (torch 2.13)
             return torch.unflatten(*args, **given)
         return func(*args, **given)
 

@@ -19,8 +19,8 @@ weights and mean gradients to bfloat16, of which it keeps 8 further bits; torcha
 betas of 0.9 and 0.999 second moments change by less than a code in most steps: --beta2 0.999.
 "OuterSteps" has sites that train by themselves on their ranks' batches, with the defaults of zgraph.OuterSteps.
 "SignMomentum" is AdamW for that many steps, or until its second moments are stable, and then 1-bit Adam.
-"DiLoCo" is the same as published, in fp32, without fragments and delay; "averages" only averages parameters as often,
-as torch's PostLocalSGDOptimizer does after its warm-up.
+"DiLoCo" is the same as published, in fp32, without fragments and delay, and that of torchft is there if torchft is
+installed; "averages" only averages parameters as often, as torch's PostLocalSGDOptimizer does after its warm-up.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ import torch
 from record import about, parser_of, table
 from simulated import CompressedMean, HookMean, LowRankMean, Mean, OuterSites, SignMean
 from torch import Tensor
+from torchft_sites import train_with_torchft
 
 import zgraph
 from zgraph.codegen.kernels import reference
@@ -80,6 +81,7 @@ class Outer:
     codec: BlockMethod | None = CODEC
     fragments: int = 6  # the model has no more than seven matrices and vectors
     delay: int = 1
+    torchft: bool = False  # steps by torchft
 
 
 OUTER = MappingProxyType(
@@ -89,6 +91,11 @@ OUTER = MappingProxyType(
         "OuterSteps, 4 sites": Outer(4),
         "DiLoCo, 2 sites": Outer(2, 0.6, 0.9, None, 1, 0),
         "DiLoCo, 4 sites": Outer(4, 0.6, 0.9, None, 1, 0),
+        **(
+            {f"torchft's DiLoCo, {sites} sites": Outer(sites, 0.6, 0.9, None, 1, 0, torchft=True) for sites in (2, 4)}
+            if find_spec("torchft")
+            else {}
+        ),
         "averages, 2 sites": Outer(2, 1.0, 0.0, None, 1, 0),
         "averages, 4 sites": Outer(4, 1.0, 0.0, None, 1, 0),
     }
@@ -216,23 +223,26 @@ def train_sites(outer: Outer, seed: int, sizes: Sizes, text: Tensor) -> tuple[GP
     factor = partial(lr_factor, steps=sizes.steps)
     schedulers = [torch.optim.lr_scheduler.LambdaLR(one, factor) for one in optimizers]
     batches = [torch.Generator().manual_seed(1000 * seed + rank) for rank in range(sizes.ranks)]
+
+    def step(site: int) -> float:
+        own = batches[site * sizes.ranks // outer.sites : (site + 1) * sizes.ranks // outer.sites]
+        draws = [torch.randint(len(text) - sizes.sequence, (sizes.batch,), generator=random) for random in own]
+        loss = models[site](*cut(text, torch.cat(draws), sizes.sequence))
+        loss.backward()
+        if sizes.clip:
+            torch.nn.utils.clip_grad_norm_(models[site].parameters(), sizes.clip)
+        optimizers[site].step()
+        schedulers[site].step()
+        optimizers[site].zero_grad()
+        return loss.item()
+
+    if outer.torchft:
+        return model, train_with_torchft(models, optimizers, outer.lr, outer.momentum, EVERY, sizes.steps, step)
     table = Timetable(EVERY, outer.delay, outer.fragments)
     sites = OuterSites(models, OuterOptimizer(outer.lr, outer.momentum), table, outer.codec)
     losses: list[float] = []
     for _ in range(sizes.steps):
-        found: list[float] = []
-        for site, (one, optimizer, scheduler) in enumerate(zip(models, optimizers, schedulers, strict=True)):
-            own = batches[site * sizes.ranks // outer.sites : (site + 1) * sizes.ranks // outer.sites]
-            draws = [torch.randint(len(text) - sizes.sequence, (sizes.batch,), generator=random) for random in own]
-            loss = one(*cut(text, torch.cat(draws), sizes.sequence))
-            loss.backward()
-            found.append(loss.item())
-            if sizes.clip:
-                torch.nn.utils.clip_grad_norm_(one.parameters(), sizes.clip)
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-        losses.append(statistics.fmean(found))
+        losses.append(statistics.fmean(map(step, range(outer.sites))))
         sites.step()
     sites.finish()
     return model, losses

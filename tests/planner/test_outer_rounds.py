@@ -39,6 +39,15 @@ def test_what_a_link_cannot_carry_is_waited_for() -> None:
     assert planned("10mbit", every=120).exposed_us == 0
 
 
+def test_the_lane_shows_when_the_link_is_busy() -> None:
+    assert planned("1gbit").lane() == "0" + "." * 29
+    lane = planned("100mbit").lane()
+    shares = [lane.count(name) for name in dict.fromkeys(lane) if name != "."]
+    assert len(shares) == planned("100mbit").fragments and set(shares) == {1}
+    assert "." not in planned("10mbit").lane(), "the link is never idle where steps wait for it"
+    assert len(planned("10mbit", every=120).lane()) == 60
+
+
 def test_latency_speaks_for_few_fragments() -> None:
     assert planned("10mbit", latency_us=1e5).fragments < planned("10mbit").fragments
 

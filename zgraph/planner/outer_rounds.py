@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import string
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -16,6 +17,8 @@ from zgraph.step.outer.fragments import pack
 from zgraph.step.outer.rounds import WEIGHT_BYTES
 
 LATENCY_US = 20_000.0  # of each of a round's two exchanges, between distant sites
+_LANE = 60  # characters
+_LABELS = string.digits + string.ascii_letters
 _UNITS = MappingProxyType({"kbit": 1e3, "mbit": 1e6, "gbit": 1e9})
 
 
@@ -29,6 +32,7 @@ class OuterPlan:
         round_us: time of a fragment's round, in microseconds.
         exposed_us: time for which a step waits for other sites, on average.
         kept_bytes: bytes that a rank keeps: anchors, momentum and errors.
+        step_us: time of a step without waits, in microseconds.
     """
 
     every: int
@@ -38,14 +42,34 @@ class OuterPlan:
     round_us: float
     exposed_us: float
     kept_bytes: int
+    step_us: float
 
     def __str__(self) -> str:
         waits = f"a step waits {duration(self.exposed_us)}" if self.exposed_us else "hidden"
         return (
             f"zgraph.OuterSteps(model, sites, every={self.every}, fragments={self.fragments}, delay={self.delay})\n"
             f"  a round of a fragment {duration(self.round_us)}, {waits}; a site sends {size(self.sent_bytes)} a step, "
-            f"a rank keeps {size(self.kept_bytes)}"
+            f"a rank keeps {size(self.kept_bytes)}\n"
+            f"  link |{self.lane()}| {self.every} steps, each with the fragment that is sent"
         )
+
+    def lane(self) -> str:
+        """Return the link between sites during `every` steps, as text of one character for each step.
+
+        Rounds run one after another, each as soon as its step has ended and the link is free. A digit or letter is a
+        fragment whose round is sent in this step, a dot an idle link. With more than 60 steps, a character stands for
+        several of them.
+        """
+        columns = min(self.every, _LANE)
+        drawn = ["."] * columns
+        free = 0.0  # the step in which the link is free again
+        for turn in range(2 * self.fragments):  # of two periods, so that the second one begins as all others
+            begin = max(free, float(turn * self.every // self.fragments))
+            free = begin + self.round_us / self.step_us
+            first, last = math.floor(begin * columns / self.every), math.ceil(free * columns / self.every)
+            for column in range(max(first, columns), min(last, 2 * columns)):
+                drawn[column - columns] = _LABELS[turn % self.fragments % len(_LABELS)]
+        return "".join(drawn)
 
 
 def plan_rounds(
@@ -121,6 +145,7 @@ def plan_rounds(
         round_us(packed),
         exposed_us(packed) / every,
         kept_bytes=4 * numel + 4 * math.ceil(numel / sites) + errors + errors // sites,
+        step_us=step_us,
     )
 
 

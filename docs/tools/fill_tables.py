@@ -27,6 +27,7 @@ PAGES = (
     ROOT / "docs" / "context-parallel.md",
     ROOT / "docs" / "gpus.md",
     ROOT / "docs" / "inference.md",
+    ROOT / "docs" / "layer-drop.md",
     ROOT / "docs" / "models.md",
     ROOT / "docs" / "slow-links.md",
     ROOT / "docs" / "start-up.md",
@@ -175,6 +176,7 @@ def table(name: str) -> str:
     kinds |= {
         "generate": generated,
         "context_parallel": context_parallel,
+        "layer_drop-fx": dropped,
         "offload_inference": inference,
         "offload_capacity": capacity,
         "many_shapes-fx": shapes,
@@ -403,6 +405,25 @@ def context_parallel(result: dict[str, Any]) -> str:
                     f"{statistics.median(row['sent_mb']):.0f}",
                 )
             )
+    return markdown(heads, rows) + provenance([result])
+
+
+def dropped(result: dict[str, Any]) -> str:
+    """Steps by number of blocks that `LayerDrop` keeps."""
+    heads = ("kept blocks", "step ms (quartiles)", "of 12 blocks", "of the proportional time", "sent MB", "GFLOPs")
+    rows: list[tuple[str, ...]] = []
+    for name, row in result["rows"].items():
+        low, middle, high = statistics.quantiles(row["step_ms"], n=4)
+        rows.append(
+            (
+                name if name.isdecimal() else f"12, without `LayerDrop`, {name}",
+                f"{middle:.0f} ({low:.0f}-{high:.0f})",
+                f"{row['of_all'][1]:.2f}",
+                f"{row['of_proportional'][1]:.3f}" if name != "0" else "",
+                f"{row['sent_bytes'] / 1e6:.1f}",
+                f"{row['flops'] / 1e9:.1f}",
+            )
+        )
     return markdown(heads, rows) + provenance([result])
 
 

@@ -3,13 +3,15 @@
     sudo python examples/benchmarks/context_parallel.py --rate 10gbit --json FILE       # ten minutes
 
 One rank computes the whole sequence while the other waits, then both compute their parts: with a context axis, and by
-the parts of torch that a user would put together, FSDP2 and attention with an all_to_all written by hand. A second
+the parts of torch that a user would put together, FSDP2 and attention with an all_to_all written by hand; or with
+DeepSpeed's Ulysses, if DeepSpeed is installed, uncompiled: compiled, its exchange has no gradient. A second
 model has one head of keys for all queries, which cannot be exchanged for tokens: its keys are gathered. Memory is the
 rise of the heap during forward and backward, above parameters and optimizer state.
 """
 
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -32,6 +34,7 @@ WHOLE, SHARED, BY_HAND = (
     "two ranks, context axis",
     "two ranks, FSDP2 and all_to_all by hand",
 )
+ULYSSES = "two ranks, FSDP2 and DeepSpeed's Ulysses"
 
 
 class Block(nn.Module):
@@ -91,18 +94,40 @@ def attend_by_hand(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return exchanged(mixed.unflatten(2, (RANKS, -1)).movedim(2, 0)).movedim(0, 1).flatten(1, 2)
 
 
+def ulysses() -> Callable[..., Tensor]:
+    """DeepSpeed's attention of parts, of [batch, tokens, heads, features] as it wants them."""
+    import deepspeed  # pyright: ignore[reportMissingImports]
+    from deepspeed.sequence.layer import DistributedAttention  # pyright: ignore[reportMissingImports]
+
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+
+    def local(*parts: Tensor) -> Tensor:
+        return attend(*(one.transpose(1, 2) for one in parts)).transpose(1, 2)
+
+    exchange = DistributedAttention(local, dist.group.WORLD, scatter_idx=2, gather_idx=1)
+
+    @torch.compiler.disable
+    def attend_parts(*parts: Tensor) -> Tensor:
+        return exchange(*(one.transpose(1, 2).contiguous() for one in parts), batch_dim_idx=0).transpose(1, 2)
+
+    return attend_parts
+
+
 def steps_of(way: str, plan: dict[str, Any], rank: int) -> tuple[nn.Module, Callable[[], None]]:
     tokens = torch.randint(VOCABULARY, (1, plan["sequence"] + 1), generator=torch.Generator().manual_seed(0))
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
-    model = Language(plan, attend_by_hand if way == BY_HAND else attend)
+    model = Language(plan, ulysses() if way == ULYSSES else {BY_HAND: attend_by_hand}.get(way, attend))
     run: Any = model
     if way == SHARED:
         mesh = init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("dp", "cp"))
         zgraph.shard(model, mesh, context="cp")
         run = torch.compile(model, backend="zgraph", options={"lowering": plan["lowering"]})
         batch = zgraph.context_batch(model, batch)
-    elif way == BY_HAND:
-        shard_fully(model, model.blocks, "aot_eager" if plan["lowering"] == "fx" else "inductor")
+    elif way in (BY_HAND, ULYSSES):
+        compiler = "aot_eager" if plan["lowering"] == "fx" else "inductor"
+        for block in model.blocks if way == ULYSSES else ():  # with a graph break at its exchange
+            block.compile(backend=compiler)
+        shard_fully(model, model.blocks, compiler if way == BY_HAND else None)
         half = slice(rank * plan["sequence"] // RANKS, (rank + 1) * plan["sequence"] // RANKS)
         batch = {name: one[:, half] for name, one in batch.items()}
         batch["positions"] = torch.arange(plan["sequence"])[half]
@@ -120,7 +145,9 @@ def steps_of(way: str, plan: dict[str, Any], rank: int) -> tuple[nn.Module, Call
 
 def measure(rank: int, plan: dict[str, Any]) -> dict[str, Any]:
     """Milliseconds of each step, the rise of the heap (and what zgraph predicted), and the bytes sent, by the way."""
-    ways = [WHOLE, SHARED, *([BY_HAND] if plan["key_heads"] == plan["heads"] else [])]
+    ways = [WHOLE, SHARED]
+    if plan["key_heads"] == plan["heads"]:
+        ways += [BY_HAND, *([ULYSSES] if find_spec("deepspeed") else [])]
     models, steps = {}, {}
     for way in ways:
         models[way], steps[way] = steps_of(way, plan, rank)

@@ -54,6 +54,7 @@ class ZgraphStrategy(Sharding, CheckpointsOfShards):
 
     Raises:
         TypeError: `zgraph.shard` has no such argument.
+        ValueError: children of a model with a context axis would be compiled one by one.
     """
 
     def __init__(
@@ -67,6 +68,11 @@ class ZgraphStrategy(Sharding, CheckpointsOfShards):
         **shard: Any,
     ) -> None:
         Sharding.__init__(self, options=options, compile=compile, **shard)
+        if compile and self.shard_options.get("context") is not None:
+            raise ValueError(
+                "zgraph: ZgraphStrategy(context=...) compiles the children of a LightningModule one by one, and a "
+                "model with a context axis is compiled as a whole or not at all; write ZgraphStrategy(..., compile=False)."
+            )
         CheckpointsOfShards.__init__(
             self,
             saves_folders=save_distributed_checkpoint,

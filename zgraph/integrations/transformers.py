@@ -19,11 +19,13 @@ from torch import nn
 from transformers import Trainer
 
 from zgraph.checkpoint import latest_checkpoint, save_checkpoint
-from zgraph.errors import CheckpointError
+from zgraph.errors import CheckpointError, ZgraphError
 from zgraph.integrations.accelerate import Accelerator, ZgraphPlugin
 from zgraph.integrations.refusals import refuse_arguments, refuse_other_ways
 from zgraph.integrations.sharding import discard, is_sharded, load_complete, unwrapped
 from zgraph.integrations.trainer_metrics import Measured
+from zgraph.sharding.context.hugging_face import register_attention
+from zgraph.sharding.scope import scopes_of
 from zgraph.sharding.state_dict import full_state_dict
 
 T = TypeVar("T", bound=Trainer)
@@ -48,6 +50,7 @@ def sharded(cls: type[T], *, metrics: bool = False, **plugin: Any) -> type[T]:
         TypeError: `zgraph.shard` has no such argument.
         ValueError: when a trainer is created whose arguments ask for another way to shard, compile or save.
     """
+    register_attention()
     body = {"zgraph_plugin": ZgraphPlugin(**plugin), "__module__": cls.__module__}
     bases = (Measured,) if metrics else ()
     return cast(Any, type(cls.__name__, (*bases, _Sharded, cls), body))
@@ -88,6 +91,16 @@ class _Sharded:
             if complete:
                 resume_from_checkpoint = str(max(complete, key=lambda folder: int(folder.name.rpartition("-")[2])))
         return self._trainer().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        has_context = any(scope.context is not None for scope in scopes_of(self.model))
+        if has_context and any("shift_labels" in batch for batch in batch_samples):
+            raise ZgraphError(
+                "zgraph: the Trainer counts the targets of batches that zgraph.context_batch has cut already, and "
+                "would count those of each rank only. Cut them later: def _prepare_inputs(self, inputs): return "
+                "zgraph.context_batch(self.model, super()._prepare_inputs(inputs))."
+            )
+        return self._trainer()._get_num_items_in_batch(batch_samples, device)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         if state_dict is None and is_sharded(self.model):

@@ -16,7 +16,14 @@ from torch import Tensor, nn
 from zgraph.errors import ZgraphError
 from zgraph.sharding.scope import Scope, state_of
 from zgraph.torch_compat.autograd import is_in_backward
-from zgraph.torch_compat.dynamo import breaks_graphs, never_a_frame, no_frames_inside, without_compile
+from zgraph.torch_compat.dynamo import (
+    breaks_graphs,
+    constant_in_graphs,
+    never_a_frame,
+    no_frames_inside,
+    raise_through_dynamo,
+    without_compile,
+)
 from zgraph.torch_compat.modules import hook_steps, local_parameters
 
 PLACE = "_zgraph_layer_drop"  # attribute of a block
@@ -191,10 +198,11 @@ class LayerDrop:
 
     def _check_scope(self, number: int, scope: Scope) -> None:
         if scope.handle_of is not None:
+            instead = ', and compile the model: torch.compile(model, backend="zgraph")' if scope.context is None else ""
             self.refuse(
                 number,
                 "is in a step of zgraph.training_step, which would need a graph for each mask. Leave the decorator "
-                'out, and compile the model: torch.compile(model, backend="zgraph")',
+                f"out{instead}",
             )
         if scope.is_staged:
             self.refuse(
@@ -257,7 +265,10 @@ class LayerDrop:
         return (hidden, *[None] * (items - 1)) if items else hidden
 
     def refuse(self, number: int, why: str) -> NoReturn:
-        raise ZgraphError(f"zgraph.LayerDrop: block {number} ({type(self.blocks[number]).__name__}) {why}.")
+        raise ZgraphError(self.refusal(number, why))
+
+    def refusal(self, number: int, why: str) -> str:
+        return f"zgraph.LayerDrop: block {number} ({type(self.blocks[number]).__name__}) {why}."
 
 
 def _parameters(block: nn.Module) -> Iterable[Tensor]:
@@ -285,6 +296,8 @@ def dropping_class(base: type[nn.Module]) -> type[nn.Module]:
         place: Place = self.__dict__[PLACE]
         if not self.training or not place.drop.drops:
             return base.__call__(self, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            _check_may_break(place)
         return _call_or_drop(base.__call__, self, place, args, kwargs)
 
     body: dict[str, Any] = {"__call__": call, "__module__": base.__module__, "__qualname__": base.__qualname__}
@@ -292,6 +305,26 @@ def dropping_class(base: type[nn.Module]) -> type[nn.Module]:
     if sharded_from is not None:  # zgraph.shard makes its class anew from this one, when it is called again
         body["_zgraph_base"] = dropping_class(sharded_from)
     return type(base.__name__, (base,), body)
+
+
+@constant_in_graphs
+def _check_may_break(place: Place) -> None:
+    """Refuse a compiled model whose sequences are shared by ranks, where graphs must not break.
+
+    Raises:
+        ZgraphError: always in such a model.
+    """
+    drop, number = place
+    block = drop.blocks[number]
+    if (state := state_of(block)) is not None and state.scope.context is not None:
+        raise_through_dynamo(
+            drop.refusal(
+                number,
+                "is compiled in a model with a context axis, whose graphs must not break, as they do at blocks that "
+                "may be dropped. Leave torch.compile out; or leave context out of zgraph.shard",
+            ),
+            ZgraphError,
+        )
 
 
 # Not traced: a mask in a graph would be one of 2^L constants.

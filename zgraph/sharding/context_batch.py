@@ -35,9 +35,11 @@ def context_batch(model: nn.Module, batch: Mapping[str, Tensor], *, uneven: bool
             tokens themselves, with -100 for tokens without loss: they are shifted by one before they are cut, which a
             model could not do afterwards. An `attention_mask` [batch, s] of ones is left out.
         uneven: whether a loss outside the model's forward may have targets of which the ranks have different numbers
-            (integers other than -100, or ones of a mask). A mean over each rank's targets would weigh them wrongly, so
+            (integers other than -100, or ones of a mask), or other sums of weights (numbers [batch, s] that are not
+            negative). A mean over each rank's targets would weigh them wrongly, so
             such a loss divides N times its sum by the number of targets of all ranks. False: they are refused, unless
             they are passed to the model, in whose forward `torch.nn.functional.cross_entropy` counts those of all.
+            Under `torch.no_grad()` it holds for forwards without gradients only.
 
     Returns:
         The parts by the same names. For `labels` also `shift_labels`, which are the same, as transformers calls labels
@@ -57,9 +59,18 @@ def context_batch(model: nn.Module, batch: Mapping[str, Tensor], *, uneven: bool
         tensors["labels"] = _shifted(tensors["labels"], [one for name, one in tensors.items() if name != "labels"])
     unequal = {name: counts for name, one in tensors.items() if len(set(counts := _targets(one, axis.size))) > 1}
     axis.length = length // axis.size
-    if unequal and not uneven:  # and it stays so: batches of a step may be cut ahead
-        axis.inside = (*unequal, len(tensors))
+    if uneven:
+        _note_uneven(axis, ())
+    elif unequal:  # and it stays so: batches of a step may be cut ahead
+        _note_uneven(axis, (*unequal, len(tensors)))
     return _cut(tensors, axis)
+
+
+def _note_uneven(axis: ContextAxis, found: tuple[str | int, ...]) -> None:
+    """Note for the next forwards which targets must be passed to the model."""
+    axis.inside_eval = found
+    if torch.is_grad_enabled():  # a batch for evaluation says nothing of training
+        axis.inside = found
 
 
 def expect_parts(model: nn.Module, parts: Iterable[object]) -> None:
@@ -143,19 +154,19 @@ def _check_shifted(tensors: dict[str, Tensor]) -> None:
         )
 
 
-def _targets(tensor: Tensor, size: int) -> list[int]:
-    """Return the number of targets that each rank gets: integers other than -100, or ones of a mask of zeros and ones.
+def _targets(tensor: Tensor, size: int) -> list[float]:
+    """Return the number of targets that each rank gets: integers other than -100, or the sum of a mask or of weights.
 
     [] for other tensors.
     """
     if _is_mask(tensor):
         return []
-    is_target = tensor != IGNORED
+    counted = tensor != IGNORED
     if tensor.is_floating_point() or tensor.dtype == torch.bool:
-        if tensor.dim() != 2 or not bool(((tensor == 0) | (tensor == 1)).all()):
+        if tensor.dim() != 2 or not bool((tensor >= 0).all()):
             return []
-        is_target = tensor == 1
-    of_chunks = is_target.unflatten(1, (2 * size, -1)).movedim(1, 0).flatten(1).sum(1).tolist()
+        counted = tensor.double()
+    of_chunks = counted.unflatten(1, (2 * size, -1)).movedim(1, 0).flatten(1).sum(1).tolist()
     return [of_chunks[rank] + of_chunks[-1 - rank] for rank in range(size)]
 
 

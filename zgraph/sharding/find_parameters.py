@@ -59,12 +59,6 @@ def find_parameters(module: nn.Module, mesh: DeviceMesh) -> list[Found]:
                     f"zgraph.shard: {name} is on {parameter.device.type}, the mesh on {mesh.device_type}; move the "
                     f'model first: model.to("{mesh.device_type}").'
                 )
-            if isinstance(part, nn.RNNBase):
-                raise ValueError(
-                    f"zgraph.shard: {name} belongs to an nn.{type(part).__name__}, which bypasses attribute access "
-                    "when it reads its weights; build the recurrence from nn.LSTMCell or nn.GRUCell, or shard the "
-                    "other parts one by one."
-                )
             parameters[id(parameter)] = parameter
             sites.setdefault(id(parameter), []).append((prefix, part, attribute))
     found = [

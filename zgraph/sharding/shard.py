@@ -42,7 +42,7 @@ from zgraph.torch_compat.autograd import share_hooks
 from zgraph.torch_compat.dtensor import call_dispatch_of, flattened, local_of
 from zgraph.torch_compat.fake_values import is_fake
 from zgraph.torch_compat.groups import backend_of, keep_gloo_from_preempting
-from zgraph.torch_compat.modules import replace_parameter
+from zgraph.torch_compat.modules import forget_flat_weights, replace_parameter
 
 Unit = nn.Module | type[nn.Module]
 ZERO_STAGES = (0, 1, 2, 3)
@@ -342,6 +342,7 @@ def _place(entry: Found, spec: ParamSpec, mesh: DeviceMesh, at_rest: DeviceMesh,
     attach_read(cast(DTensor, sharded), *entry.sites[0][1:])
     for _, part, attribute in entry.sites:
         replace_parameter(part, attribute, sharded)
+        forget_flat_weights(part)
 
 
 def _assign_to_unit(

@@ -45,7 +45,13 @@ from zgraph.torch_compat.dynamo import (
     raise_through_dynamo,
     traced_body,
 )
-from zgraph.torch_compat.modules import apply_keeping, local_parameters, tree_flatten, tree_unflatten
+from zgraph.torch_compat.modules import (
+    apply_keeping,
+    flat_weights_by_attribute,
+    local_parameters,
+    tree_flatten,
+    tree_unflatten,
+)
 
 Before = list[tuple[ModuleState, dict[str, Tensor] | None]]
 
@@ -290,8 +296,9 @@ def _run_with_context(
 ) -> Any:
     """Run the outermost forward of a model whose sequences are shared by ranks."""
     is_traced = torch.compiler.is_compiling()
-    if context.inside and (is_traced or not is_in_backward()):  # Dynamo guards on `inside`
-        context.check_targets(sum(isinstance(leaf, Tensor) for leaf in tree_flatten((args, kwargs))[0]))
+    inside = context.inside if torch.is_grad_enabled() else context.inside_eval  # Dynamo guards on it
+    if inside and (is_traced or not is_in_backward()):
+        context.check_targets(inside, sum(isinstance(leaf, Tensor) for leaf in tree_flatten((args, kwargs))[0]))
     if not is_traced:
         with context.calls(module, args, kwargs):
             return _forward(forward, module, state, unsharded, args, kwargs)
@@ -426,6 +433,8 @@ def unit_class(base: type[nn.Module], attributes: tuple[str, ...]) -> type[nn.Mo
         "__qualname__": base.__qualname__,
         "_zgraph_base": base,
     }
+    if issubclass(base, nn.RNNBase):
+        body |= flat_weights_by_attribute()
     return type(base.__name__, (base,), body)
 
 

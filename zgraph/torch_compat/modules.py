@@ -114,6 +114,41 @@ def local_buffers(owner: torch.nn.Module) -> dict[str, Tensor | None]:
     return owner._buffers
 
 
+FLAT_WEIGHTS = "_flat_weights"  # attribute of nn.RNNBase: the list of weights that its forward reads
+
+
+def forget_flat_weights(owner: torch.nn.Module) -> None:
+    """Delete the list in which nn.LSTM and its like hold their weights, if a module has it (torch 2.11 - 2.15)."""
+    vars(owner).pop(FLAT_WEIGHTS, None)
+
+
+def flat_weights_by_attribute() -> dict[str, Any]:
+    """Return attributes for a subclass of nn.RNNBase whose forward reads its weights as attributes of the module.
+
+    nn.LSTM, nn.GRU and nn.RNN read a list of their weights, and on CUDA move the weights into one buffer when one has
+    been replaced. In the subclass the list is made anew for each read, and weights are not moved: cuDNN copies them.
+    (torch 2.11 - 2.15: `_flat_weights`, `_flat_weights_names`, `_weights_have_changed`.)
+    """
+
+    def read(module: Any) -> list[Tensor | None]:
+        return [getattr(module, name, None) for name in module._flat_weights_names]
+
+    def write(module: Any, value: Any) -> None:
+        pass  # nn.RNNBase assigns the list that `read` returns
+
+    def flatten_parameters(module: Any) -> None:
+        pass
+
+    def weights_have_changed(module: Any) -> bool:
+        return False
+
+    return {
+        FLAT_WEIGHTS: property(read, write),
+        "flatten_parameters": flatten_parameters,
+        "_weights_have_changed": weights_have_changed,
+    }
+
+
 def reset_method(module: torch.nn.Module) -> Callable[[], object] | None:
     """Return a module's `reset_parameters` or, as in nn.Transformer, `_reset_parameters` (torch 2.11 - 2.15).
 

@@ -43,7 +43,7 @@ class ContextAxis:
         length: number of tokens that each rank has of a sequence; 0 before the first `zgraph.context_batch`.
         same_batch: check that the ranks of the axis cut the same sequences.
         inside: names of targets of which the ranks have different numbers, then the number of tensors of the batch;
-            empty if there are no such targets.
+            empty if there are no such targets. For forwards with gradients; `inside_eval`: for those without.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -52,24 +52,27 @@ class ContextAxis:
         self.same_batch = SameBatch(mesh, "context", "")
         self.length = 0
         self.inside: tuple[Any, ...] = ()
+        self.inside_eval: tuple[Any, ...] = ()
 
     @constant_in_graphs
-    def check_targets(self, given: int) -> None:
+    def check_targets(self, inside: tuple[Any, ...], given: int) -> None:
         """Check that a model is called with all tensors of the batch if the ranks have different numbers of targets.
 
         Args:
+            inside: `inside` or `inside_eval`.
             given: number of tensors among the arguments of the model.
 
         Raises:
             ZgraphError: its loss is computed outside, where a mean would weigh targets wrongly.
         """
-        if given < self.inside[-1]:
-            names = ", ".join(self.inside[:-1])
+        if given < inside[-1]:
+            names = ", ".join(inside[:-1])
             raise_through_dynamo(
                 f"zgraph.context_batch: the ranks have different numbers of targets in {names}, and the model is "
                 "called without them. A mean loss over each rank's targets would weigh them wrongly: pass them to the "
-                "model and compute cross_entropy in its forward; or divide N times the sum of the losses by all ranks' "
-                "targets, and write zgraph.context_batch(..., uneven=True).",
+                "model and compute cross_entropy in its forward; or divide N times the sum of the losses by the number "
+                "of targets (the sum of weights) of all ranks, and write zgraph.context_batch(..., uneven=True). Write "
+                "that also without a loss, or if they are neither targets nor weights.",
                 ZgraphError,
             )
 

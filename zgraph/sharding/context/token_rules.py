@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -81,6 +81,18 @@ class Call:
 
 Rule = Callable[[Call], Place | None]
 
+# Clauses of errors: the lines to write instead.
+OUTSIDE = (
+    "For one value of each sequence, such as a reward, return values of all tokens, and after forward write "
+    'torch.distributed.nn.functional.all_reduce((values * mask).sum(1), group=mesh["cp"].get_group()), with mask among '
+    "the tensors of zgraph.context_batch(..., uneven=True)"
+)
+PLACES = (
+    "Give other tokens, such as those of an image, places in the sequence before it is cut: pass their features "
+    "[batch, s, ...], padded to all s places, and a mask of these places to zgraph.context_batch, and choose by "
+    "torch.where(mask[..., None], features, embeddings)"
+)
+
 
 def tensors_in(values: Iterable[Any]) -> list[Tensor]:
     """Return the tensors among values, and in lists of them."""
@@ -115,7 +127,10 @@ def aligned(call: Call, operands: Sequence[tuple[Tensor, Place | None]], ndim: i
     if not found:
         return TOTAL
     if len(found) > 1:
-        raise CombinesTokens("combines each token with others")
+        raise CombinesTokens(
+            "combines each token with others. A mask that compares tokens, such as their documents, is made of whole "
+            "sequences, [batch or 1, 1, s, s], and cut by zgraph.context_batch"
+        )
     (place,) = found
     for tensor, own in operands:
         if own == TOTAL:
@@ -170,7 +185,9 @@ def reduction(call: Call) -> Place | None:
     if place.dim in dims:
         if len(dims) == tensor.dim() and call.name == "mean":
             return TOTAL
-        raise CombinesTokens("reduces over this rank's tokens; a loss is a mean() over all of them, or cross_entropy")
+        raise CombinesTokens(
+            f"reduces over this rank's tokens; a loss is a mean() over all of them, or cross_entropy. {OUTSIDE}"
+        )
     return place.moved(place.dim if call.given.get("keepdim") else place.dim - sum(dim < place.dim for dim in dims))
 
 
@@ -249,7 +266,8 @@ def cut(call: Call) -> Place:
     if dim == place.dim and call.result.shape[dim] != tensor.shape[dim]:
         raise CombinesTokens(
             "selects some of this rank's tokens. Labels are shifted by zgraph.context_batch(labels=...), before the "
-            "sequence is cut"
+            "sequence is cut; other tensors that are shifted, such as the tokens after the next, are tensors of the "
+            "batch. Generation needs a model without context"
         )
     return place
 
@@ -258,7 +276,7 @@ def select(call: Call) -> Place:
     _, place = call.input
     (dim,) = call.dims()
     if dim == place.dim:
-        raise CombinesTokens("selects one of this rank's tokens")
+        raise CombinesTokens(f"selects one of this rank's tokens. {OUTSIDE}")
     return place.moved(place.dim - (dim < place.dim))
 
 
@@ -281,16 +299,20 @@ def padding(call: Call) -> Place:
 def concatenation(call: Call) -> Place:
     parts = [(tensor, place) for tensor, place in call.operands if tensor.numel()]
     assert call.result is not None
-    place = aligned(call, parts, call.result.dim())
-    if len(parts) > 1 and call.given.get("dim", 0) % call.result.dim() == place.dim:
-        raise CombinesTokens("appends other tokens to this rank's")
-    return place
+    dim = call.given.get("dim", 0) % call.result.dim()
+    if len(parts) > 1 and any(place is not None and place.dim == dim for _, place in parts):
+        raise CombinesTokens(f"appends other tokens to this rank's. {PLACES}")
+    return aligned(call, parts, call.result.dim())
 
 
 def stack(call: Call) -> Place:
     assert call.result is not None
     ndim = call.result.dim()
     return _before(aligned(call, call.operands, ndim - 1), call.given.get("dim", 0) % ndim)
+
+
+def masked_scatter(call: Call) -> NoReturn:
+    raise CombinesTokens(f"takes values in the order of this rank's tokens. {PLACES}")
 
 
 def triangle(call: Call) -> Place:
@@ -427,6 +449,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             (padding, "constant_pad_nd"),
             (concatenation, "cat"),
             (stack, "stack"),
+            (masked_scatter, "masked_scatter"),
             (triangle, "tril triu"),
             (product, "mm bmm addmm baddbmm"),
             (lookup, "embedding"),

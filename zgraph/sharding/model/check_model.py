@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from zgraph.sharding.model.buffers import check_buffers, distinct_elements
 from zgraph.torch_compat.fake_values import is_fake
 from zgraph.torch_compat.memory import storage_key
+from zgraph.torch_compat.modules import FLAT_WEIGHTS
 
 SENT_DTYPES = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
@@ -88,7 +89,7 @@ def _check_holders(found: Mapping[str, nn.Parameter], module: nn.Module) -> None
     names = {id(parameter): name for name, parameter in found.items()}
     for prefix, part in module.named_modules():
         for attribute, value in vars(part).items():
-            if attribute in ("_parameters", "_buffers", "_modules"):
+            if attribute in ("_parameters", "_buffers", "_modules", FLAT_WEIGHTS):
                 continue
             held = next((names[id(one)] for one in _held(value) if id(one) in names), None)
             if held is not None:

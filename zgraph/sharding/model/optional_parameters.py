@@ -27,6 +27,7 @@ from zgraph.runtime.exchanges.identity import Exchanges, identify
 from zgraph.runtime.groups import group_size
 from zgraph.runtime.handle import make_handle
 from zgraph.runtime.window_state import ALONE, OPEN, Accumulation, ParameterState, attach_state_of
+from zgraph.sharding.context.axis import ContextAxis
 from zgraph.sharding.model.optional_in_steps import Reached, TracedReductions, policy_of
 from zgraph.sharding.model.param_spec import ParamSpec
 from zgraph.torch_compat.autograd import at_end_of_backward, hooks_of, is_nested, running_backward
@@ -43,6 +44,7 @@ class Windows(Protocol):
 
     last: str
     accumulation: Accumulation
+    context: ContextAxis | None
 
 
 class Param(Protocol):
@@ -141,6 +143,8 @@ class OptionalParameters:
                 f"zgraph.training_step: ranks call backward() in different numbers in one step, {_MOST - lowest} to "
                 f"{highest} times; call it equally often on each rank."
             )
+        if (scope := self._scope()) is not None:
+            self._check_alike(scope, own)
         if others:
             rest = [int(one) for backward in others for one in backward]
             flags += self._most("training_step", rest, number=len(others), detail=_IN_STEPS)
@@ -171,6 +175,7 @@ class OptionalParameters:
             return
         self.check_hooks()
         every, is_window = self._agreed("the end of a backward", is_window=scope.last != ALONE)
+        self._check_alike(scope, [tuple(param.state.has_waiting_gradients for param in self._params)])
         taken = [
             _Taken.of(param, handle, is_window=is_window)
             for param, handle, waits in zip(self._params, self._handles, every, strict=True)
@@ -179,6 +184,19 @@ class OptionalParameters:
         scope.accumulation.settle()  # on ranks without a gradient, too, or their next forward would be another one
         for bucket in _buckets(taken):
             _reduce(bucket)
+
+    def _check_alike(self, scope: Windows, reached: Sequence[Sequence[bool]]) -> None:
+        """Check that the ranks of a context group have run the same modules, as they compute each sequence together.
+
+        Args:
+            reached: for each backward, whether it reaches each of the parameters on this rank.
+
+        Raises:
+            AgreementError: a rank of the group has run others.
+        """
+        if scope.context is not None:
+            names = [[one.name for one, is_in in zip(self._params, here, strict=True) if is_in] for here in reached]
+            scope.context.check_alike(f"optional modules with the parameters {names}", [])
 
     def check_step(self, stepping: Mapping[int, Tensor]) -> None:
         """Check that no gradient of the parameters that an optimizer steps waits on any rank.

@@ -71,7 +71,8 @@ class ZgraphStrategy(Sharding, CheckpointsOfShards):
         if compile and self.shard_options.get("context") is not None:
             raise ValueError(
                 "zgraph: ZgraphStrategy(context=...) compiles the children of a LightningModule one by one, and a "
-                "model with a context axis is compiled as a whole or not at all; write ZgraphStrategy(..., compile=False)."
+                "model with a context axis is compiled as a whole or not at all; write "
+                "ZgraphStrategy(..., compile=False)."
             )
         CheckpointsOfShards.__init__(
             self,

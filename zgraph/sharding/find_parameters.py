@@ -47,7 +47,8 @@ def find_parameters(module: nn.Module, mesh: DeviceMesh) -> list[Found]:
             if parameter.is_complex():
                 raise ValueError(
                     f"zgraph.shard: {name} is complex, and gradients are summed as real numbers; store its real and "
-                    "imaginary part (torch.view_as_real) and join them in forward."
+                    f"imaginary parts, self.{attribute} = nn.Parameter(torch.view_as_real(values)), and join them in "
+                    f"forward: torch.view_as_complex(self.{attribute})."
                 )
             if "forward" in part.__dict__ and isinstance(parameter, DTensor) and part is module:
                 raise ValueError(

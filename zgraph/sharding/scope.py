@@ -296,8 +296,8 @@ class ShardedParam:
             raise_through_dynamo(
                 f"zgraph: {self.name} is read without gradients by a layer that Hugging Face's tensor parallelism has "
                 "given another forward, which then computes on plain parts of its own parameters, and zgraph has "
-                "sharded these further. Evaluate under torch.enable_grad() and detach the output, or parallelize by "
-                "torch.distributed.tensor.parallel.",
+                "sharded these further. Evaluate under torch.enable_grad() and detach the output; or parallelize by "
+                "torch.distributed.tensor.parallel, also for generate(), which disables gradients.",
                 ZgraphError,
             )
         shape, state = spec.shape, state_of(owner)
@@ -389,12 +389,19 @@ class ModuleState:
                 ZgraphError,
             )
         if any(_added_to(part) for part in self.module.modules()):
-            named = self.module.named_modules()
-            names = [f"{prefix}.{name}".lstrip(".") for prefix, part in named for name in _added_to(part)]
+            named = [(prefix, part, name) for prefix, part in self.module.named_modules() for name in _added_to(part)]
+            names = ", ".join(f"{prefix}.{name}".lstrip(".") for prefix, _, name in named)
+            if any(isinstance(local_parameters(part)[name], DTensor) for _, part, name in named):
+                raise_through_dynamo(
+                    f"zgraph: {names} of {owner} are DTensors in modules that came after zgraph.shard and do not "
+                    "gather them, as torchao's convert_to_float8_training makes them. Convert the model before "
+                    "zgraph.shard.",
+                    ZgraphError,
+                )
             raise_through_dynamo(
-                f"zgraph: {', '.join(names)} of {owner} came after zgraph.shard: not sharded, and with gradients of "
-                "this rank only. Call zgraph.shard on the model again, which shards only new parameters, then add "
-                "these to the optimizer.",
+                f"zgraph: {names} of {owner} came after zgraph.shard: not sharded, and with gradients of this rank "
+                "only. Call zgraph.shard on the model again, which shards only new parameters, then add these to the "
+                "optimizer.",
                 ZgraphError,
             )
         if self.scope.optional:

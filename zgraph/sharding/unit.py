@@ -433,8 +433,7 @@ def unit_class(base: type[nn.Module], attributes: tuple[str, ...]) -> type[nn.Mo
         "__qualname__": base.__qualname__,
         "_zgraph_base": base,
     }
-    if issubclass(base, nn.RNNBase):
-        body |= flat_weights_by_attribute()
+    body |= flat_weights_by_attribute(base)
     return type(base.__name__, (base,), body)
 
 

@@ -122,8 +122,8 @@ def forget_flat_weights(owner: torch.nn.Module) -> None:
     vars(owner).pop(FLAT_WEIGHTS, None)
 
 
-def flat_weights_by_attribute() -> dict[str, Any]:
-    """Return attributes for a subclass of nn.RNNBase whose forward reads its weights as attributes of the module.
+def flat_weights_by_attribute(base: type[nn.Module]) -> dict[str, Any]:
+    """Return attributes for a subclass of `base` whose forward reads weights as attributes: {} unless it is recurrent.
 
     nn.LSTM, nn.GRU and nn.RNN read a list of their weights, and on CUDA move the weights into one buffer when one has
     been replaced. In the subclass the list is made anew for each read, and weights are not moved: cuDNN copies them.
@@ -142,6 +142,8 @@ def flat_weights_by_attribute() -> dict[str, Any]:
     def weights_have_changed(module: Any) -> bool:
         return False
 
+    if not issubclass(base, nn.RNNBase):
+        return {}
     return {
         FLAT_WEIGHTS: property(read, write),
         "flatten_parameters": flatten_parameters,

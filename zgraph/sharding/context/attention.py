@@ -152,8 +152,8 @@ def check_attention(
         _refuse(
             f"{query.shape[2]} queries and {key.shape[2]} keys, and zgraph.context_batch has cut this rank's {length} "
             "tokens. Attention is exchanged only if queries and keys are the tokens of one sequence, cut by it: "
-            "for attention to tokens that all ranks have, such as an encoder's, or for generation with a cache, shard "
-            "the model without context"
+            "for attention to tokens that all ranks have, such as an encoder's, shard the model without context; for "
+            "generation, shard another model without it, and call other.load_state_dict(model.state_dict())"
         )
     if mask is None:
         return

@@ -33,6 +33,11 @@ from zgraph.torch_compat.fake_values import is_fake
 from zgraph.torch_compat.groups import is_fake_world
 from zgraph.torch_compat.modules import tree_flatten
 
+FRONT_ENDS = (  # sentence of an error
+    " With Accelerate, leave this DataLoader out of prepare; in a Trainer, return it from get_train_dataloader, and "
+    "cut batches in _prepare_inputs."
+)
+
 
 class ContextAxis:
     """Axis of a mesh whose ranks share each sequence.
@@ -49,7 +54,7 @@ class ContextAxis:
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
         self.group_name, self.size = mesh.get_group().group_name, mesh.size()
-        self.same_batch = SameBatch(mesh, "context", "")
+        self.same_batch = SameBatch(mesh, "context", FRONT_ENDS)
         self.length = 0
         self.inside: tuple[Any, ...] = ()
         self.inside_eval: tuple[Any, ...] = ()

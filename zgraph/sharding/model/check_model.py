@@ -49,7 +49,9 @@ def _check_kinds(found: Mapping[str, nn.Parameter], ignored: Container[int]) -> 
         if type(parameter) is not nn.Parameter and not isinstance(parameter, DTensor) and not is_fake(parameter):
             raise ValueError(
                 f"zgraph.shard: {name} is a {type(parameter).__name__}, a class of its own, and would lose that class "
-                "and its behaviour as a DTensor. Make it an nn.Parameter; to mark a parameter, set an attribute of it "
+                "and its behaviour as a DTensor. Make it an nn.Parameter (with torchao, leave "
+                "enable_fsdp_float8_all_gather out of Float8LinearConfig, and quantize weights after training); or "
+                "call zgraph.shard on the modules without it; to mark a parameter, set an attribute of it "
                 f'({name}.kind = "..."), which zgraph.shard carries over.'
             )
         if parameter.layout != torch.strided or parameter.is_quantized:

@@ -27,7 +27,7 @@ TOKENS, STEPS = 20, 2
 class Net(nn.Module):
     def __init__(self, kind: type[nn.RNNBase], **options: Any) -> None:
         super().__init__()
-        self.embed, self.rnn = nn.Embedding(TOKENS, 8), kind(8, 6, **options)
+        self.embed, self.rnn = nn.Embedding(TOKENS, 8), kind(8, 6, **options)  # pyright: ignore
         width = self.rnn.proj_size or 6
         self.head = nn.Linear(width * (1 + self.rnn.bidirectional), TOKENS)
 

@@ -63,8 +63,8 @@ def _trainer(cls: type[Trainer], folder: str, model: Any) -> None:
         **{"lr_scheduler_type": "constant", "adam_epsilon": 1e-3, "max_grad_norm": 0.5, "optim": "adamw_torch"},
         **{"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no", "logging_strategy": "no"},
     }
-    args = TrainingArguments(folder, **options)
     with launched():
+        args = TrainingArguments(folder, **options)
         trainer = sharded(cls, options=FX, **_context())(model=model, args=args, train_dataset=_rows())  # pyright: ignore
         model.set_attn_implementation("zgraph")
         trainer.train()

@@ -125,6 +125,16 @@ def _lowering() -> None:
     torch.compile(nn.Linear(2, 2), backend="zgraph", options={"lowering": "tvm"})(torch.ones(1, 2))
 
 
+class _Marked(nn.Parameter):
+    """A class of parameters, as torchao's weights have."""
+
+
+def _own_class() -> None:
+    model = nn.Module()
+    model.weight = _Marked(torch.ones(4))
+    zgraph.shard(model)
+
+
 def _complex() -> None:
     model = nn.Module()
     model.weight = nn.Parameter(torch.ones(4, dtype=torch.complex64))
@@ -196,6 +206,7 @@ SCENARIOS = {
     "window": _all_in_a_window,
     "read_in_step": _read_in_a_step,
     "complex": _complex,
+    "own_class": _own_class,
     "optimizer": _optimizer_before_shard,
     "optimizer_compiled": _optimizer_before_shard_compiled,
     "kept_reference": _kept_reference,
@@ -222,6 +233,7 @@ SCENARIOS = {
 
 EXPECTED = {
     "complex": r"ValueError: .*weight is complex.*torch\.view_as_real",
+    "own_class": r"ValueError: .*weight is a _Marked, a class of its own.*call zgraph\.shard on the modules without it",
     "optimizer": r"Error: .*optimizer created before zgraph\.shard still holds weight.*after zgraph\.shard\(model\)",
     "optimizer_compiled": (
         r"^ZgraphError: .*optimizer created before zgraph\.shard still holds weight.*after zgraph\.shard\(model\)"

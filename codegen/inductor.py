@@ -9,19 +9,21 @@ them through Inductor's cache.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from zgraph.codegen.ahead.helpers import Helpers, start_helpers
 from zgraph.codegen.cuda_graph import RecordedSteps
 from zgraph.codegen.islands import Island, cut_out, find_islands
 from zgraph.codegen.lower_fx import drop_dependences, lower_fx
 from zgraph.codegen.progress import shown
-from zgraph.graph import meta
+from zgraph.graph import edits, meta
 from zgraph.runtime.profiler import Runner
-from zgraph.torch_compat.inductor import compile_with_inductor, graphs_from_cache
+from zgraph.torch_compat.inductor import caches_graphs, compile_with_inductor, graphs_from_cache
 from zgraph.torch_compat.modules import lazy_graph_module
 
 Compiled = Callable[[list[Any]], Any]
@@ -33,15 +35,36 @@ class InductorLowering:
     Attributes:
         rank: this process's rank among the processes that compile the same graphs.
         ranks: number of these processes.
+        count: number of helper processes that compile islands ahead; None: as many as there are spare cores for.
         islands: number of islands found so far.
         compiled: compiled function of each distinct island.
         cached: number of distinct islands that were in Inductor's cache, put there by other ranks or earlier runs.
+        helped: number of distinct islands that helper processes of this rank have put there.
+        helpers: the helper processes; None: there are none.
     """
 
-    def __init__(self, rank: int = 0, ranks: int = 1) -> None:
-        self.rank, self.ranks = rank, ranks
-        self.islands = self.cached = 0
+    def __init__(self, rank: int = 0, ranks: int = 1, count: int | None = 0) -> None:
+        self.rank, self.ranks, self.count = rank, ranks, count
+        self.islands = self.cached = self.helped = 0
         self.compiled: dict[object, Compiled] = {}
+        self._slowest_s = 0.0
+        self.helpers: Helpers | None = None
+
+    def compile_ahead(self, graphs: Sequence[fx.GraphModule]) -> None:
+        """Have helper processes compile the islands of graphs that will be lowered soon.
+
+        The helpers begin with the last graph, which is needed last, and take its islands in this rank's order. Helpers
+        are not started if Inductor keeps no cache, or if its settings cannot be sent to other processes.
+        """
+        if self.count == 0 or not caches_graphs():
+            return
+        islands: dict[object, Island] = {}
+        for gm in reversed(graphs):
+            copy = edits.copy_of(gm)
+            drop_dependences(copy.graph)
+            found = list({_key(island): island for island in map(cut_out, find_islands(copy.graph))}.items())
+            islands |= dict(found[place] for place in order_of_rank(self.rank, self.ranks, len(found)))
+        self.helpers = start_helpers({key: one.gm for key, one in islands.items()}, self.count, self.ranks)
 
     def lower(
         self,
@@ -72,13 +95,40 @@ class InductorLowering:
         names = {key: f"island_{len(self.compiled) + number}" for number, key in enumerate(new)}
         keys = list(new)
         ordered = [keys[place] for place in order_of_rank(self.rank, self.ranks, len(keys))]
-        for key in shown(ordered, title) if self.rank == 0 else ordered:
-            island, before = new[key], graphs_from_cache()
+        for _, key in zip(shown(ordered, title) if self.rank == 0 else ordered, self._in_turn(ordered), strict=False):
+            island, before, begun = new[key], graphs_from_cache(), time.perf_counter()
             compiled = compile_with_inductor(
                 island.gm, list(map(meta.value, island.gm.graph.find_nodes(op="placeholder")))
             )
-            self.cached += graphs_from_cache() - before
+            self._slowest_s = max(self._slowest_s, time.perf_counter() - begun)
+            self._count(key, graphs_from_cache() > before)
             self.compiled[key] = _named(names[key], compiled)
+
+    def _in_turn(self, keys: Sequence[object]) -> Iterator[object]:
+        """Yield the keys of islands in the order in which to compile them.
+
+        Islands that helpers are compiling come last, each after a wait that is no longer than compiling took so far.
+        """
+        late: list[object] = []
+        for key in keys:
+            if self.helpers is None or self.helpers.claim(key):
+                yield key
+            else:
+                late.append(key)
+        for key in late:
+            assert self.helpers is not None
+            self.helpers.has_compiled(key, self._slowest_s)
+            yield key
+
+    def _count(self, key: object, found: bool) -> None:
+        """Count an island that was compiled now, or found in Inductor's cache."""
+        if self.helpers is not None and found:
+            if self.helpers.has_compiled(key):
+                self.helped += 1
+                return
+            if not self.compiled:  # an earlier run has left its cache: helpers would compile nothing
+                self.helpers.stop()
+        self.cached += found
 
 
 def order_of_rank(rank: int, ranks: int, count: int) -> list[int]:

@@ -51,6 +51,7 @@ ROOMS = (
     "zgraph.codegen.kernels",
     "zgraph.codegen.kernels.triton",
     "zgraph.codegen.kernels.cpu",
+    "zgraph.codegen.ahead",
     "zgraph.codegen",
     "zgraph.driver.saved_plans",
     "zgraph.driver",

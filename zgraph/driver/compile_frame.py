@@ -68,7 +68,7 @@ class FrameCompiler:
         self.ranks_per_host = 1 if self.passes.target is None else self.passes.target.hardware.ranks_per_host
         self.timeout_s, self.on_plan = options.agreement_timeout_s, on_plan
         self.observation = Observation(frame.name, frame.reason, options, scopes)
-        self.lowering = Lowering(self.observation, options.lowering, self.ranks_per_host)
+        self.lowering = Lowering(self.observation, options.lowering, self.ranks_per_host, options.compile_helpers)
         is_timed = self.passes.target is not None and self.passes.target.time_kernels  # by ranks together
         uncached = self.observation.watches_passes or is_timed or is_fake_world()
         self.cache = FrameCache(None if uncached else PlanFolder.default())
@@ -194,6 +194,7 @@ class FrameCompiler:
             saved = SavedPlan.of(plan, described.graphs, described.called, described.data, handles, late)
             self.cache.keep(saved, values)
         self._announce(plan, described, handles, late, changes)
+        self.lowering.lower_ahead()
         return plan
 
     def _find(self, gm: fx.GraphModule, inputs: Sequence[Any], facts: dict[str, object]) -> bool:

@@ -81,9 +81,17 @@ class Lowering:
 
     decided: Decided
 
-    def __init__(self, observation: Observation, lowering: str, ranks_per_host: int) -> None:
+    def __init__(
+        self, observation: Observation, lowering: str, ranks_per_host: int, compile_helpers: int | None = 0
+    ) -> None:
         self.observation, self.ranks_per_host = observation, ranks_per_host
-        self.inductor = InductorLowering(*rank_and_world()) if lowering == "inductor" else None
+        self.inductor = InductorLowering(*rank_and_world(), compile_helpers) if lowering == "inductor" else None
+
+    def lower_ahead(self) -> None:
+        """Have helper processes compile the graphs of the plan before torch lowers them."""
+        if self.inductor is not None:
+            with self.observation.report.phase("lowering"):
+                self.inductor.compile_ahead([gm for one in self.decided.variants for gm in one.graphs.values()])
 
     def lower(self, direction: Direction, gm: fx.GraphModule, recorded: RecordedSteps | None = None) -> Program:
         """Return a final graph as a callable.
@@ -144,10 +152,12 @@ class Lowering:
         if self.inductor is None:
             return lower_fx(gm, watch, self.ranks_per_host, recorded)
         islands, distinct, cached = self.inductor.islands, len(self.inductor.compiled), self.inductor.cached
+        helped = self.inductor.helped
         lowered = self.inductor.lower(gm, watch, self.ranks_per_host, f"frame {title}", recorded)
         self.observation.report.islands += self.inductor.islands - islands
         self.observation.report.distinct_islands += len(self.inductor.compiled) - distinct
         self.observation.report.cached_islands += self.inductor.cached - cached
+        self.observation.report.helped_islands += self.inductor.helped - helped
         return lowered
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 from zgraph.compiler.pass_list import PassList
 from zgraph.errors import check_kind, renamed
 from zgraph.reporting.summary import Report
+from zgraph.torch_compat.inductor import caches_graphs, portable_settings
 
 LOWERINGS = ("inductor", "fx")
 OF_STEPS = ("cuda_graph", "check", "embeddings_by_muon")  # options of `zgraph.training_step`
@@ -33,6 +35,8 @@ class CompileOptions:
             bitwise. A number k: in every k-th call as well. 0 or False: never.
         embeddings_by_muon: only for `zgraph.training_step`: let `torch.optim.Muon` step embeddings and output heads
             too, which are otherwise refused.
+        compile_helpers: processes that compile for Inductor ahead of this rank, through its cache; None: as many as the
+            rank has spare cores for, at most 4, and none on GPUs. Inductor only.
     """
 
     passes: PassList | None = None
@@ -43,6 +47,7 @@ class CompileOptions:
     cuda_graph: bool = False
     check: bool | int = False
     embeddings_by_muon: bool = False
+    compile_helpers: int | None = None
 
     def __post_init__(self) -> None:
         if self.lowering not in LOWERINGS:
@@ -67,6 +72,26 @@ class CompileOptions:
                 f"zgraph: check={self.check!r} is neither a bool nor a number of calls; write True, or 100 for every "
                 "hundredth call as well."
             )
+
+        self._check_helpers()
+
+    def _check_helpers(self) -> None:
+        count = self.compile_helpers
+        if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 0):  # pyright: ignore
+            raise ValueError(f"zgraph: compile_helpers={count!r} is no number of processes; write 0, 1 or more.")
+        if not count:
+            return
+        if self.lowering != "inductor":
+            found = f"lowering={self.lowering!r} compiles nothing"
+        elif sys.platform == "win32":
+            found = "Windows has no process groups to end them by"
+        elif not caches_graphs():
+            found = "Inductor's cache, through which they hand over their work, is off"
+        elif portable_settings() is None:
+            found = "Inductor's options hold functions of yours, which other processes do not have"
+        else:
+            return
+        raise ValueError(f"zgraph: compile_helpers={count}: {found}; leave compile_helpers out, or write 0.")
 
     def is_checked(self, call: int, first: int) -> bool:
         """Return whether to compare call number `call` with the uncompiled step.

@@ -30,6 +30,7 @@ class Report:
         islands: number of islands. An island is compute between collectives; Inductor compiles each island by itself.
         distinct_islands: number of islands with different code; equal islands share their code.
         cached_islands: number of distinct islands found in Inductor's cache, compiled by other ranks or earlier runs.
+        helped_islands: number of distinct islands that helper processes of this rank have compiled.
         cached_plans: number of frames whose plans were found on disk, saved by earlier runs.
         unsaved: why the plan of a frame could not be saved, by frame.
         measured: latest measurements of `zgraph.measure`, by frame and direction.
@@ -50,6 +51,7 @@ class Report:
     islands: int = 0
     distinct_islands: int = 0
     cached_islands: int = 0
+    helped_islands: int = 0
     cached_plans: int = 0
     unsaved: dict[str, str] = field(default_factory=dict[str, str])
     measured: dict[tuple[str, str], Measured] = field(default_factory=dict[tuple[str, str], Measured])
@@ -153,7 +155,8 @@ class Report:
 
     @property
     def _islands_text(self) -> str:
-        return f"{self.distinct_islands} distinct, {self.cached_islands} of them from Inductor's cache"
+        helped = f", {self.helped_islands} compiled by helper processes" if self.helped_islands else ""
+        return f"{self.distinct_islands} distinct, {self.cached_islands} of them from Inductor's cache{helped}"
 
     def tables(self) -> list[Table]:
         """Return the report as tables for a notebook."""

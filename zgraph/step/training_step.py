@@ -429,7 +429,8 @@ class TrainingStep(Generic[P, R]):
                 )
         if reason:
             _log.info("zgraph: step %s is compiled again: %s", self.function.__name__, reason)
-        options = replace(self._options, lowering=lowering)
+        helpers = self._options.compile_helpers if lowering == "inductor" else None
+        options = replace(self._options, lowering=lowering, compile_helpers=helpers)
         if lifted.resting is not None:
             options = replace(options, passes=presets.with_streams(options.passes))
         captured.effects.check_gradients([gradient is not None for gradient in gradients_of(lifted.held)])

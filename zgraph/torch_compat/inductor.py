@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -139,7 +140,7 @@ def fuse_attention(gm: fx.GraphModule, device: torch.device) -> int:
 
 
 def compile_with_inductor(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
-    """Compile a functional aten graph with Inductor during a Dynamo compile (torch 2.11 - 2.15: `compile_fx_inner`).
+    """Compile a functional aten graph with Inductor (torch 2.11 - 2.15: `compile_fx_inner`).
 
     Args:
         gm: graph that returns a tuple; its outputs keep the strides in `meta["val"]`.
@@ -148,23 +149,27 @@ def compile_with_inductor(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable
     Returns:
         A function that takes one list of inputs and empties it.
     """
-    from torch._guards import TracingContext
+    from torch._guards import TracingContext, tracing
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.virtualized import V
 
     returned = next(iter(reversed(gm.graph.nodes)))
     returned.meta["user_visible_output_idxs"] = list(range(len(returned.args[0])))
-    context = TracingContext.try_get()
-    strides = None if context is None else context.output_strides
-    if context is not None:
-        context.output_strides = None  # AOTAutograd would mistake the island's strides for its own graph's
+    mode = fake_mode_of(inputs)
+    outer = TracingContext.try_get()
+    context = outer or TracingContext(mode)  # Inductor's cache needs one, for the shapes' environment in it
+    strides = context.output_strides
+    context.output_strides = None  # AOTAutograd would mistake the island's strides for its own graph's
     try:
-        with V.set_fake_mode(fake_mode_of(inputs)), config.patch(dict(_ISLAND_OPTIONS)):
+        with (
+            contextlib.nullcontext() if outer else tracing(context),
+            V.set_fake_mode(mode),
+            config.patch(dict(_ISLAND_OPTIONS)),
+        ):
             return cast("Callable[[list[Any]], Any]", compile_fx_inner(gm, list(inputs)))
     finally:
-        if context is not None:
-            context.output_strides = strides
+        context.output_strides = strides
 
 
 # Overrides of options that a user may have set for whole programs but that are wrong or useless for an island:
@@ -174,6 +179,90 @@ def compile_with_inductor(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable
 # - users outside the island were traced with its outputs' unpadded strides.
 # max_autotune and the like may stay: they choose kernels, by measurements on this rank, and change no order.
 _ISLAND_OPTIONS = MappingProxyType({"fallback_random": True, "triton.cudagraphs": False, "pad_outputs": False})
+
+
+def caches_graphs() -> bool:
+    """Return whether Inductor keeps compiled graphs on disk (torch 2.11 - 2.15: its config)."""
+    from torch._inductor import config
+
+    return bool(config.fx_graph_cache and not config.force_disable_caches)
+
+
+def chooses_by_measurement() -> bool:
+    """Return whether the user lets Inductor choose kernels by their measured times (torch 2.11 - 2.15: its config)."""
+    from torch._inductor import config
+
+    names = ("max_autotune", "max_autotune_gemm", "max_autotune_pointwise", "coordinate_descent_tuning")
+    return any(getattr(config, name) for name in names)
+
+
+def portable_settings() -> dict[str, Any] | None:
+    """Return the settings of this process that Inductor's code depends on, for `adopt_settings` in another process.
+
+    None if code of the user's is among Inductor's options. torch 2.11 - 2.15: `save_config_portable`, `get_hash`.
+    """
+    from torch._inductor import config
+
+    options: dict[str, Any] = config.save_config_portable(ignore_private_configs=False)  # pyright: ignore
+    if options.get("inductor_choices_class") is not None or any(map(callable, options.values())):
+        return None
+    return {
+        "options": options,
+        "hash": config.get_hash(),  # pyright: ignore[reportAttributeAccessIssue]
+        "threads": torch.get_num_threads(),
+        "dtype": torch.get_default_dtype(),
+        "deterministic": torch.get_deterministic_debug_mode(),
+        "fill": _of_determinism().fill_uninitialized_memory,
+        "mkldnn": torch.backends.mkldnn.enabled,
+        "precision": tuple(one.fp32_precision for one in _of_matmuls()),
+        "cuda": _cuda_settings(),
+    }
+
+
+def adopt_settings(settings: dict[str, Any]) -> None:
+    """Make the settings of another process those of this one; Inductor compiles one kernel at a time.
+
+    Raises:
+        RuntimeError: the settings of this process are still different.
+    """
+    from torch._inductor import config
+
+    config.load_config(settings["options"])  # pyright: ignore[reportAttributeAccessIssue]
+    torch.set_num_threads(settings["threads"])
+    torch.set_default_dtype(settings["dtype"])
+    torch.set_deterministic_debug_mode(settings["deterministic"])
+    _of_determinism().fill_uninitialized_memory = settings["fill"]
+    torch.backends.mkldnn.enabled = settings["mkldnn"]
+    for matmul, precision in zip(_of_matmuls(), settings["precision"], strict=True):
+        if matmul.fp32_precision != precision:
+            matmul.fp32_precision = precision
+    if settings["cuda"] is not None:
+        device, *reduced = settings["cuda"]
+        torch.cuda.set_device(device)
+        matmul = torch.backends.cuda.matmul
+        matmul.allow_fp16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction = reduced
+    found = portable_settings() or {}
+    different = [name for name in settings if name != "options" and settings[name] != found.get(name)]
+    if different:
+        raise RuntimeError(f"zgraph: settings of the rank that this process cannot have: {', '.join(different)}")
+    config.compile_threads = 1
+
+
+def _of_determinism() -> Any:
+    return torch.utils.deterministic
+
+
+def _of_matmuls() -> tuple[Any, Any]:
+    of_mkldnn: Any = torch.backends.mkldnn
+    return torch.backends.cuda.matmul, of_mkldnn.matmul
+
+
+def _cuda_settings() -> tuple[Any, ...] | None:
+    if not torch.cuda.is_initialized():
+        return None
+    matmul = torch.backends.cuda.matmul
+    reduced = matmul.allow_fp16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction
+    return torch.cuda.current_device(), *reduced
 
 
 def load_cpp(source: str) -> ctypes.CDLL:

@@ -60,6 +60,9 @@ class StreamStates(GraphPass):
 
     Attributes:
         prefetch: number of uses whose copies are in flight besides the awaited one.
+        ahead_bytes: bytes of copies in flight besides the awaited ones up to which inference graphs without a budget
+            start copies of later uses, too. Weights of 4 bits are small, and a disk with little in flight is idle
+            between requests.
         in_flight_bytes: maximum bytes of copies in flight, including the awaited ones. The copies for one use are
             always prefetched, so the limit has no effect with prefetch 0 or 1. The default holds three updates of
             `update_bytes`: one awaited, two prefetched.
@@ -81,6 +84,7 @@ class StreamStates(GraphPass):
     """
 
     prefetch: int = 1
+    ahead_bytes: int = 32 * MIB
     in_flight_bytes: int = 192 * MIB
     update_bytes: int = 64 * MIB
     stores_in_flight: int = 1
@@ -92,6 +96,7 @@ class StreamStates(GraphPass):
 
     def __post_init__(self) -> None:
         check_least("stream_states", 0, "0 (none), 1 or more", " is negative", prefetch=self.prefetch)
+        check_least("stream_states", 0, "0 (none) or more bytes", " is negative", ahead_bytes=self.ahead_bytes)
         check_choice("stream_states", ("at_rest", "streamed", "planned"), updates=self.updates)
         check_least("stream_states", 1, "1 or more", stores_in_flight=self.stores_in_flight)
         check_bytes("stream_states", ", or prefetch=0", in_flight_bytes=self.in_flight_bytes)
@@ -165,7 +170,9 @@ class StreamStates(GraphPass):
         outgoing = [(visit.last_write, visit.store) for visit in visits if visit.last_write and visit.store]
         for value, last in made:
             outgoing.append((last, _move_out(graph, value, last, placed)))
-        _prefetch(order, visits, joined, self.prefetch, self.in_flight_bytes)
+        # Only plans by costs read further ahead within a budget; copies for an update would be held along with gradients.
+        ahead_bytes = self.ahead_bytes if ctx.direction == "inference" and ctx.plan_bytes is None else 0
+        _prefetch(order, visits, joined, self.prefetch, ahead_bytes, self.in_flight_bytes)
         _write_behind(graph, outgoing, planned, self.stores_in_flight)
         edits.erase_dead(graph, [node for node in order if _is_only_view(node, placed)])
         bring_to_host(graph, on_host)
@@ -304,7 +311,12 @@ def _move_out(graph: fx.Graph, value: fx.Node, last: fx.Node, placed: Placements
 
 
 def _prefetch(
-    order: Sequence[fx.Node], visits: Sequence[Visit], joined: Sequence[Visit], prefetch: int, in_flight_bytes: int
+    order: Sequence[fx.Node],
+    visits: Sequence[Visit],
+    joined: Sequence[Visit],
+    prefetch: int,
+    ahead_bytes: int,
+    in_flight_bytes: int,
 ) -> None:
     """Move each start of a copy to the device up, to just before the wait for the copies of an earlier use."""
     batches = list(_batches(order, visits))
@@ -321,7 +333,7 @@ def _prefetch(
     reductions = _last_reductions(order, {batch[0].uses[0] for batch in batches})
     oldest = 0
     for number, batch in enumerate(batches):
-        while number - oldest > prefetch or (number - oldest > 1 and sum(sizes[oldest : number + 1]) > in_flight_bytes):
+        while _is_too_far(sizes[oldest : number + 1], prefetch, ahead_bytes, in_flight_bytes):
             oldest += 1
         anchor = top if oldest == 0 and number < prefetch else anchors[oldest]
         floor = reductions[batch[0].uses[0]] if any(visit.is_update for visit in batch) else None
@@ -332,6 +344,12 @@ def _prefetch(
             # A value that was stored before is read again just before its use, after the wait for that store.
             if visit.is_first and anchor < reload:
                 edits.move_before(reload, anchor)
+
+
+def _is_too_far(sizes: Sequence[int], prefetch: int, ahead_bytes: int, in_flight_bytes: int) -> bool:
+    """Return whether the last copies of a window, given by the bytes of each use, must not start at its first use."""
+    later = len(sizes) - 1  # uses after the awaited one
+    return (later > prefetch and sum(sizes[1:]) > ahead_bytes) or (later > 1 and sum(sizes) > in_flight_bytes)
 
 
 def _join_updates(

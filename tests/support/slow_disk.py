@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -15,11 +16,12 @@ def slow_down(disk: DiskFolder, bytes_per_s: float) -> None:
 
 
 def _delay(mover: Any, name: str, bytes_per_s: float) -> None:
-    transfer = getattr(mover, name)
+    transfer, one_by_one = getattr(mover, name), threading.Lock()  # several threads read
 
     def delayed(part: Any, *rest: int) -> None:
-        begun = time.monotonic()
-        transfer(part, *rest)
-        time.sleep(max(0.0, begun + part.nbytes / bytes_per_s - time.monotonic()))
+        with one_by_one:
+            begun = time.monotonic()
+            transfer(part, *rest)
+            time.sleep(max(0.0, begun + part.nbytes / bytes_per_s - time.monotonic()))
 
     setattr(mover, name, delayed)

@@ -6,9 +6,9 @@
     values = reading.wait()                                                       # in memory
     disk.start_write(values.mul_(0.9), moment).wait()
 
-One thread reads (preadv), one writes (pwritev), and a third reads the second halves of large reads. Transfers of large
-tensors bypass the page cache; small tensors stay in it. DeepSpeed's aio bypasses the page cache, too, but reserves no
-space and keeps no order.
+A few threads read (preadv), one writes (pwritev), and one reads the second halves of large reads, which run one by one.
+Transfers of large tensors bypass the page cache; small tensors stay in it. DeepSpeed's aio bypasses the page cache, too,
+but reserves no space and keeps no order.
 
 Rule: from `start_read` or `start_write` until the end of `wait`, do not access the tensor through its mapping, nor the
 buffer that is being filled or written. Transfers of one tensor keep their order: its mapping and later transfers see
@@ -35,6 +35,8 @@ from zgraph.tiers.disk.access import open_access
 from zgraph.tiers.disk.place import filesystem_of
 from zgraph.tiers.disk.space import Slot, Space
 from zgraph.tiers.disk.transfer import Mover, Part
+
+READERS = 4  # reads at once, such as those of codes: with one request at a time a disk idles in between
 
 Result = TypeVar("Result")
 
@@ -87,12 +89,14 @@ class DiskFolder:
             warnings.warn(text, ZgraphWarning, stacklevel=2)
         self._reads = Mover(self._space, self._access)
         self._writes = Mover(self._space, self._access)
-        self._reader = ThreadPoolExecutor(1, f"zgraph-disk-read-{rank}")
+        self._reader = ThreadPoolExecutor(READERS, f"zgraph-disk-read-{rank}")
+        self._piece_reader = ThreadPoolExecutor(1, f"zgraph-disk-pieces-{rank}")  # buffers of pieces are of one thread
         self._writer = ThreadPoolExecutor(1, f"zgraph-disk-write-{rank}")
         self._process = os.getpid()
         # Held while a transfer is submitted, so that both workers see one order; and by a transfer's done callback,
         # which runs inside the submission if the transfer has already ended.
         self._lock = threading.RLock()
+        self._under_way: dict[Future[Any], None] = {}
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, name: str) -> Tensor:
         """Make a contiguous CPU tensor whose storage is a mapped range of the file, with its disk space reserved.
@@ -139,7 +143,7 @@ class DiskFolder:
             self._reads.read(part, memory.data_ptr(), _room_in(memory))
             return memory.view(tensor.dtype).view(tensor.shape)
 
-        return Transfer(self._start_reading("start_read", part, read))
+        return Transfer(self._start_reading(self._reader, "start_read", part, read))
 
     def start_read_in_pieces(self, tensor: Tensor, pieces: Generator[Tensor]) -> Transfer[Tensor]:
         """Start reading a tensor of this folder that does not fit into memory: into one buffer after the other.
@@ -162,7 +166,7 @@ class DiskFolder:
                     self._reads.read(piece, buffer.data_ptr(), _room_in(buffer))
             return tensor
 
-        return Transfer(self._start_reading("start_read_in_pieces", part, read))
+        return Transfer(self._start_reading(self._piece_reader, "start_read_in_pieces", part, read))
 
     def start_write(self, source: Tensor, tensor: Tensor) -> Transfer[None]:
         """Start writing to a tensor of this folder, after all started transfers of the tensor.
@@ -205,10 +209,12 @@ class DiskFolder:
     def finish(self) -> None:
         """Wait for all started transfers. Raise none of their errors: `Transfer.wait` still does that."""
         with self._lock:
-            ends = [self._reader.submit(int), self._writer.submit(int)]
+            ends = [*self._under_way, self._writer.submit(int)]  # by then the writer has let go of what it wrote
         wait(ends)
 
-    def _start_reading(self, doing: str, part: Part, job: Callable[[], Result]) -> Future[Result | DiskError]:
+    def _start_reading(
+        self, threads: ThreadPoolExecutor, doing: str, part: Part, job: Callable[[], Result]
+    ) -> Future[Result | DiskError]:
         slot = part.slot
 
         def run() -> Result | DiskError:
@@ -227,8 +233,9 @@ class DiskFolder:
         with self._lock:
             self._check_process(doing)
             before = slot.writing
-            future = self._reader.submit(run)
+            future = threads.submit(run)
             slot.reading.append(future)
+            self._under_way[future] = None
             future.add_done_callback(lambda future: self._have_read(slot, future))
         return future
 
@@ -252,15 +259,18 @@ class DiskFolder:
             self._check_process(doing)
             before = [*slot.reading]
             future = slot.writing = self._writer.submit(write, tensor)
+            self._under_way[future] = None
             future.add_done_callback(lambda future: self._have_written(slot, future))
         return Transfer(future)
 
     def _have_read(self, slot: Slot, future: Future[Any]) -> None:
         with self._lock:
             slot.reading.remove(future)
+            del self._under_way[future]
 
     def _have_written(self, slot: Slot, future: Future[None]) -> None:
         with self._lock:
+            del self._under_way[future]
             if slot.writing is future:
                 slot.writing = None
 

@@ -7,6 +7,7 @@ import ctypes
 import errno
 import mmap
 import os
+import threading
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -60,7 +61,9 @@ class Part:
 
 
 class Mover:
-    """Transfers in one direction, started by one thread; a helper thread reads the second halves of large reads.
+    """Transfers in one direction, started by any thread; a helper thread reads the second halves of large reads.
+
+    Large reads run one by one: two at once would both end late. The staging memory serves one transfer at a time.
 
     Args:
         space: the file.
@@ -71,6 +74,7 @@ class Mover:
         self.space, self.access = space, access
         self._staging: mmap.mmap | None = None
         self._reaches_pinned = True  # False once the disk could not reach memory that it was given
+        self._large, self._staged = threading.Lock(), threading.Lock()
         self._beside = ThreadPoolExecutor(1, "zgraph-disk-half")  # starts its thread at the first large read
 
     @property
@@ -159,10 +163,13 @@ class Mover:
         whole = min(room // BLOCK * BLOCK, blocks(part.nbytes)) if self._in_place(address) else 0
         if not self._reached(partial(self._read_in_place, self.access.direct, address, whole, part.offset)):
             whole = 0
-        staging = self.staging(part.nbytes - whole) if whole < part.nbytes else 0
-        for start, nbytes in steps(whole, part.nbytes, self.staging_bytes):
-            repeat(os.preadv, self.access.direct, staging, blocks(nbytes), part.offset + start)
-            ctypes.memmove(address + start, staging, nbytes)
+        if whole >= part.nbytes:
+            return
+        with self._staged:
+            staging = self.staging(part.nbytes - whole)
+            for start, nbytes in steps(whole, part.nbytes, self.staging_bytes):
+                repeat(os.preadv, self.access.direct, staging, blocks(nbytes), part.offset + start)
+                ctypes.memmove(address + start, staging, nbytes)
 
     def _read_in_place(self, fd: int, address: int, whole: int, offset: int) -> None:
         def read(start: int, end: int) -> None:
@@ -173,12 +180,13 @@ class Mover:
             read(0, whole)
             return
         middle = whole // 2 // HUGE_PAGE * HUGE_PAGE
-        second = self._beside.submit(read, middle, whole)
-        try:
-            read(0, middle)
-        finally:
-            wait([second])  # also if the first half fails: until then the second reads into memory that would be freed
-        second.result()
+        with self._large:
+            second = self._beside.submit(read, middle, whole)
+            try:
+                read(0, middle)
+            finally:
+                wait([second])  # also if the first half fails: until then the second reads into memory to be freed
+            second.result()
 
     def _write_directly(self, part: Part, address: int) -> None:
         assert self.access.direct is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType, ModuleType
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -126,16 +127,34 @@ def dequantize_shards(received: Tensor, method: str, numel: int, offset: int, wo
 
 
 @torch.library.impl("zgraph::multiply_codes", _DEVICES)
-def multiply_codes(x: Tensor, received: Tensor, method: str, numel: int, offset: int, world: int, rows: int) -> Tensor:
+def multiply_codes(
+    x: Tensor,
+    received: Tensor,
+    method: str,
+    numel: int,
+    offset: int,
+    world: int,
+    rows: int,
+    columns: int,
+    transpose: bool,
+) -> Tensor:
     layout = layout_of(method, (numel,), 1, 1)
-    payloads, columns = received.view(world, -1)[:, offset : offset + layout.payload_bytes], x.shape[1]
+    payloads = received.view(world, -1)[:, offset : offset + layout.payload_bytes]
     if x.device.type == "cpu" and len(x) <= _MOST_ROWS.get(x.dtype, _MOST_ROWS_OF_HALF):
-        found = multiply(x.float().contiguous(), payloads, layout, rows)
+        found = multiply(x.float().contiguous(), payloads, layout, rows, columns, transpose=transpose)
         if found is not None:
             return found.to(x.dtype)
-    coded, products = _Rows.of(payloads, layout, columns), x.new_empty((len(x), rows))
-    for ids in torch.arange(rows, device=x.device).split(max(1, _TILE_NUMEL // columns)):
-        products[:, ids[0] : ids[0] + len(ids)] = x @ coded.decoded(ids, x.dtype).t()
+    coded, ids = _Rows.of(payloads, layout, columns), torch.arange(rows, device=x.device)
+    products = x.new_empty((len(x), rows if transpose else columns))
+    if transpose:
+        for some in ids.split(max(1, _TILE_NUMEL // columns)):
+            products[:, some[0] : some[0] + len(some)] = x @ coded.decoded(some, x.dtype).t()
+        return products
+    group = cast(BlockMethod, layout.method).group
+    width = group * max(1, _TILE_NUMEL // (group * max(1, rows)))
+    for first in range(0, columns, width):
+        last = min(first + width, columns)
+        products[:, first:last] = x @ coded.between(first, last).decoded(ids, x.dtype)
     return products
 
 
@@ -177,6 +196,15 @@ class _Rows:
         rows = layout.numels[0] // columns
         views = (view[:, 0] for view in next(layout.views(payloads)))
         return cls(to_text(layout.method), columns, tuple(view.unflatten(1, (rows, -1)) for view in views))
+
+    def between(self, first: int, last: int) -> _Rows:
+        """Return the columns from `first` to `last`, which are multiples of the method's group."""
+
+        def narrowed(section: Tensor) -> Tensor:
+            row_bytes = section.shape[2]
+            return section[:, :, first * row_bytes // self.columns : last * row_bytes // self.columns]
+
+        return _Rows(self.method, last - first, tuple(map(narrowed, self.sections)))
 
     def decoded(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Decode rows: [n] int64 -> [n, columns]."""

@@ -170,7 +170,7 @@ class StreamStates(GraphPass):
         outgoing = [(visit.last_write, visit.store) for visit in visits if visit.last_write and visit.store]
         for value, last in made:
             outgoing.append((last, _move_out(graph, value, last, placed)))
-        # Only plans by costs read further ahead within a budget; copies for an update would be held along with gradients.
+        # With a budget only plans by costs read further ahead; in training, gradients need the memory.
         ahead_bytes = self.ahead_bytes if ctx.direction == "inference" and ctx.plan_bytes is None else 0
         _prefetch(order, visits, joined, self.prefetch, ahead_bytes, self.in_flight_bytes)
         _write_behind(graph, outgoing, planned, self.stores_in_flight)

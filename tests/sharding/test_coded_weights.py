@@ -252,50 +252,61 @@ def test_a_language_model_generates_from_codes(tmp_path: Path, bits: Any) -> Non
 
 
 class Tied(nn.Module):
-    """Rows of whole groups: a table that is looked up and multiplied, and a layer whose rows ranks share unevenly."""
+    """Rows of whole groups: a table that is looked up and multiplied, a layer whose rows ranks share unevenly, and a
+    weight that is multiplied without a transpose."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.table, self.layer = nn.Embedding(ODD, 128), nn.Linear(128, 128)
+        self.table, self.layer = nn.Embedding(ODD, 128), nn.Linear(128, ODD)
+        self.weight, self.bias = nn.Parameter(torch.randn(ODD, 128) / 8), nn.Parameter(torch.randn(128))
 
     def forward(self, ids: Tensor) -> Tensor:
-        return torch.tanh(self.layer(self.table(ids))) @ self.table.weight.T
+        x = torch.tanh(self.layer(self.table(ids))).flatten(0, 1)
+        return torch.addmm(self.bias, x, self.weight) @ self.table.weight.T  # as Conv1D of GPT-2
 
 
-def read_codes(zero_stage: int, offload: zgraph.Offload, dtype: torch.dtype, lowering: str, batch: int) -> None:
+def read_codes(zero_stage: int, offload: zgraph.Offload, precision: str, lowering: str, batch: int) -> None:
     torch.compiler.reset()
-    served, report = zgraph.shard(Tied().to(dtype), zero_stage=zero_stage, offload=offload), zgraph.Report()
+    dtype, half = torch.bfloat16 if precision == "bf16" else torch.float32, torch.bfloat16
+    param_dtype = half if precision == "param_dtype" else None
+    served = zgraph.shard(Tied().to(dtype), zero_stage=zero_stage, param_dtype=param_dtype, offload=offload)
+    report = zgraph.Report()
     options: Any = {"lowering": lowering, "report": report}
     compiled: Any = torch.compile(served, backend="zgraph", options=options)
     ids = torch.arange(7 * batch).view(batch, 7) % ODD
     world = torch.distributed.get_world_size() if zero_stage else 1
     exact = twin(Tied().to(dtype).float(), world, offload.param_bits or 0).double()  # weights are not rounded
+    autocast = torch.autocast("cpu", half) if precision == "autocast" else contextlib.nullcontext()
     with torch.no_grad():
-        found, decoded, expected = compiled(ids), served(ids), exact(ids)  # `served` decodes whole weights
+        expected = exact(ids)
+        with autocast:
+            found, decoded = compiled(ids), served(ids)  # `served` decodes whole weights
         with pytest.raises(IndexError, match=f"in a table of {ODD}"):  # ranks have rows of padding
             compiled(torch.full_like(ids, ODD))
-    if dtype == torch.float32:
+    if precision == "fp32":
         torch.testing.assert_close(found, decoded)
     assert (found - expected).norm() <= 1.1 * (decoded - expected).norm()
-    assert found.dtype == dtype and "read_codes on inference: 3 operators read codes" in report.notes
+    assert found.dtype == decoded.dtype and "read_codes on inference: 4 operators read codes" in report.notes
     in_place = any("bytes of codes are read where they rest" in note for note in report.notes)
     assert in_place == (world == 1 and offload.params == "host"), report.notes
 
 
 @worlds(1, 2, 3)
 @pytest.mark.parametrize(
-    ("zero_stage", "tier", "bits", "dtype", "lowering", "batch"),
+    ("zero_stage", "tier", "bits", "precision", "lowering", "batch"),
     [
-        (3, "disk", 4, torch.float32, "fx", 1),
-        (0, "host", 8, torch.float32, "fx", 10),  # more rows than a fused product takes
-        (2, "host", 4, torch.bfloat16, "fx", 1),
-        (3, "host", 8, torch.bfloat16, "inductor", 1),
-        *long((1, "disk", 4, torch.float32, "inductor", 10)),
+        (3, "disk", 4, "fp32", "fx", 1),
+        (0, "host", 8, "fp32", "fx", 10),  # more rows than a fused product takes
+        (2, "host", 4, "bf16", "fx", 1),
+        (0, "disk", 4, "autocast", "fx", 1),
+        (3, "host", 8, "param_dtype", "fx", 1),
+        (3, "host", 8, "autocast", "inductor", 1),
+        *long((3, "host", 8, "bf16", "inductor", 1), (1, "disk", 4, "fp32", "inductor", 10)),
     ],
 )
 def test_products_and_lookups_read_codes(
-    ranks: Ranks, zero_stage: int, tier: Any, bits: Any, dtype: torch.dtype, lowering: str, batch: int, tmp_path: Path
+    ranks: Ranks, zero_stage: int, tier: Any, bits: Any, precision: str, lowering: str, batch: int, tmp_path: Path
 ) -> None:
     offload = zgraph.Offload(params=tier, path=tmp_path if tier == "disk" else None, param_bits=bits)
-    ranks.run(read_codes, zero_stage, offload, dtype, lowering, batch)
+    ranks.run(read_codes, zero_stage, offload, precision, lowering, batch)

@@ -506,10 +506,16 @@ CASES: tuple[Case | OfStep | Unsharded, ...] = (
         inputs=(torch.tensor([0, 2]), torch.zeros(144, dtype=torch.uint8)),
     ),
     Unsharded(
-        about="a product without a transpose needs decoded weights",
+        about="a product without a transpose, after a cast",
         graph_pass=ReadCodes(),
-        function=lambda x, codes: x @ table_of(codes),
+        function=lambda x, codes: x.bfloat16() @ table_of(codes).bfloat16(),
         inputs=(torch.ones(2, 4), torch.zeros(144, dtype=torch.uint8)),
+    ),
+    Unsharded(
+        about="a product that doubles the bias needs decoded weights",
+        graph_pass=ReadCodes(),
+        function=lambda x, codes: torch.addmm(torch.ones(4), x, table_of(codes).t(), beta=2),
+        inputs=(torch.ones(2, 64), torch.zeros(144, dtype=torch.uint8)),
     ),
 )
 

@@ -14,7 +14,7 @@ it.
 
 Products and lookups may read the payloads themselves, so that the unsharded weight never exists:
 
-    product = multiply_codes(x, received, ...)                          x @ weight.T
+    product = multiply_codes(x, received, ...)                          x @ weight.T, or x @ weight
     found = lookup_codes(received, ids, ...)                            weight[ids]
 
 The results of `quantize_shards` and `dequantize_shards` depend only on their arguments: a parameter that is gathered
@@ -57,7 +57,8 @@ torch.library.define(
 )
 torch.library.define(
     "zgraph::multiply_codes",
-    "(Tensor x, Tensor received, str method, int numel, int offset, int world, int rows) -> Tensor",
+    "(Tensor x, Tensor received, str method, int numel, int offset, int world, int rows, int columns, "
+    "bool transpose) -> Tensor",
 )
 torch.library.define(
     "zgraph::lookup_codes",
@@ -217,19 +218,32 @@ def _(received: Tensor, method: str, numel: int, offset: int, world: int, dtype:
 
 
 @torch.library.register_fake("zgraph::multiply_codes")
-def _(x: Tensor, received: Tensor, method: str, numel: int, offset: int, world: int, rows: int) -> Tensor:
-    """Multiply with a weight, given as the payloads of all ranks: `x @ weight.T` (`zgraph::multiply_codes`).
+def _(
+    x: Tensor,
+    received: Tensor,
+    method: str,
+    numel: int,
+    offset: int,
+    world: int,
+    rows: int,
+    columns: int,
+    transpose: bool,
+) -> Tensor:
+    """Multiply with a weight, given as the payloads of all ranks (`zgraph::multiply_codes`).
 
     Args:
-        x: [n, columns] float32, bfloat16 or float16. `columns` is a multiple of the method's group.
+        x: [n, columns] float32, bfloat16 or float16; [n, rows] without a transpose.
         received, numel, offset, world: as in `dequantize_shards`; `numel` is a multiple of `columns`.
         method: `BlockMethod` without rotation, as text.
         rows: number of rows of the weight, without padding.
+        columns: number of columns of the weight, a multiple of the method's group.
+        transpose: whether the product is `x @ weight.T`; otherwise it is `x @ weight`.
 
     Returns:
-        [n, rows] in the dtype of `x`; products and sums are fp32 for few rows of `x`.
+        [n, rows] in the dtype of `x`; [n, columns] without a transpose. For few rows of `x`, weights are not rounded to
+        that dtype, products and sums are fp32, and the sum is rounded once.
     """
-    return x.new_empty((x.shape[0], rows))
+    return x.new_empty((x.shape[0], rows if transpose else columns))
 
 
 @torch.library.register_fake("zgraph::lookup_codes")

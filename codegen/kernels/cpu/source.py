@@ -60,16 +60,21 @@ Bytes per element of the output: {_wire_bytes(method):.3f} for each rank, and {o
 
 
 def emit_multiply(method: BlockMethod) -> str:
-    """Return the C++ source of `extern "C" void multiply(...)`."""
+    """Return the C++ source of `extern "C" void multiply(...)` and `multiply_rows(...)`."""
     what = f"""\
-Products of inputs and the transpose of a weight that is stored as codes; each code is decoded in a register.
+Products of inputs and a weight that is stored as codes; each code is decoded in a register. For inputs @ weight.T
+`multiply` adds up along a row of the weight, for inputs @ weight `multiply_rows` adds up rows.
 
-inputs    [input_rows, numel] float
 received  [ranks, row_bytes] uint8: {_sections(method)}, of rank_rows rows of the weight
-outputs   [input_rows, weight_rows] float
+multiply
+    inputs    [input_rows, numel] float
+    outputs   [input_rows, weight_rows] float
+multiply_rows
+    inputs    [input_rows, weight_rows] float
+    outputs   [input_rows, columns] float
 
 Bytes per weight: {_wire_bytes(method):.3f}."""
-    parts = map(_template, ("common", "dequantize", "multiply"))
+    parts = map(_template, ("common", "dequantize", "multiply", "multiply_rows"))
     return _comment(what) + _constants(method, "Output", torch.float32) + "".join(parts)
 
 

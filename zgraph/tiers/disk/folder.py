@@ -6,9 +6,9 @@
     values = reading.wait()                                                       # in memory
     disk.start_write(values.mul_(0.9), moment).wait()
 
-A few threads read (preadv), one writes (pwritev), and one reads the second halves of large reads, which run one by one.
-Transfers of large tensors bypass the page cache; small tensors stay in it. DeepSpeed's aio bypasses the page cache, too,
-but reserves no space and keeps no order.
+A few threads read (preadv), one writes (pwritev), and one reads the second halves of large reads, which run one by
+one. Transfers of large tensors bypass the page cache; small tensors stay in it. DeepSpeed's aio bypasses the page
+cache, too, but reserves no space and keeps no order.
 
 Rule: from `start_read` or `start_write` until the end of `wait`, do not access the tensor through its mapping, nor the
 buffer that is being filled or written. Transfers of one tensor keep their order: its mapping and later transfers see

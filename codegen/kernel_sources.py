@@ -86,8 +86,19 @@ class Dequantize:
         return _described("#", name, self.layout) + case + _triton_source("dequantize")
 
 
+@dataclass(frozen=True)
+class Multiply(Dequantize):
+    """One launch of the kernel that multiplies with a weight whose codes it decodes in registers.
+
+    GPUs have no such kernel: there, the weight is decoded.
+    """
+
+    def cpp(self, name: str) -> str:
+        return _described("//", name, self.layout) + cpu_source.emit_multiply(cast(BlockMethod, self.layout.method))
+
+
 def _has_kernel(node: fx.Node) -> bool:
-    return nodes.is_quantize(node) or node.target in (
+    return nodes.is_quantize(node) or nodes.reads_codes(node) or node.target in (
         torch.ops.zgraph.dequantize_sum.default,
         torch.ops.zgraph.dequantize_each.default,
         torch.ops.zgraph.quantize_shards.default,
@@ -113,7 +124,10 @@ def _launches(node: fx.Node) -> list[Quantize] | list[Dequantize]:
     else:
         numels = named["numels"] if "numels" in named else [named["numel"]]
         layout, task = layout_of(method, tuple(numels), 1, 1), Task(each=True)
-    return [Dequantize(layout, named["dtype"], meta.tensor_value(named["received"]).device, task)]
+    device = meta.tensor_value(named["received"]).device
+    if node.target is torch.ops.zgraph.multiply_codes.default:
+        return [Multiply(layout, meta.tensor_value(node).dtype, device, task)]
+    return [Dequantize(layout, named["dtype"], device, task)]
 
 
 def _described(mark: str, name: str, layout: BucketLayout) -> str:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.support.compiled import with_fx
 from tests.support.graphs import apply, fake_world, mlp, traced
@@ -18,6 +19,7 @@ from zgraph import PassList, shard
 from zgraph.codegen.kernel_sources import Dequantize, Quantize, sources_of
 from zgraph.codegen.kernels.cpu import source as cpu_source
 from zgraph.codegen.kernels.triton.dequantize_blocks import Task
+from zgraph.compression.method_text import to_text
 from zgraph.compression.methods import RngKey, TensorMethod
 from zgraph.compression.payload import BucketLayout
 from zgraph.passes import CompressGradients, LoCo, LowerGathers, LowerReductions, NoFeedback, QuantizeGathers, presets
@@ -72,6 +74,22 @@ def test_gathered_codes_show_theirs() -> None:
     found = sources(3, QuantizeGathers(method=method, min_numel=30), LowerGathers(), direction="forward")
     assert sum(cpu_source.emit_quantize(method, torch.float32) in source for source in found.values()) == 2
     assert sum(cpu_source.emit_dequantize(method, torch.float32) in source for source in found.values()) == 2
+
+
+def test_products_and_lookups_of_codes_show_theirs() -> None:
+    """One for each node: a lookup decodes rows, a product decodes in registers."""
+    method = NoFeedback(bits=4, group=64)
+
+    def read(x: Tensor, ids: Tensor, codes: Tensor) -> Tensor:
+        args = (to_text(method), 256, 0, 1, 4, 64)
+        looked_up = torch.ops.zgraph.lookup_codes(codes, ids, *args, torch.bfloat16)
+        return looked_up @ torch.ops.zgraph.multiply_codes(x, codes, *args, False).t()
+
+    inputs = (torch.ones(2, 4, dtype=torch.bfloat16), torch.tensor([0]), torch.zeros(144, dtype=torch.uint8))
+    found = sources_of(make_fx(read, tracing_mode="fake")(*inputs).graph)
+    assert [*found] == ["lookup_codes.cpp", "multiply_codes.cpp"]
+    assert found["lookup_codes.cpp"].endswith(cpu_source.emit_dequantize(method, torch.bfloat16))
+    assert found["multiply_codes.cpp"].endswith(cpu_source.emit_multiply(method))
 
 
 def test_methods_of_users_have_none() -> None:

@@ -17,10 +17,10 @@ from tests.support.ranks import Ranks, worlds
 
 CONFIG = LlamaConfig(
     hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-    vocab_size=96, max_position_embeddings=64, pad_token_id=0, eos_token_id=95,
+    vocab_size=96, max_position_embeddings=512, pad_token_id=0, eos_token_id=95,
 )  # fmt: skip
 PROMPTS = torch.arange(1, 11).view(2, 5)
-TOKENS = 20
+TOKENS, LONG = 20, 256
 
 
 def llama() -> Any:
@@ -28,11 +28,11 @@ def llama() -> Any:
     return LlamaForCausalLM(CONFIG)
 
 
-def texts(model: Any, prompts: Tensor = PROMPTS, **cache: Any) -> Tensor:
-    """Generate TOKENS tokens for each prompt; no text ends early."""
+def texts(model: Any, prompts: Tensor = PROMPTS, tokens: int = TOKENS, **cache: Any) -> Tensor:
+    """Generate tokens for each prompt; no text ends early."""
     mask = torch.ones_like(prompts)
     return model.generate(
-        prompts, attention_mask=mask, max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False, **cache
+        prompts, attention_mask=mask, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, **cache
     )
 
 
@@ -45,19 +45,20 @@ def compiled(model: Any, report: zgraph.Report, **options: Any) -> Any:
 def serve(folder: str, cache: dict[str, Any], lowering: str) -> None:
     offload = zgraph.Offload(params="disk", path=folder, param_bits=4)
     model, report = zgraph.shard(llama().eval(), offload=offload), zgraph.Report()
-    expected = texts(model)  # uncompiled: decodes whole weights
+    tokens = LONG if cache and lowering == "fx" else TOKENS
+    expected = texts(model, tokens=tokens)  # uncompiled: decodes whole weights
     model = compiled(model, report, lowering=lowering)
-    assert torch.equal(texts(model, **cache), expected)
+    assert torch.equal(texts(model, tokens=tokens, **cache), expected)
     frames = [graph.frame for graph in report.graphs]
     # One for prompts, one for tokens; a cache that grows has one more for the first token, before sizes are dynamic.
     assert len(frames) == len(set(frames)) == (2 if cache else 3)
-    assert torch.equal(texts(model, **cache), expected)
+    assert torch.equal(texts(model, tokens=tokens, **cache), expected)
     assert len(report.graphs) == len(frames)
-    assert torch.equal(texts(model, PROMPTS[:1], **cache), expected[:1])
+    assert torch.equal(texts(model, PROMPTS[:1], **cache), expected[:1, : PROMPTS.shape[1] + TOKENS])
     assert any("read_codes" in note and "operators read codes" in note for note in report.notes)
 
 
-STATIC = {"cache_implementation": "static"}
+STATIC: dict[str, Any] = {"cache_implementation": "static"}
 
 
 @worlds(1, 2)

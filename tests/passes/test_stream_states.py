@@ -119,6 +119,29 @@ def test_no_more_is_in_flight_than_was_asked_for() -> None:
 
 
 @pytest.mark.parametrize("world", [1], indirect=True)
+@pytest.mark.parametrize(
+    ("ahead_bytes", "budget_bytes", "expected"),
+    [(0, None, 2), (3 * 64, None, 4), (3 * 64 + 63, None, 4), (2**20, None, 8), (2**20, 2**30, 2)],
+)
+def test_inference_reads_ahead_by_bytes_unless_there_is_a_budget(
+    ahead_bytes: int, budget_bytes: int | None, expected: int
+) -> None:
+    """Eight layers of 64 bytes each: the one that is awaited, and as many as fit."""
+    torch.compiler.reset()
+    model = zgraph.shard(nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(8))), offload=HOST)
+    found: list[fx.GraphModule] = []
+    *rules, _ = presets.default(bucket_bytes=1)
+    target = zgraph.Target(hardware=zgraph.Hardware.preset("cpu"), budget_bytes=budget_bytes)
+    passes = zgraph.PassList(
+        [*rules, StreamStates(ahead_bytes=ahead_bytes), KeepEach(found)], target=target if budget_bytes else None
+    )
+    compiled: Any = torch.compile(model, backend="zgraph", options={"lowering": "fx", "passes": passes})
+    with torch.no_grad():
+        compiled(torch.ones(2, 4))
+    assert in_flight(found[-1].graph, nodes.is_reload) == expected
+
+
+@pytest.mark.parametrize("world", [1], indirect=True)
 def test_fused_update_without_reductions_is_split_by_bytes() -> None:
     whole, _, _ = steps_of(HOST, STREAMED)
     split, _, _ = steps_of(HOST, StreamStates(update_bytes=2 * 3 * 64, updates="streamed"))
@@ -375,6 +398,7 @@ def test_views_and_gradients_may_be_touched_beside_an_update() -> None:
     ("options", "text"),
     [
         ({"prefetch": -1}, "prefetch=-1 is negative"),
+        ({"ahead_bytes": -1}, "ahead_bytes=-1 is negative"),
         ({"stores_in_flight": 0}, "stores_in_flight=0; write 1 or more"),
         ({"in_flight_bytes": 0}, "in_flight_bytes=0 holds nothing"),
         ({"update_bytes": 0}, "update_bytes=0 holds no parameter"),

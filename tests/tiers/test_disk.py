@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import zgraph
 from tests.support.slow_disk import slow_down
 from tests.support.torchrun import ROOT
-from zgraph.tiers.disk import transfer
+from zgraph.tiers.disk import folder, transfer
 from zgraph.tiers.disk.buffers import KEPT_BYTES, Buffers
 from zgraph.tiers.disk.folder import DiskFolder
 from zgraph.tiers.disk.place import filesystem_of
@@ -320,6 +320,41 @@ def test_transfers_of_one_tensor_keep_their_order(disk: DiskFolder, monkeypatch:
     assert after.wait().eq(2).all() and rows.wait().eq(2).all()
     last.wait()
     assert one.eq(3).all()
+
+
+def test_small_tensors_are_read_at_once(disk: DiskFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = [filled(disk, torch.full((5000,), float(place))) for place in range(2 * folder.READERS)]
+    all_there, real = threading.Barrier(folder.READERS), os.preadv
+
+    def held(*args: object) -> int:
+        all_there.wait(60)
+        return real(*args)  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr(os, "preadv", held)
+    for place, read in enumerate([disk.start_read(one) for one in tensors]):
+        assert read.wait().eq(place).all()
+
+
+def test_large_tensors_are_read_one_by_one(disk: DiskFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each in halves: two requests at a time, never three."""
+    monkeypatch.setattr(transfer, "HALVED_BYTES", 4 * MIB)
+    tensors = [filled(disk, torch.full((MIB,), float(place))) for place in range(3)]
+    under_way, most, counting, real = [0], [0], threading.Lock(), os.preadv
+
+    def counted(*args: object) -> int:
+        with counting:
+            under_way[0] += 1
+            most[0] = max(most[0], under_way[0])
+        try:
+            return real(*args)  # pyright: ignore[reportArgumentType]
+        finally:
+            with counting:
+                under_way[0] -= 1
+
+    monkeypatch.setattr(os, "preadv", counted)
+    for place, read in enumerate([disk.start_read(one) for one in tensors]):
+        assert read.wait().eq(place).all()
+    assert most[0] <= 2 or disk._access.direct is None
 
 
 def test_a_pending_write_keeps_its_tensors(disk: DiskFolder, monkeypatch: pytest.MonkeyPatch) -> None:

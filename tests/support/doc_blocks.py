@@ -7,6 +7,7 @@ import copy
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -166,6 +167,13 @@ def _generating() -> dict[str, Any]:
     config.eos_token_id, config.pad_token_id = None, 0
     Path("scratch").mkdir(exist_ok=True)
     return {"model": GPT2LMHeadModel(config), "prompt": torch.randint(0, 32, (1, 3))}
+
+
+def _choosing() -> dict[str, Any]:
+    """Tokens, two of eight experts for each, and a layer as an expert."""
+    Path("scratch").mkdir(exist_ok=True)
+    chosen = torch.tensor([[0, 3], [5, 3]])
+    return {"Expert": partial(nn.Linear, 64, 64), "x": torch.randn(2, 64), "chosen": chosen, "shares": torch.rand(2, 2)}
 
 
 def _with_a_batch() -> dict[str, Any]:
@@ -466,6 +474,15 @@ def _computed(names: dict[str, Any]) -> None:
     assert names["logits"].isfinite().all()
 
 
+def _chosen(names: dict[str, Any]) -> None:
+    """The compiled experts compute as uncompiled ones, which decode whole weights."""
+    experts, x, chosen, shares = (names[name] for name in ("experts", "x", "chosen", "shares"))
+    for expert in experts:
+        expert._compiled_call_impl = None
+    with torch.no_grad():
+        torch.testing.assert_close(names["found"], experts(x, chosen, shares))
+
+
 def _summarized(names: dict[str, Any]) -> None:
     assert zgraph.summary(names["model"]).step_bytes > 0
 
@@ -604,6 +621,7 @@ SETTINGS = [
     # inference.md
     Setting("model = zgraph.shard(model.eval(), offload=", _generating, _generated),
     Setting('offload = zgraph.Offload(params="disk", path="scratch", param_bits', _generating, _computed),
+    Setting("class Experts(nn.ModuleList):", _choosing, _chosen),
     Setting("model = zgraph.shard(model, zero_stage=3)\nmodel.forward", _generating, _generated_between_steps),
     # adamw-8bit.md
     Setting("model = zgraph.shard(model.bfloat16()", _unsharded_on_a_mesh, _packed),

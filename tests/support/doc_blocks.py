@@ -474,7 +474,7 @@ def _computed(names: dict[str, Any]) -> None:
     assert names["logits"].isfinite().all()
 
 
-def _chosen(names: dict[str, Any]) -> None:
+def _as_uncompiled(names: dict[str, Any]) -> None:
     """The compiled experts compute as uncompiled ones, which decode whole weights."""
     experts, x, chosen, shares = (names[name] for name in ("experts", "x", "chosen", "shares"))
     for expert in experts:
@@ -621,7 +621,7 @@ SETTINGS = [
     # inference.md
     Setting("model = zgraph.shard(model.eval(), offload=", _generating, _generated),
     Setting('offload = zgraph.Offload(params="disk", path="scratch", param_bits', _generating, _computed),
-    Setting("class Experts(nn.ModuleList):", _choosing, _chosen),
+    Setting("class Experts(nn.ModuleList):", _choosing, _as_uncompiled),
     Setting("model = zgraph.shard(model, zero_stage=3)\nmodel.forward", _generating, _generated_between_steps),
     # adamw-8bit.md
     Setting("model = zgraph.shard(model.bfloat16()", _unsharded_on_a_mesh, _packed),

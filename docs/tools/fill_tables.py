@@ -374,12 +374,12 @@ def generated(result: dict[str, Any]) -> str:
         stored, read = row.get("stored_mb"), row.get("ms_to_read")
         rows.append(
             (
-                row["way"] if row["way"].startswith("zgraph") else f"transformers, {row['way']}",
+                row["way"] if row["way"].startswith(("zgraph", "llama.cpp")) else f"transformers, {row['way']}",
                 "" if stored is None else f"{stored:.0f}",
                 "" if read is None else f"{read:.0f}",
                 spread_of(row["ms_1"]),
                 f"{1e3 / row['ms_1'][1]:.1f}",
-                f"{8e3 / row['ms_8'][1]:.1f}",
+                f"{8e3 / row['ms_8'][1]:.1f}" if "ms_8" in row else "",
                 f"{row['peak_mb']:.0f}",
             )
         )

@@ -172,8 +172,8 @@ def _generating() -> dict[str, Any]:
 def _choosing() -> dict[str, Any]:
     """Tokens, two of eight experts for each, and a layer as an expert."""
     Path("scratch").mkdir(exist_ok=True)
-    chosen = torch.tensor([[0, 3], [5, 3]])
-    return {"Expert": partial(nn.Linear, 64, 64), "x": torch.randn(2, 64), "chosen": chosen, "shares": torch.rand(2, 2)}
+    given = {"x": torch.randn(2, 64), "chosen": torch.tensor([[0, 3], [5, 3]]), "shares": torch.rand(2, 2)}
+    return given | {"nn": nn, "Expert": partial(nn.Linear, 64, 64)}
 
 
 def _with_a_batch() -> dict[str, Any]:

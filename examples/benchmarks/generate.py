@@ -117,7 +117,7 @@ def serve_llama_cpp(way: str, model: LlamaForCausalLM, turns: int, scratch: str)
     write_gguf(model, OF_LLAMA_CPP[way], path)
     row: dict[str, Any] = {"parameters": sum(one.numel() for one in model.parameters())}
     row["stored_mb"] = os.path.getsize(path) / 1e6
-    other: Any = Llama(path, n_ctx=256, n_threads=2, n_threads_batch=2, use_mmap=False, verbose=False)
+    other: Any = Llama(path, n_ctx=256, n_threads=2, n_threads_batch=2, logits_all=True, verbose=False)
     prompt = torch.randint(VOCABULARY - 1, (PROMPT,)).tolist()
 
     def run(tokens: int) -> float:

@@ -98,11 +98,16 @@ class Multiply(Dequantize):
 
 
 def _has_kernel(node: fx.Node) -> bool:
-    return nodes.is_quantize(node) or nodes.reads_codes(node) or node.target in (
-        torch.ops.zgraph.dequantize_sum.default,
-        torch.ops.zgraph.dequantize_each.default,
-        torch.ops.zgraph.quantize_shards.default,
-        torch.ops.zgraph.dequantize_shards.default,
+    return (
+        nodes.is_quantize(node)
+        or nodes.reads_codes(node)
+        or node.target
+        in (
+            torch.ops.zgraph.dequantize_sum.default,
+            torch.ops.zgraph.dequantize_each.default,
+            torch.ops.zgraph.quantize_shards.default,
+            torch.ops.zgraph.dequantize_shards.default,
+        )
     )
 
 

@@ -9,8 +9,8 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  # documented
 from torch.optim import Optimizer
 
 WAIT = timedelta(seconds=30)
@@ -45,7 +45,7 @@ def train_with_torchft(
     lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=len(models), join_timeout_ms=100)
 
     def train(site: int) -> list[float]:
-        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         manager = _manager_of(models[site], optimizers[site], lighthouse.address(), store.port, site, len(models))
         outer = torch.optim.SGD(models[site].parameters(), lr=lr, momentum=momentum, nesterov=True)
         try:

@@ -66,6 +66,12 @@ INLINE Ints ints_of(Chars chars) {
         return read<Ints>(&wide);
     }
 #endif
+#ifdef __AVX2__
+    if constexpr (LANES == 8) {
+        const __m256i wide = _mm256_cvtepi8_epi32(_mm_cvtsi64_si128(read<int64_t>(&chars)));
+        return read<Ints>(&wide);
+    }
+#endif
     return __builtin_convertvector(__builtin_convertvector(chars, SignedShorts), Ints);
 }
 

@@ -16,7 +16,8 @@ template <int ROWS>
 INLINE void multiply_row(
     const float* inputs, int64_t numel, const uint8_t* codes, const uint16_t* scales, float* outputs, int64_t stride
 ) {
-    Floats sums[ROWS] = {};
+    constexpr int CHAINS = MOST_ROWS / ROWS;  // of additions: in a single one, each would wait for the last
+    Floats sums[ROWS][CHAINS] = {};
     for (int64_t g = 0; g < numel / GROUP; g++) {
         const Floats scale = all(from_bf16(scales[g]));
         Floats weights[PARTS];
@@ -26,11 +27,17 @@ INLINE void multiply_row(
             const Floats weight = weights[p] * scale;
             UNROLL
             for (int row = 0; row < ROWS; row++)
-                sums[row] = times_plus(weight, load(inputs + row * numel + g * GROUP + p * LANES), sums[row]);
+                sums[row][p % CHAINS] =
+                    times_plus(weight, load(inputs + row * numel + g * GROUP + p * LANES), sums[row][p % CHAINS]);
         }
     }
     UNROLL
-    for (int row = 0; row < ROWS; row++) outputs[row * stride] = sum_of(sums[row]);
+    for (int row = 0; row < ROWS; row++) {
+        Floats sum = sums[row][0];
+        UNROLL
+        for (int chain = 1; chain < CHAINS; chain++) sum += sums[row][chain];
+        outputs[row * stride] = sum_of(sum);
+    }
 }
 
 extern "C" void multiply(

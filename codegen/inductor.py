@@ -35,7 +35,7 @@ class InductorLowering:
     Attributes:
         rank: this process's rank among the processes that compile the same graphs.
         ranks: number of these processes.
-        count: number of helper processes that compile islands ahead; None: as many as there are spare cores for.
+        count: number of helper processes that compile islands ahead; None: the number of spare cores, at most 4.
         islands: number of islands found so far.
         compiled: compiled function of each distinct island.
         cached: number of distinct islands that were in Inductor's cache, put there by other ranks or earlier runs.

@@ -88,7 +88,7 @@ def start_helpers(islands: Mapping[object, fx.GraphModule], count: int | None, r
 
     Args:
         islands: the islands by their keys; those with symbolic sizes, which cannot be pickled, are left to the rank.
-        count: number of processes; None: as many as pay off.
+        count: number of processes; None: the number of spare cores if helpers save time, else 0.
         ranks: number of all ranks.
     """
     contents = dict(_pickled(islands))

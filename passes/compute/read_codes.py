@@ -24,12 +24,12 @@ class ReadCodes(GraphPass):
     """Replace `x @ decoded.T`, `x @ decoded` and `embedding(decoded, ids)` with operators that read codes.
 
     For inference on CPUs. The decoded weight is never stored. A product decodes each code in a register: with few rows
-    of `x`, as for one token, it reads an eighth of the bytes of fp32. Products add up the same values in another order,
-    and round no weight: with bf16 weights, or a cast to bf16 as under autocast, they multiply in fp32 what codes stand
-    for, and round each sum once. Lookups have the same bits.
+    of `x`, as for one token, it reads an eighth of the bytes of fp32. Products add up the same values in another order.
+    With bf16 weights, or a cast to bf16 as under autocast, they do not round weights: they multiply the decoded values
+    in fp32, and round each sum once. Lookups have the same bits.
 
-    Leaves alone: weights with other readers; rows that are no multiple of the codes' groups; GPUs, whose matrix units
-    need decoded weights.
+    Leaves alone: weights with other readers; weights whose row length is not a multiple of the group size; graphs for
+    GPUs, whose matrix units need decoded weights.
     """
 
     name: ClassVar[str] = "read_codes"
@@ -54,7 +54,7 @@ class ReadCodes(GraphPass):
 
 @dataclass(frozen=True)
 class _Decoded:
-    """A value made of a decoded weight by views, casts and transposes, each of which keeps the order of the elements.
+    """A decoded weight after views, casts and transposes, with its elements in their order.
 
     Attributes:
         node: the value.

@@ -47,7 +47,7 @@ class Mixture(nn.Module):
 
 
 class Stacked(nn.Module):
-    """One weight for all experts, of which rows are chosen."""
+    """Stacked experts: one weight contains all of them, and each token selects a slice."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -35,8 +35,8 @@ class CompileOptions:
             bitwise. A number k: in every k-th call as well. 0 or False: never.
         embeddings_by_muon: only for `zgraph.training_step`: let `torch.optim.Muon` step embeddings and output heads
             too, which are otherwise refused.
-        compile_helpers: processes that compile for Inductor ahead of this rank, through its cache; None: as many as the
-            rank has spare cores for, at most 4, and none on GPUs. Inductor only.
+        compile_helpers: number of processes that compile islands into Inductor's cache before this rank needs them;
+            None: the number of spare cores, at most 4, and 0 on GPUs. Inductor only.
     """
 
     passes: PassList | None = None

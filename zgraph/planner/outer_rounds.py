@@ -56,9 +56,9 @@ class OuterPlan:
     def lane(self) -> str:
         """Return the link between sites during `every` steps, as text of one character for each step.
 
-        Rounds run one after another, each as soon as its step has ended and the link is free. A digit or letter is a
-        fragment whose round is sent in this step, a dot an idle link. With more than 60 steps, a character stands for
-        several of them.
+        Rounds run one after another, each as soon as its step has ended and the link is free. A digit or letter names
+        the fragment that is sent during this step; a dot marks an idle link. With more than 60 steps, each character
+        covers several steps.
         """
         columns = min(self.every, _LANE)
         drawn = ["."] * columns

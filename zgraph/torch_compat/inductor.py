@@ -222,6 +222,8 @@ def portable_settings() -> dict[str, Any] | None:
 def adopt_settings(settings: dict[str, Any]) -> None:
     """Make the settings of another process those of this one; Inductor compiles one kernel at a time.
 
+    For a helper process, which does nothing but compile: the settings are global, and are not restored.
+
     Raises:
         RuntimeError: the settings of this process are still different.
     """

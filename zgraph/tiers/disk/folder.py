@@ -36,7 +36,7 @@ from zgraph.tiers.disk.place import filesystem_of
 from zgraph.tiers.disk.space import Slot, Space
 from zgraph.tiers.disk.transfer import Mover, Part
 
-READERS = 4  # reads at once, such as those of codes: with one request at a time a disk idles in between
+READERS = 4  # concurrent reads of small tensors, such as codes: a disk idles between single requests
 
 Result = TypeVar("Result")
 

@@ -63,7 +63,7 @@ class Part:
 class Mover:
     """Transfers in one direction, started by any thread; a helper thread reads the second halves of large reads.
 
-    Large reads run one by one: two at once would both end late. The staging memory serves one transfer at a time.
+    Large reads run one by one, so that the first one ends early. The staging memory serves one transfer at a time.
 
     Args:
         space: the file.

@@ -5,8 +5,8 @@
 One rank computes the whole sequence while the other waits, then both compute their parts: with a context axis, and by
 the parts of torch that a user would put together, FSDP2 and attention with an all_to_all written by hand; or with
 DeepSpeed's Ulysses, if DeepSpeed is installed, uncompiled: compiled, its exchange has no gradient. A second
-model has one head of keys for all queries, which cannot be exchanged for tokens: its keys are gathered. Memory is the
-rise of the heap during forward and backward, above parameters and optimizer state.
+model has one head of keys for all queries, which pass by the ranks. Memory is the rise of the heap during forward and
+backward, above parameters and optimizer state.
 """
 
 import time

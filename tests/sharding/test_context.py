@@ -30,28 +30,30 @@ ROUNDING = {torch.float64: EXACT, torch.float32: 2e-6, torch.bfloat16: 4e-2}
 # Between them each stage, lowering, way to run, and kind of attention, and each feature that touches gradients.
 CASES = {
     "compiled": cp.Case(),
-    "by_keys": cp.Case(heads=1, key_heads=1, stage=2, micro_batches=2),
-    "one_key_head": cp.Case(key_heads=1, stage=3),
+    "ring": cp.Case(heads=1, key_heads=1, stage=2, micro_batches=2),
+    "ring_kept": cp.Case(key_heads=1, stage=3),
     "grouped": cp.Case(key_heads=2, stage=1, micro_batches=2, run="eager"),
     "documents": cp.Case(is_masked=True, stage=0),
     "documents_by_keys": cp.Case(is_masked=True, heads=1, key_heads=1, run="eager"),
     "checkpointed": cp.Case(is_checkpointed=True, stage=1),
     "checkpointed_eager": cp.Case(is_checkpointed=True, run="eager", key_heads=1),
     "step": cp.Case(run="step", stage=2, micro_batches=2, is_clipped=True),
-    "step_by_keys": cp.Case(run="step", heads=1, key_heads=1, is_checkpointed=True),
+    "step_ring": cp.Case(run="step", heads=1, key_heads=1, is_checkpointed=True),
     "outside": cp.Case(is_outside=True, is_clipped=True),
     "outside_step": cp.Case(is_outside=True, run="step", stage=0),
     "inductor": cp.Case(lowering="inductor", dtype=torch.float32, key_heads=2),
-    "inductor_step": cp.Case(lowering="inductor", run="step", dtype=torch.float32, stage=1),
+    "inductor_step": cp.Case(lowering="inductor", run="step", dtype=torch.float32, stage=1, heads=1, key_heads=1),
     "fp32": cp.Case(dtype=torch.float32, stage=2),
     "bf16": cp.Case(dtype=torch.bfloat16),
+    "bf16_ring": cp.Case(dtype=torch.bfloat16, key_heads=1, micro_batches=2, run="step"),
     "autocast": cp.Case(dtype=torch.float32, autocast=torch.bfloat16, stage=2, key_heads=1),
 }
 ON_FOUR = {  # two copies of two ranks, or one of four
     "two_copies": (2, cp.Case(stage=2, micro_batches=2, is_clipped=True)),
     "two_copies_step": (2, cp.Case(run="step", heads=1, key_heads=1)),
     "four_ranks": (4, cp.Case(stage=3)),
-    "four_ranks_by_keys": (4, cp.Case(heads=2, key_heads=1, run="eager", stage=0)),
+    "four_ranks_ring": (4, cp.Case(heads=2, key_heads=1, run="eager", stage=0)),
+    "four_ranks_ring_kept": (4, cp.Case(heads=8, key_heads=1, stage=1)),
     "four_ranks_two_key_heads": (4, cp.Case(key_heads=2, run="eager")),
 }
 
@@ -82,7 +84,7 @@ def _bits(case: cp.Case) -> list[bytes]:
 
 
 @worlds(2)
-@pytest.mark.parametrize("heads", [4, 1])
+@pytest.mark.parametrize("heads", [4, 1])  # keys pass by, and are kept or sent again
 def test_compiled_forms_have_the_bits_of_eager(ranks: Ranks, heads: int) -> None:
     case = cp.Case(heads=heads, key_heads=1, dtype=torch.float32, stage=2, is_clipped=True)
     eager, compiled, step = (ranks.run(_bits, replace(case, run=run)) for run in ("eager", "compile", "step"))

@@ -64,8 +64,8 @@ class Case:
     Attributes:
         stage: ZeRO stage.
         run: "eager", "compile" or "step".
-        heads, key_heads: number of heads of queries, and of keys. If the axis divides those of queries, tokens are
-            exchanged for heads, else keys are gathered.
+        heads, key_heads: number of heads of queries, and of keys. If the axis divides those of queries, and keys are
+            not much fewer, tokens are exchanged for heads. Else keys pass by, or are gathered if there is a mask.
         dtype: dtype of parameters; autocast: dtype of autocast, or None.
         micro_batches: number of forwards for each step, all but the last under `no_sync`, or within one step.
         is_masked: whether sequences are packed documents, by a mask.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import fx
@@ -72,7 +73,10 @@ def _start_transfer(node: fx.Node) -> Transfer:
     sent = [meta.tensor_value(source) for source in nodes.sent_by(node)]
     group_name, dtype = nodes.group_of(node), sent[0].dtype
     payload = sum(payload_bytes(tensor.shape, tensor.dtype) for tensor in sent)
-    return _transfer(node, _kind(node), group_name, dtype, payload)
+    transfer = _transfer(node, _kind(node), group_name, dtype, payload)
+    if nodes.is_all_to_all(node) and sum(map(bool, cast("list[int]", node.args[2]))) == 1:  # all goes to another rank
+        return replace(transfer, sent_bytes=payload)
+    return transfer
 
 
 def _kind(node: fx.Node) -> str:

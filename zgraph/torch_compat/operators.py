@@ -291,3 +291,29 @@ def communicates(target: object) -> bool:
 def is_profiler(target: object) -> bool:
     """Return whether an operator only marks a range for the profiler (torch 2.11 - 2.15: `torch.ops.profiler`)."""
     return isinstance(target, OpOverload) and target.namespace == "profiler"
+
+
+def attend_block(
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Compute attention of CPU tensors; return the result and its log-sum-exps, [batch, heads, queries], fp32 or fp64.
+
+    torch 2.11 - 2.15: the kernel of `scaled_dot_product_attention`, which does not return the second.
+    """
+    operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    return operator(query, key, value, 0.0, is_causal, scale=scale)
+
+
+def attend_block_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    result: Tensor,
+    lse: Tensor,
+    is_causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return gradients of a block's queries, keys and values; result and log-sum-exps may be those of more keys."""
+    operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    return operator(grad, query, key, value, result, lse, 0.0, is_causal, scale=scale)

@@ -1,10 +1,12 @@
 """Attention over sequences whose tokens are spread over the ranks of a context axis.
 
-Two ways, both exact, built on one exchange (an all_to_all of equal parts, whose gradient is the same exchange):
+Three ways, all of them exact; the one that sends the fewest bytes is taken. Two are built on one exchange (an
+all_to_all of equal parts, whose gradient is the same exchange):
 
 - by heads, if the axis divides the heads of queries: ranks exchange tokens for heads, compute attention over whole
   sequences for 1/N of the heads, and exchange back (Jacobs et al. 2023, "DeepSpeed Ulysses", arXiv 2309.14509,
   section 3). Heads of keys that are fewer than the ranks are sent to each rank that needs them;
+- by a ring (`zgraph.sharding.context.ring`), on CPUs, without masks and dropout: keys and values pass by;
 - by keys otherwise: each rank gathers the keys and values of all tokens, and computes the rows of its own queries (as
   Llama 3, Grattafiori et al. 2024, arXiv 2407.21783, section 3.3.2), under a causal mask with twice the products.
 """
@@ -22,6 +24,7 @@ from torch import Tensor
 
 from zgraph.errors import ZgraphError
 from zgraph.sharding.context.positions import token_positions
+from zgraph.sharding.context.ring import keeps_keys, ring_attention
 from zgraph.torch_compat.collectives import all_to_all_op, wait
 from zgraph.torch_compat.dynamo import constant_in_graphs, raise_through_dynamo
 
@@ -98,7 +101,11 @@ def attention(
         [batch, heads, L, features of value].
     """
     attend = partial(F.scaled_dot_product_attention, dropout_p=dropout_p, scale=scale, enable_gqa=enable_gqa)
-    if query.shape[1] % size:
+    query, key, value = _cast([query, key, value])
+    way = _way(query, key, value, mask, dropout_p, enable_gqa, size)
+    if way == "ring":
+        return ring_attention(query, key, value, is_causal, scale, group_name, size)
+    if way == "keys":
         keys, values = (gathered(one, 2, group_name, size) for one in (key, value))
         if is_causal:
             rows = token_positions(query.shape[2], group_name, size, query.device)
@@ -110,6 +117,36 @@ def attention(
     keys, values = (one.unsqueeze(2).expand(-1, -1, copies, -1, -1).flatten(1, 2) for one in (key, value))
     heads = _to_heads([query, keys, values], group_name, size)
     return _to_tokens(attend(*heads, attn_mask=mask, is_causal=is_causal), group_name, size)
+
+
+def _cast(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Cast tensors to the dtype of autocast, as attention does, so that fewer bytes are exchanged."""
+    device_type = tensors[0].device.type
+    if not torch.is_autocast_enabled(device_type):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(device_type)
+    return [one if one.dtype == torch.float64 else one.to(dtype) for one in tensors]
+
+
+def _way(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, enable_gqa: bool, size: int
+) -> str:
+    """Choose "heads", "ring" or "keys": of the ways that can compute this attention, the one that sends the least.
+
+    With h heads of queries and k of keys, forward and backward send, in units of (N - 1) / N x batch x tokens x
+    features elements: "heads" 4 (h + k) / N, where k is at least N; "ring" 4 k, or 6 k if keys are sent twice. "keys"
+    sends 4 k, too, and computes more, but can use a mask and dropout.
+    """
+    heads, key_heads = query.shape[1], key.shape[1]
+    is_divided = heads % size == 0
+    is_plain = mask is None and dropout_p == 0 and query.device.type == "cpu" and size > 1
+    is_grouped = heads % key_heads == 0 and (enable_gqa or key_heads in (1, heads))
+    is_alike = key.shape == value.shape and query.shape[0] == key.shape[0] and query.shape[3] == key.shape[3]
+    by_ring = (4 if keeps_keys(heads, key_heads, size) else 6) * key_heads
+    is_least = not is_divided or by_ring * size < 4 * (heads + math.lcm(key_heads, size))
+    if is_plain and is_grouped and is_alike and is_least:
+        return "ring"
+    return "heads" if is_divided else "keys"
 
 
 def _to_heads(tensors: Sequence[Tensor], group_name: str, size: int) -> list[Tensor]:

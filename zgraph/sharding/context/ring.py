@@ -80,32 +80,36 @@ class _Ring(torch.autograd.Function):
         keeps = keeps_keys(query.shape[1], key.shape[1], size)
         started = _shift(own, 1, group_name, size)
         out, lse = attend_block(query, key, value, is_causal, scale)
-        whole = (out.to(lse.dtype), lse)
+        parts = _halves((out.to(lse.dtype), lse)) if is_causal else [(out.to(lse.dtype), lse)]
         for hop in range(1, size):
             keys, values = arrived = wait(started)[0]
             if keeps:
                 kept.append(arrived)
             if hop + 1 < size:
                 started = _shift(own, hop + 1, group_name, size)
-            if not is_causal:
-                whole = _merged(whole, attend_block(query, keys, values, False, scale))
-                continue
-            are_earlier = _are_earlier(hop, query, group_name, size)
-            whole = _attend_causally(whole, query, keys, values, are_earlier, scale)
-        result, lse = whole[0].to(query.dtype), whole[1]
+            if is_causal:
+                are_earlier = _are_earlier(hop, query, group_name, size)
+                parts = _attend_causally(parts, query, keys, values, are_earlier, scale)
+            else:
+                parts = [_merged(parts[0], attend_block(query, keys, values, False, scale))]
+        out, lse = (torch.cat(one, 2) for one in zip(*parts, strict=True))
+        result = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, result, lse, *kept)
         ctx.options = is_causal, scale, group_name, size
         return result
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, result, lse, *kept = ctx.saved_tensors
+        *saved, result, lse = ctx.saved_tensors[:5]
+        kept = ctx.saved_tensors[5:]
         is_causal, scale, group_name, size = ctx.options
         grad = grads[0].contiguous()
-        own = depend(torch.stack((key, value)), [grad])  # or else compiled graphs would send both times in forward
+        # Or else compiled graphs would send keys again in forward, and keep copies of queries and keys.
+        query, key, value = (depend(one, [grad]) for one in saved)
+        own = torch.stack((key, value))
         started, returned = None if kept else _shift(own, 1, group_name, size), None
         of_own = attend_block_backward(grad, query, key, value, result, lse, is_causal, scale)
-        of_query, of_both = of_own[0].to(lse.dtype), torch.stack(of_own[1:]).to(lse.dtype)
+        of_queries, of_both = list(of_own[0].to(lse.dtype).chunk(2, 2)), torch.stack(of_own[1:]).to(lse.dtype)
         for hop in range(1, size):
             if started is None:
                 keys, values = kept[hop - 1]
@@ -115,17 +119,18 @@ class _Ring(torch.autograd.Function):
                     started = _shift(own, hop + 1, group_name, size)
             if is_causal:
                 are_earlier = _are_earlier(hop, query, group_name, size)
-                parts = _attend_causally_backward((grad, query, keys, values, result, lse), are_earlier, scale)
+                found = _attend_causally_backward((grad, query, keys, values, result, lse), are_earlier, scale)
             else:
-                parts = attend_block_backward(grad, query, keys, values, result, lse, False, scale)
-            of_query = of_query + parts[0]
+                of_query, *found = attend_block_backward(grad, query, keys, values, result, lse, False, scale)
+                found = of_query.chunk(2, 2), *found
+            of_queries = [one + other for one, other in zip(of_queries, found[0], strict=True)]
             if returned is not None:
                 of_both = of_both + wait(returned)[0]
-            returned = _shift(torch.stack(parts[1:]).to(key.dtype), -hop, group_name, size)
+            returned = _shift(torch.stack(found[1:]).to(own.dtype), -hop, group_name, size)
         if returned is not None:
             of_both = of_both + wait(returned)[0]
-        of_key, of_value = of_both.to(key.dtype)
-        return of_query.to(query.dtype), of_key, of_value, None, None, None, None
+        of_key, of_value = of_both.to(own.dtype)
+        return torch.cat(of_queries, 2).to(query.dtype), of_key, of_value, None, None, None, None
 
 
 def _are_earlier(hop: int, query: Tensor, group_name: str, size: int) -> Tensor:
@@ -135,26 +140,36 @@ def _are_earlier(hop: int, query: Tensor, group_name: str, size: int) -> Tensor:
     return first >= hop * (length // 2)
 
 
+def _halves(part: _Part) -> list[_Part]:
+    """Return the results of each chunk of queries."""
+    (out, out_2), (lse, lse_2) = (one.chunk(2, 2) for one in part)
+    return [(out, lse), (out_2, lse_2)]
+
+
 def _attend_causally(
-    whole: _Part, query: Tensor, keys: Tensor, values: Tensor, are_earlier: Tensor, scale: float | None
-) -> _Part:
-    """Merge attention to the keys of another rank, of which causal attention needs two products of chunks."""
+    parts: list[_Part], query: Tensor, keys: Tensor, values: Tensor, are_earlier: Tensor, scale: float | None
+) -> list[_Part]:
+    """Merge attention to the keys of another rank, of which causal attention needs two products of chunks.
+
+    Args:
+        parts: of each chunk of queries.
+    """
     choose = partial(torch.where, are_earlier)
     q, k, v = (one.chunk(2, 2) for one in (query, keys, values))
-    (out, lse), (out_2, lse_2) = zip(*(one.chunk(2, 2) for one in whole), strict=True)
-    out_2, lse_2 = _merged((out_2, lse_2), attend_block(q[1], k[0], v[0], False, scale))
-    chosen = attend_block(choose(*q), choose(*k), choose(*v), False, scale)
-    new_out, new_lse = _merged((choose(out, out_2), choose(lse, lse_2)), chosen)
-    return (
-        torch.cat((choose(new_out, out), choose(out_2, new_out)), 2),
-        torch.cat((choose(new_lse, lse), choose(lse_2, new_lse)), 2),
-    )
+    first, second = parts
+    second = _merged(second, attend_block(q[1], k[0], v[0], False, scale))
+    chosen = choose(first[0], second[0]), choose(first[1], second[1])
+    merged = _merged(chosen, attend_block(choose(*q), choose(*k), choose(*v), False, scale))
+    return [
+        (choose(merged[0], first[0]), choose(merged[1], first[1])),
+        (choose(second[0], merged[0]), choose(second[1], merged[1])),
+    ]
 
 
 def _attend_causally_backward(
     tensors: Sequence[Tensor], are_earlier: Tensor, scale: float | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return gradients of the queries, keys and values of `_attend_causally`.
+) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
+    """Return gradients of each chunk of queries, of keys and of values of `_attend_causally`.
 
     Args:
         tensors: gradient of the result, queries, keys, values, results and log-sum-exps.
@@ -166,7 +181,7 @@ def _attend_causally_backward(
     grad, *others = (choose(*pair) for pair in chunks)
     chosen_q, chosen_k, chosen_v = attend_block_backward(grad, *others, is_causal=False, scale=scale)
     return (
-        torch.cat((choose(chosen_q, 0), of_q + choose(0, chosen_q)), 2),
+        (choose(chosen_q, 0), of_q + choose(0, chosen_q)),
         torch.cat((of_k + choose(chosen_k, 0), choose(0, chosen_k)), 2),
         torch.cat((of_v + choose(chosen_v, 0), choose(0, chosen_v)), 2),
     )

@@ -138,12 +138,13 @@ def multiply_codes(
     columns: int,
     transpose: bool,
 ) -> Tensor:
-    layout = layout_of(method, (numel,), 1, 1)
-    payloads = received.view(world, -1)[:, offset : offset + layout.payload_bytes]
-    if x.device.type == "cpu" and len(x) <= _MOST_ROWS.get(x.dtype, _MOST_ROWS_OF_HALF):
-        found = multiply(x.float().contiguous(), payloads, layout, rows, columns, transpose=transpose)
+    if x.is_cpu and x.shape[0] <= _MOST_ROWS.get(x.dtype, _MOST_ROWS_OF_HALF):
+        inputs = x.float().contiguous()
+        found = multiply(inputs, received, method, numel, offset, world, rows, columns, transpose=transpose)
         if found is not None:
             return found.to(x.dtype)
+    layout = layout_of(method, (numel,), 1, 1)
+    payloads = received.view(world, -1)[:, offset : offset + layout.payload_bytes]
     coded, ids = _Rows.of(payloads, layout, columns), torch.arange(rows, device=x.device)
     products = x.new_empty((len(x), rows if transpose else columns))
     if transpose:

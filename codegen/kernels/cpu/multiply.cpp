@@ -55,10 +55,11 @@ extern "C" void multiply(
                 const uint16_t* scales = (const uint16_t*)(payload + scales_at) + group;
                 float* to = outputs + row * weight_rows + n;
                 if (left >= MOST_ROWS) multiply_row<MOST_ROWS>(from, numel, codes, scales, to, weight_rows);
-                else if (left >= 2) multiply_row<2>(from, numel, codes, scales, to, weight_rows);
+                else if (left == 3) multiply_row<3>(from, numel, codes, scales, to, weight_rows);
+                else if (left == 2) multiply_row<2>(from, numel, codes, scales, to, weight_rows);
                 else multiply_row<1>(from, numel, codes, scales, to, weight_rows);
             }
-            row += left >= MOST_ROWS ? MOST_ROWS : left >= 2 ? 2 : 1;
+            row += left < MOST_ROWS ? left : MOST_ROWS;
         }
     };
     const int64_t useful = 1 + weight_rows * numel / GRAIN;

@@ -12,40 +12,47 @@ from torch import Tensor
 from zgraph.codegen.kernels.cpu.load import function_of
 from zgraph.codegen.kernels.cpu.source import emit_multiply
 from zgraph.compression.methods import BlockMethod
-from zgraph.compression.payload import BucketLayout
+from zgraph.dialect.compressed import layout_of
 
 
 def multiply(
-    x: Tensor, payloads: Tensor, layout: BucketLayout, rows: int, columns: int, *, transpose: bool
+    x: Tensor,
+    received: Tensor,
+    method: str,
+    numel: int,
+    offset: int,
+    world: int,
+    rows: int,
+    columns: int,
+    *,
+    transpose: bool,
 ) -> Tensor | None:
     """Return `x @ weight.T` or `x @ weight`, computed on torch.get_num_threads() threads.
 
     Args:
         x: [n, columns] fp32, or [n, rows] without a transpose; contiguous, with few rows.
-        payloads: [ranks, bytes] uint8, of contiguous rows with any stride between them.
-        layout: layout of one rank's payload.
+        received, method, numel, offset, world: as for `zgraph::multiply_codes`.
         rows, columns: shape of the weight; `columns` is a multiple of the method's group.
         transpose: whether the weight is transposed.
 
     Returns:
         [n, rows] fp32, or [n, columns] without a transpose; None if the source cannot be compiled.
     """
-    method = layout.method
-    assert isinstance(method, BlockMethod) and not method.rotate and payloads.stride(1) == 1, "checked by the pass"
-    kernel = _kernel(method, "multiply" if transpose else "multiply_rows")
+    kernel, codes_at, scales_at = _kernel(method, numel, transpose)
     if kernel is None:
         return None
+    count, width = x.shape
     outputs = rows if transpose else columns
-    found, (codes_at, scales_at) = x.new_empty((len(x), outputs)), layout.offsets()[0]
+    found = x.new_empty((count, outputs))
     kernel(
         x.data_ptr(),
-        len(x),
-        x.shape[1],
-        payloads.data_ptr(),
-        payloads.stride(0),
+        count,
+        width,
+        received.data_ptr() + offset,
+        received.shape[0] // world,
         codes_at,
         scales_at,
-        layout.numels[0] // columns,
+        numel // columns,
         outputs,
         found.data_ptr(),
         torch.get_num_threads(),
@@ -54,7 +61,16 @@ def multiply(
 
 
 @functools.cache
-def _kernel(method: BlockMethod, name: str) -> Any:
+def _kernel(text: str, numel: int, transpose: bool) -> tuple[Any, int, int]:
+    """Return the C++ function, and the byte offsets of a payload's codes and scales.
+
+    Found once: a call takes half as long as its preparation.
+    """
+    layout = layout_of(text, (numel,), 1, 1)
+    method, (codes_at, scales_at) = layout.method, layout.offsets()[0]
+    assert isinstance(method, BlockMethod) and not method.rotate, "checked by the pass"
     inputs = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
     weights = (ctypes.c_void_p, *[ctypes.c_int64] * 5)
-    return function_of(emit_multiply(method), name, (*inputs, *weights, ctypes.c_void_p, ctypes.c_int32))
+    name = "multiply" if transpose else "multiply_rows"
+    kernel = function_of(emit_multiply(method), name, (*inputs, *weights, ctypes.c_void_p, ctypes.c_int32))
+    return kernel, codes_at, scales_at

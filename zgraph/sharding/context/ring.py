@@ -100,12 +100,11 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        *saved, result, lse = ctx.saved_tensors[:5]
-        kept = ctx.saved_tensors[5:]
+        query, key, value, result, lse, *kept = ctx.saved_tensors
         is_causal, scale, group_name, size = ctx.options
         grad = grads[0].contiguous()
         # Or else compiled graphs would send keys again in forward, and keep copies of queries and keys.
-        query, key, value = (depend(one, [grad]) for one in saved)
+        query, key, value = (depend(one, [grad]) for one in (query, key, value))
         own = torch.stack((key, value))
         started, returned = None if kept else _shift(own, 1, group_name, size), None
         of_own = attend_block_backward(grad, query, key, value, result, lse, is_causal, scale)

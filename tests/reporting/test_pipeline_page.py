@@ -7,12 +7,11 @@ import json
 import logging
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import zgraph
-from tests.support.browser import chromium, opened, rows_of
+from tests.support.browser import chromium, opened, pointed_at, rows_of
 from tests.support.pipelines import KEEPS, MICRO_BATCHES, kept_by, plan_within
 from tests.support.reports import large_report
 from zgraph.planner.planned_step import Plan
@@ -93,25 +92,15 @@ def test_tables_and_chart_show_the_plan(planned: Plan, tmp_path: Path) -> None:
         } | {f"{SCHEDULE}, nothing kept": plan.unkept.step_us if plan.unkept else None}
         assert {name: row[3] for name, row in schedules.items() if name == SCHEDULE} == {SCHEDULE: "yes"}
         first = plan.run.actions[0]
-        assert pointed_at(page, 0, (first.start_us + first.end_us) / 2 / plan.run.step_us) == (
+        assert pointed_at(page, "pipeline-chart", 0, (first.start_us + first.end_us) / 2 / plan.run.step_us) == (
             "forward of micro-batch 0, stage 0"
         )
         last = plan.run.actions[-1]
         middle = (last.start_us + last.end_us) / 2 / plan.run.step_us
-        assert pointed_at(page, last.rank, middle) == f"backward of micro-batch {MICRO_BATCHES - 1}, stage 0"
-
-
-def pointed_at(page: Any, rank: int, part: float) -> str:
-    """What the mouse shows of a rank's bar at a part of the step."""
-    chart = page.locator("#pipeline-chart")
-    chart.scroll_into_view_if_needed()
-    box = chart.bounding_box()
-    lane = (box["height"] - 8 - 54 - 2) / 2
-    page.mouse.move(box["x"] + 2, box["y"] + 2)
-    page.mouse.move(box["x"] + 119 + (box["width"] - 118 - 16 - 2) * part, box["y"] + 9 + (rank + 0.5) * lane)
-    tip = page.locator("#pipeline-chart .tip strong")
-    tip.wait_for()
-    return tip.inner_text()
+        assert (
+            pointed_at(page, "pipeline-chart", last.rank, middle)
+            == f"backward of micro-batch {MICRO_BATCHES - 1}, stage 0"
+        )
 
 
 def test_other_reports_have_no_such_section(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import pytest
 
 
 @contextmanager
-def chromium() -> Iterator[Any]:
+def chromium() -> Generator[Any]:
     """A browser; the test is skipped where playwright or Chromium is not installed."""
     found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if found is None:
@@ -28,7 +28,7 @@ def chromium() -> Iterator[Any]:
 
 
 @contextmanager
-def opened(browser: Any, file: Path) -> Iterator[Any]:
+def opened(browser: Any, file: Path) -> Generator[Any]:
     """A page that is drawn whole, without network; whatever it complains of fails the test."""
     context = browser.new_context(viewport={"width": 1400, "height": 900}, offline=True)
     page = context.new_page()
@@ -59,3 +59,16 @@ def column(page: Any, table: str, number: int) -> list[float]:
     """The numbers of a column, of the rows that are shown."""
     values = f"rows => rows.map(row => Number(row.cells[{number}].dataset.value))"
     return page.locator(f"#{table} tbody tr").evaluate_all(values)
+
+
+def pointed_at(page: Any, chart_id: str, lane: int, part: float) -> str:
+    """What the mouse shows of a bar in a chart of two lanes, at a part of the time."""
+    chart = page.locator(f"#{chart_id}")
+    chart.scroll_into_view_if_needed()
+    box = chart.bounding_box()
+    height = (box["height"] - 8 - 54 - 2) / 2
+    page.mouse.move(box["x"] + 2, box["y"] + 2)
+    page.mouse.move(box["x"] + 119 + (box["width"] - 118 - 16 - 2) * part, box["y"] + 9 + (lane + 0.5) * height)
+    tip = page.locator(f"#{chart_id} .tip strong")
+    tip.wait_for()
+    return tip.inner_text()

@@ -135,13 +135,13 @@ def plan(
             world=world,
             micro_batches=micro_batches,
         )
-        written = None if html is None else _write(found, html)
-    outer: OuterPlan | None = None
-    if sites is not None and site_link is not None:
-        try:
-            outer = found.outer_steps(sites=sites, link=site_link, every=every)
-        except ValueError as error:
-            raise UserError(str(error)) from error
+        outer: OuterPlan | None = None
+        if sites is not None and site_link is not None:
+            try:
+                outer = found.outer_steps(sites=sites, link=site_link, every=every)
+            except ValueError as error:
+                raise UserError(str(error)) from error
+        written = None if html is None else _write(found, html, outer)
     if as_json:
         more = {} if written is None else {"report": str(written)}
         print_json(found.as_json() | more | ({} if outer is None else {"outer_steps": asdict(outer)}))
@@ -153,9 +153,9 @@ def plan(
         click.echo(f"report: {written}")
 
 
-def _write(found: Plan, directory: Path) -> Path:
+def _write(found: Plan, directory: Path, outer: OuterPlan | None) -> Path:
     """Write a plan's report to a folder; return the path of its page."""
-    if not any(found.report(directory).rglob("report.json")):  # zgraph has warned of the reason
+    if not any(found.report(directory, outer).rglob("report.json")):  # zgraph has warned of the reason
         raise UserError(f"the report cannot be written to {directory}.")
     return rebuild(directory)[0]
 

@@ -6,8 +6,9 @@ import math
 import re
 import string
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import MappingProxyType
+from typing import Any
 
 from zgraph.compression.methods import BlockMethod, CompressionMethod
 from zgraph.compression.payload import BucketLayout
@@ -62,14 +63,35 @@ class OuterPlan:
         """
         columns = min(self.every, _LANE)
         drawn = ["."] * columns
+        for fragment, begin, end in self.rounds():
+            first, last = math.floor(begin * columns / self.every), math.ceil(end * columns / self.every)
+            for column in range(max(first, 0), min(last, columns)):
+                drawn[column] = _LABELS[fragment % len(_LABELS)]
+        return "".join(drawn)
+
+    def rounds(self) -> list[tuple[int, float, float]]:
+        """Return fragment, begin and end of each round that runs during `every` steps, in steps since their beginning.
+
+        A round that began before has a negative begin, and one that ends afterwards an end above `every`.
+        """
+        found: list[tuple[int, float, float]] = []
         free = 0.0  # the step in which the link is free again
         for turn in range(2 * self.fragments):  # of two periods, so that the second one begins as all others
             begin = max(free, float(turn * self.every // self.fragments))
             free = begin + self.round_us / self.step_us
-            first, last = math.floor(begin * columns / self.every), math.ceil(free * columns / self.every)
-            for column in range(max(first, columns), min(last, 2 * columns)):
-                drawn[column - columns] = _LABELS[turn % self.fragments % len(_LABELS)]
-        return "".join(drawn)
+            if free > self.every:
+                found.append((turn % self.fragments, begin - self.every, free - self.every))
+        return [one for one in found if one[1] < self.every]
+
+    def document(self) -> dict[str, Any]:
+        """Return the plan as plain tables, for `sites.json`."""
+        names = ("fragment", "start_us", "end_us")
+        scales = (1, self.step_us, self.step_us)
+        columns = zip(*self.rounds(), strict=True)
+        rounds = {
+            name: [scale * one for one in column] for name, scale, column in zip(names, scales, columns, strict=True)
+        }
+        return asdict(self) | {"rounds": rounds}
 
 
 def plan_rounds(

@@ -17,7 +17,7 @@ from zgraph.planner.outer_rounds import LATENCY_US, OuterPlan, plan_rounds
 from zgraph.planner.planned_pipeline import pipeline_document, pipeline_lines, pipeline_tables
 from zgraph.planner.schedules.axes import Axes, AxisTraffic
 from zgraph.planner.schedules.pipeline_plan import PipelinePlan
-from zgraph.reporting.export.folder import write_pipeline, write_report
+from zgraph.reporting.export.folder import write_plans, write_report
 from zgraph.reporting.summary import Report
 from zgraph.reporting.tables import Table, as_html, duration, size
 from zgraph.scheduling.timeline import Timeline
@@ -211,18 +211,22 @@ class Plan:
             latency_us=latency_us,
         )
 
-    def report(self, directory: str | Path) -> Path:
+    def report(self, directory: str | Path, outer: OuterPlan | None = None) -> Path:
         """Write the plan to files, as `zgraph.report` does for a compiled model, and return the folder of rank 0.
 
         For a pipeline there is an additional page, `index.html`: a timeline of micro-batches on each rank, the costs of
-        ranks, stages and schedules, and the graphs of each stage.
+        ranks, stages and schedules, and the graphs of each stage. With outer steps this page has the rounds on the lane
+        "site", below the steps that hide them.
 
         Args:
             directory: parent of the folder of rank 0.
+            outer: rounds between sites, from `outer_steps`; None: there is one site.
         """
         folder = write_report(Path(directory), self.compiled, self.moment_bytes, self.world_size)
-        if self.pipeline is not None:
-            write_pipeline(folder, pipeline_document(self.pipeline))
+        plans = {} if self.pipeline is None else {"pipeline": pipeline_document(self.pipeline)}
+        plans |= {} if outer is None else {"sites": outer.document()}
+        if plans:
+            write_plans(folder, plans)
         return folder
 
     def __str__(self) -> str:

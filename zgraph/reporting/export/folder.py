@@ -16,7 +16,6 @@ from zgraph.reporting.export.chrome_trace import chrome_trace
 from zgraph.reporting.export.reading import line_text, load
 from zgraph.reporting.export.report_json import (
     FORMAT,
-    PIPELINE,
     REPORT,
     TIMES,
     VERSION,
@@ -94,17 +93,18 @@ def write_report(
     return directory / f"rank{rank}"
 
 
-def write_pipeline(folder: Path, plan: Mapping[str, Any]) -> None:
-    """Add a pipeline's plan to a rank's folder, and a page that shows the plan and the frames of all stages.
+def write_plans(folder: Path, plans: Mapping[str, Mapping[str, Any]]) -> None:
+    """Add plans to a rank's folder, and a page that shows them and all frames.
 
     If the folder cannot be written, a warning is logged.
 
     Args:
         folder: folder of a rank, returned by `write_report`.
-        plan: plan as returned by `pipeline_document`.
+        plans: plans by name: "pipeline" as returned by `pipeline_document`, "sites" by `OuterPlan.document`.
     """
     try:
-        _write(folder, [(PIPELINE, to_json({"format": f"{FORMAT}-pipeline", "version": VERSION, **plan}))])
+        files = {name: {"format": f"{FORMAT}-{name}", "version": VERSION, **plan} for name, plan in plans.items()}
+        _write(folder, [(f"{name}.json", to_json(document)) for name, document in files.items()])
         write_page(load(folder), folder)
     except (OSError, ZgraphError) as error:
         _log.warning("zgraph: cannot write the report to %s: %s", folder, error)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from zgraph.errors import ZgraphError
-from zgraph.reporting.export.report_json import FORMAT, PIPELINE, REPORT, TIMES, VERSION, Document, at_rest
+from zgraph.reporting.export.report_json import FORMAT, PLANS, REPORT, TIMES, VERSION, Document, at_rest
 
 TEXTS = ("op", "target", "shape", "dtype", "stride", "module", "source", "parameters")
 TIMED = ("cost_us", "start_us", "end_us", "exposed_us")
@@ -37,8 +37,10 @@ def load(path: Path) -> Document:
     first["ranks"] = [
         {**row, **({"times": each["times"]} if "times" in each else {})} for each in merged for row in each["ranks"]
     ]
-    plans = sorted(path.rglob(PIPELINE), key=_by_numbers) if path.is_dir() else []
-    return first | ({"pipeline": _document_of(plans[0], f"{FORMAT}-pipeline")} if plans else {})
+    for name in PLANS if path.is_dir() else ():
+        for file in sorted(path.rglob(f"{name}.json"), key=_by_numbers)[:1]:
+            first[name] = _document_of(file, f"{FORMAT}-{name}")
+    return first
 
 
 def _by_numbers(path: Path) -> list[Any]:

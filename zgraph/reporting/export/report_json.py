@@ -21,8 +21,9 @@ from zgraph.reporting.data.frame import FrameData
 from zgraph.reporting.data.memory import CLASSES, FEEDBACK, OPTIMIZER, PARAMETERS, SPACES
 from zgraph.runtime.profiler import Measured
 
-FORMAT, VERSION = "zgraph-report", "1.0"
-REPORT, TIMES, PIPELINE = "report.json", "times.json", "pipeline.json"
+FORMAT, VERSION = "zgraph-report", "1.1"
+REPORT, TIMES = "report.json", "times.json"
+PLANS = ("pipeline", "sites")  # each in a file of its own, such as pipeline.json
 Document = dict[str, Any]
 
 

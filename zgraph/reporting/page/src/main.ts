@@ -1,4 +1,4 @@
-// The page: reads the report that stands in it, and draws each section for the chosen frame; a pipeline is of all.
+// The page: reads the report that stands in it, and draws each section for the chosen frame; plans are of all.
 
 import type { Chart } from "./chart.js";
 import { drawDetails } from "./details.js";
@@ -11,6 +11,7 @@ import { drawPipeline } from "./pipeline.js";
 import { drawRanks } from "./ranks.js";
 import { FrameView, type Report } from "./report.js";
 import { Selection } from "./selection.js";
+import { drawSites } from "./sites.js";
 import { drawSummary } from "./summary.js";
 import { drawTimeline } from "./timeline.js";
 
@@ -20,7 +21,7 @@ function main(): void {
   let charts: (Chart | null)[] = [];
   let dispose = () => {};
   let shown = 0;
-  let schedule: Chart | null = null;
+  let plans: (Chart | null)[] = [];
   let drawing = 0; // which of all the times a frame was drawn
 
   const draw = (number: number) => {
@@ -55,9 +56,9 @@ function main(): void {
     next();
   };
 
-  const drawSchedule = () => {
-    schedule?.dispose();
-    schedule = drawPipeline(report);
+  const drawPlans = () => {
+    plans.forEach((chart) => chart?.dispose());
+    plans = [drawPipeline(report), drawSites(report)];
   };
 
   document.title = `zgraph report, rank ${report.rank}`;
@@ -66,11 +67,11 @@ function main(): void {
     return;
   }
   if (report.frames.length > 1) chooser(report, draw);
-  drawSchedule();
+  drawPlans();
   draw(0);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
     const { place } = selection;
-    drawSchedule();
+    drawPlans();
     draw(shown);
     if (place) selection.select(place);
   });

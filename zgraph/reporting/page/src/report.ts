@@ -170,6 +170,19 @@ export interface Pipeline {
   actions: Record<"rank" | "stage" | "micro_batch" | "start_us" | "end_us", number[]> & { kind: ("forward" | "backward" | "weights")[] };
 }
 
+/** The plan of outer steps, which `sites.json` holds. */
+export interface Sites {
+  every: number;
+  fragments: number;
+  delay: number;
+  sent_bytes: number;
+  round_us: number;
+  exposed_us: number;
+  kept_bytes: number;
+  step_us: number;
+  rounds: Record<"fragment" | "start_us" | "end_us", number[]>;
+}
+
 export interface Report {
   version: string;
   made_with: Record<string, string>;
@@ -182,6 +195,7 @@ export interface Report {
   ranks: { rank: number; graphs: RankGraph[]; times?: Times }[];
   times?: Times;
   pipeline?: Pipeline;
+  sites?: Sites;
 }
 
 /** A node of the frame: position of its graph, and its position there. */

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 import zgraph
@@ -317,6 +318,11 @@ def _cross(model: Any, h: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(h[:, None], keys, keys)[:, 0]
 
 
+def _flex(model: Any, h: Tensor) -> Tensor:
+    one = h.detach()[:, None]  # torch has no gradients of it on CPUs
+    return h + flex_attention(one, one, one)[:, 0]
+
+
 MIXERS: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "by_hand": (_by_hand, "multiplies each token by others, as attention written by hand does"),
     "summed": (lambda model, h: h @ (h.transpose(1, 2) @ h), "sums products over this rank's tokens"),
@@ -333,6 +339,7 @@ MIXERS: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "cross": (_cross, "8 queries and 3 keys"),
     "total": (lambda model, h: h / h.mean(), "uses a mean over this rank's tokens"),
     "sorted": (lambda model, h: h.sort(1)[0], "combines tokens"),
+    "flex": (_flex, "flex_attention calls functions, which are not followed"),
     "unknown": (lambda model, h: torch.fft.fft(h, dim=1).real, "is not known to keep tokens apart"),
 }
 

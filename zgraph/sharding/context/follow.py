@@ -44,7 +44,7 @@ from zgraph.sharding.context.token_rules import (
 from zgraph.torch_compat.dynamo import checkpoint_operator, dynamo_fake, is_of_module, is_to_local, raise_through_dynamo
 from zgraph.torch_compat.fake_values import data_dependent_errors, fake_mode, fake_storage_key
 from zgraph.torch_compat.memory import DispatchMode
-from zgraph.torch_compat.operators import OpOverload, bound_arguments, is_mutable, plain_name
+from zgraph.torch_compat.operators import OpOverload, bound_arguments, is_higher_order, is_mutable, plain_name
 
 CONSTANTS = ("zeros", "ones", "full", "empty", "scalar_tensor", "new_zeros", "new_ones", "new_full", "new_empty")
 
@@ -59,6 +59,8 @@ class FollowTokens(DispatchMode):
     Args:
         length: number of tokens of a sequence that each rank has.
     """
+
+    supports_higher_order_operators = True  # torch then calls this mode, and does not raise an error of its own
 
     def __init__(self, length: int) -> None:
         super().__init__()
@@ -110,6 +112,8 @@ class FollowTokens(DispatchMode):
         self, func: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         options = kwargs or {}
+        if is_higher_order(func):
+            self._refuse(func.name(), "calls functions, which are not followed")
         if self.is_paused or func.namespace == "prim":  # such as a fake tensor's device
             return func(*args, **options)
         given, name = bound_arguments(func, args, options), plain_name(func)

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 import zgraph
 from examples.benchmarks.loopback import Wire, loopback
+from zgraph.compression.method_text import to_text
+from zgraph.compression.methods import NoFeedback
 
 Function = Callable[[Tensor, Tensor], Tensor]
 
@@ -115,3 +117,19 @@ def test_weights_are_decoded(name: str) -> None:
 def test_ids_that_the_table_lacks_are_refused(ids: list[int]) -> None:
     with pytest.raises(IndexError, match=f"ids from {ids[0]} to {ids[0]} in a table of 64"):
         served(lambda ids, weight: nn.functional.embedding(ids, weight), torch.tensor(ids))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])  # up to four inputs share a pass over the weight
+@pytest.mark.parametrize("transpose", [True, False])
+def test_a_product_finds_its_weight_among_others(count: int, transpose: bool) -> None:
+    """The second of two weights in the payloads of two ranks."""
+    method, generator = to_text(NoFeedback(bits=4, group=64)), torch.Generator().manual_seed(0)
+    rows, columns, world = 64, 128, 2
+    shards = torch.randn(2, world, rows // world * columns, generator=generator)
+    numel, operators = shards.shape[2], torch.ops.zgraph
+    payloads = [operators.quantize_shards([*shards[:, rank]], method, [numel] * 2, rank) for rank in range(world)]
+    received, offset = torch.cat(payloads), len(payloads[0]) // 2
+    weight = operators.dequantize_shards(received, method, numel, offset, world, torch.float32).view(rows, columns)
+    x = torch.randn(count, columns if transpose else rows, generator=generator)
+    found = operators.multiply_codes(x, received, method, numel, offset, world, rows, columns, transpose)
+    torch.testing.assert_close(found, x @ (weight.t() if transpose else weight))

@@ -58,6 +58,23 @@ def test_keys_that_pass_by_are_keys_at_hand(ranks: Ranks, dtype: torch.dtype) ->
             assert max(ranks.run(_apart, heads, key_heads, dtype, is_causal, scale)) <= ROUNDING[dtype]
 
 
+def _under_autocast() -> tuple[bool, bool]:
+    """Whether the result of fp32 tensors is that of bf16 ones, bit by bit, and has their dtype."""
+    mesh, size, rank = init_device_mesh("cpu", (dist.get_world_size(),)), dist.get_world_size(), dist.get_rank()
+    tensors = [own_tokens(one, 2, rank, size) for one in _inputs(1, 1, torch.float32)[:3]]
+    options = (None, 0.0, True, None, False, mesh.get_group().group_name, size)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = attention(tensors[0], tensors[1], tensors[2], *options)
+    query, key, value = (one.bfloat16() for one in tensors)
+    expected = attention(query, key, value, *options)
+    return torch.equal(found, expected), found.dtype == torch.bfloat16
+
+
+@worlds(2)
+def test_autocast_casts_before_tensors_are_sent(ranks: Ranks) -> None:
+    assert ranks.run(_under_autocast) == [(True, True)] * 2
+
+
 def _sent(heads: int, key_heads: int, autocast: torch.dtype | None) -> list[tuple[torch.dtype, int]]:
     """Dtype and bytes that attention sends in forward, and in backward."""
     world = dist.get_world_size()

@@ -151,7 +151,7 @@ def _attend_causally(
     """Merge attention to the keys of another rank, of which causal attention needs two products of chunks.
 
     Args:
-        parts: of each chunk of queries.
+        parts: results of each chunk of queries so far.
     """
     choose = partial(torch.where, are_earlier)
     q, k, v = (one.chunk(2, 2) for one in (query, keys, values))

@@ -36,9 +36,9 @@ def _apart(heads: int, key_heads: int, dtype: torch.dtype, is_causal: bool, scal
     mesh, size, rank = init_device_mesh("cpu", (dist.get_world_size(),)), dist.get_world_size(), dist.get_rank()
     *wholes, grad = _inputs(heads, key_heads, dtype)
     query, key, value = own = [own_tokens(one, 2, rank, size).requires_grad_() for one in wholes]
-    assert ways._way(query, key, value, None, 0.0, True, size) == "ring"  # pyright: ignore[reportPrivateUsage]
+    assert ways._way(query, key, value, None, 0.0, True, size, True) == "ring"  # pyright: ignore[reportPrivateUsage]
     group_name = mesh.get_group().group_name
-    found = attention(query, key, value, None, 0.0, is_causal, scale, True, group_name, size)
+    found = attention(query, key, value, None, 0.0, is_causal, scale, True, group_name, size, True)
     found.backward(own_tokens(grad, 2, rank, size))
     query, key, value = (one.requires_grad_() for one in wholes)
     expected = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=True)
@@ -62,7 +62,7 @@ def _under_autocast() -> tuple[bool, bool]:
     """Whether the result of fp32 tensors is that of bf16 ones, bit by bit, and has their dtype."""
     mesh, size, rank = init_device_mesh("cpu", (dist.get_world_size(),)), dist.get_world_size(), dist.get_rank()
     tensors = [own_tokens(one, 2, rank, size) for one in _inputs(1, 1, torch.float32)[:3]]
-    options = (None, 0.0, True, None, False, mesh.get_group().group_name, size)
+    options = (None, 0.0, True, None, False, mesh.get_group().group_name, size, True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = attention(tensors[0], tensors[1], tensors[2], *options)
     query, key, value = (one.bfloat16() for one in tensors)
@@ -112,7 +112,7 @@ def _differentiated_twice() -> None:
     mesh, size, rank = init_device_mesh("cpu", (dist.get_world_size(),)), dist.get_world_size(), dist.get_rank()
     wholes = _inputs(1, 1, torch.float32)[:3]
     query, key, value = (own_tokens(one, 2, rank, size).requires_grad_() for one in wholes)
-    found = attention(query, key, value, None, 0.0, True, None, False, mesh.get_group().group_name, size)
+    found = attention(query, key, value, None, 0.0, True, None, False, mesh.get_group().group_name, size, True)
     (grad,) = torch.autograd.grad(found.sum(), query, create_graph=True)
     grad.sum().backward()
 
@@ -137,5 +137,37 @@ def test_other_attention_gathers_keys(name: str) -> None:
     query, key = torch.empty(2, 3, 8, 8), torch.empty(given.get("batch", 2), 3, 8, 8)
     value = torch.empty(*key.shape[:3], given.get("value", 8))
     mask = torch.ones(1, 1, 8, 16, dtype=torch.bool) if "mask" in given else None
-    way = ways._way(query, key, value, mask, given.get("dropout_p", 0.0), False, 2)  # pyright: ignore[reportPrivateUsage]
+    way = ways._way(query, key, value, mask, given.get("dropout_p", 0.0), False, 2, True)  # pyright: ignore[reportPrivateUsage]
     assert way == "keys"
+
+
+def _planned_bytes(hardware: str) -> list[int]:
+    """Bytes that attention sends in a plan, in forward and backward."""
+
+    def batch() -> tuple[Tensor, Tensor]:
+        return torch.zeros(cp.BATCH, cp.LENGTH // 2, dtype=torch.int64), torch.zeros(cp.BATCH, cp.LENGTH // 2).long()
+
+    plan = zgraph.plan(lambda: cp.Language(4, 1), world={"dp": 1, "cp": 2}, batch=batch, hardware=hardware)
+    return [
+        sum(one.sent_bytes for one in graph.transfers if not one.parameters and one.dtype.is_floating_point)
+        for graph in plan.compiled.graphs
+    ]
+
+
+def test_plans_for_gpus_have_no_ring() -> None:
+    """A model with one head of keys goes by a ring on CPUs, and by heads on GPUs: 2 k and 2 (h + k) / N, k = N."""
+    unit = cp.BATCH * cp.LENGTH * (cp.WIDTH // 4) * 4 // 2
+    assert _planned_bytes("cpu") == [2 * unit] * 2
+    assert _planned_bytes("h100") == [2 * (4 + 2) * unit // 2] * 2
+
+
+def test_a_plan_over_an_axis_cp_shares_sequences() -> None:
+    """By default; a function that shards over the axis without sharing would plan something else."""
+    with pytest.raises(ValueError, match=r'over the axis cp of .*; write zgraph.shard\(model, mesh, context="cp"\)'):
+        zgraph.plan(
+            lambda: cp.Language(4, 1),
+            world={"dp": 1, "cp": 2},
+            batch=lambda: (torch.zeros(2, 8).long(), torch.zeros(2, 8).long()),
+            shard_fn=lambda model, mesh: zgraph.shard(model, mesh),
+            hardware="cpu",
+        )

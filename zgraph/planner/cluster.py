@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -19,7 +20,8 @@ from zgraph.errors import ZgraphError, check_kind
 from zgraph.passes import presets
 from zgraph.planner.planned_step import PlannedGraph
 from zgraph.planner.schedules.axes import Axes
-from zgraph.sharding.scope import sharded_parameters
+from zgraph.sharding.scope import scopes_of, sharded_parameters
+from zgraph.sharding.shard import shard
 from zgraph.torch_compat.fake_values import fake_mode
 from zgraph.torch_compat.groups import fake_world, groups_of_ranks, is_distributed_ready
 
@@ -110,6 +112,9 @@ class Cluster:
         if axes is None or mesh is None:
             shard_fn(model)
             return
+        shares = axes.sizes.get("cp", 1) > 1 and axes.stages == 1
+        if shares and shard_fn is shard:
+            shard_fn = partial(shard, context="cp")
         if _takes_a_mesh(shard_fn):
             shard_fn(model, mesh[axes.inner])
         elif axes.inner == tuple(axes.sizes) == ("dp",):
@@ -118,6 +123,11 @@ class Cluster:
             raise ValueError(
                 f"{self.name}: shard_fn accepts only the model, and a cluster of {axes} has several axes; "
                 f"{SHARD_ON_AXES}"
+            )
+        if shares and all(scope.context is None for scope in scopes_of(model)):
+            raise ValueError(
+                f"{self.name}: shard_fn shares no sequences over the axis cp of {axes}; write zgraph.shard(model, "
+                'mesh, context="cp") in it, or name the axis dp.'
             )
         for name, param in sharded_parameters(model).items():
             layout = param.spec.layout

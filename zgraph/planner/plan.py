@@ -63,7 +63,7 @@ def plan(
             this rank's tokens, [batch, s / cp, ...].
         shard_fn: shards the model like `zgraph.shard(model)`; called in a process group of the cluster's size. With
             `world` it is called like `zgraph.shard(model, mesh)`, with the model or a stage and the mesh of all axes
-            but "pp". With a "cp" axis it passes context="cp". On a "tp" axis it parallelizes the model over
+            but "pp". With a "cp" axis it passes context="cp", as the default does. On a "tp" axis it parallelizes over
             `mesh["tp"]`, then shards it over `mesh["dp"]`.
         hardware: hardware of each rank, or the name of a preset.
         passes: passes as for torch.compile; None: `presets.default()`. The target of a `zgraph.PassList` replaces
@@ -119,7 +119,7 @@ def plan(
                 "zgraph.plan_pipeline for a list of stages."
             )
         cluster.shard(shard_fn, model, mesh)
-        expect_parts(model, inputs)
+        expect_parts(model, inputs, machine.is_gpu)
         trained = tuple(Fragment({"": one}, 1, None).numel for one in model.parameters() if one.requires_grad)
         resting = rest_on_paper(model, offload)
         update = None if resting is None else resting.options.update

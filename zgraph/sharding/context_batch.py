@@ -73,12 +73,16 @@ def _note_uneven(axis: ContextAxis, found: tuple[str | int, ...]) -> None:
         axis.inside = found
 
 
-def expect_parts(model: nn.Module, parts: Iterable[object]) -> None:
-    """Prepare a model for tensors [batch, tokens, ...] that are a rank's parts already, such as those of a plan."""
+def expect_parts(model: nn.Module, parts: Iterable[object], is_gpu: bool) -> None:
+    """Prepare a model for tensors [batch, tokens, ...] that are a rank's parts already, those of a plan.
+
+    Args:
+        is_gpu: whether the plan is for GPUs.
+    """
     length = next((one.shape[1] for one in parts if isinstance(one, Tensor) and one.dim() > 1), 0)
     for scope in scopes_of(model):
         if scope.context is not None:
-            scope.context.length = length
+            scope.context.length, scope.context.has_ring = length, not is_gpu
 
 
 def _axis_of(model: nn.Module) -> ContextAxis:

@@ -87,6 +87,7 @@ def attention(
     enable_gqa: bool,
     group_name: str,
     size: int,
+    has_ring: bool,
 ) -> Tensor:
     """Compute `scaled_dot_product_attention` of this rank's queries and the keys and values of all ranks.
 
@@ -96,13 +97,14 @@ def attention(
         mask: None, or [batch or 1, 1, L or 1, N * L]: this rank's queries, and all keys in natural order.
         dropout_p, is_causal, scale, enable_gqa: as for torch's function.
         group_name, size: process group of the context axis, and N.
+        has_ring: whether tensors are on CPUs, whose kernel the ring needs; in a plan, whether they will be.
 
     Returns:
         [batch, heads, L, features of value].
     """
     attend = partial(F.scaled_dot_product_attention, dropout_p=dropout_p, scale=scale, enable_gqa=enable_gqa)
     query, key, value = _cast([query, key, value])
-    way = _way(query, key, value, mask, dropout_p, enable_gqa, size)
+    way = _way(query, key, value, mask, dropout_p, enable_gqa, size, has_ring)
     if way == "ring":
         return ring_attention(query, key, value, is_causal, scale, group_name, size)
     if way == "keys":
@@ -129,7 +131,14 @@ def _cast(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _way(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, enable_gqa: bool, size: int
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout_p: float,
+    enable_gqa: bool,
+    size: int,
+    has_ring: bool,
 ) -> str:
     """Choose "heads", "ring" or "keys": of the ways that can compute this attention, the one that sends the least.
 
@@ -139,7 +148,7 @@ def _way(
     """
     heads, key_heads = query.shape[1], key.shape[1]
     is_divided = heads % size == 0
-    is_plain = mask is None and dropout_p == 0 and query.device.type == "cpu" and size > 1
+    is_plain = mask is None and dropout_p == 0 and has_ring and size > 1
     is_grouped = heads % key_heads == 0 and (enable_gqa or key_heads in (1, heads))
     is_alike = key.shape == value.shape and query.shape[0] == key.shape[0] and query.shape[3] == key.shape[3]
     by_ring = (4 if keeps_keys(heads, key_heads, size) else 6) * key_heads

@@ -46,6 +46,7 @@ class ContextAxis:
         mesh: the axis, a mesh of N ranks.
         group_name, size: its process group, and N.
         length: number of tokens that each rank has of a sequence; 0 before the first `zgraph.context_batch`.
+        has_ring: whether attention may go by a ring, as on CPUs; a plan for GPUs is made on CPUs, and sets False.
         same_batch: check that the ranks of the axis cut the same sequences.
         inside: names of targets of which the ranks have different numbers, then the number of tensors of the batch;
             empty if there are no such targets. For forwards with gradients; `inside_eval`: for those without.
@@ -55,6 +56,7 @@ class ContextAxis:
         self.mesh = mesh
         self.group_name, self.size = mesh.get_group().group_name, mesh.size()
         self.same_batch = SameBatch(mesh, "context", FRONT_ENDS)
+        self.has_ring = mesh.device_type == "cpu"
         self.length = 0
         self.inside: tuple[Any, ...] = ()
         self.inside_eval: tuple[Any, ...] = ()
@@ -206,7 +208,7 @@ class ContextCalls(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> Tensor:
         check_attention(query, key, value, attn_mask, is_causal, self.axis.length, self.axis.size)
-        options = (dropout_p, is_causal, scale, enable_gqa, self.axis.group_name, self.axis.size)
+        options = (dropout_p, is_causal, scale, enable_gqa, self.axis.group_name, self.axis.size, self.axis.has_ring)
         return self._exchanged(attention, query, key, value, attn_mask, *options)
 
     def _cross_entropy(

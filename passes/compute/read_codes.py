@@ -28,7 +28,7 @@ class ReadCodes(GraphPass):
     With bf16 weights, or a cast to bf16 as under autocast, they do not round weights: they multiply the decoded values
     in fp32, and round each sum once. Lookups have the same bits.
 
-    Leaves alone: weights with other readers; weights whose row length is not a multiple of the group size; graphs for
+    Leaves alone: weights that other operators read, too; weights whose rows are no multiple of a group; graphs for
     GPUs, whose matrix units need decoded weights.
     """
 

@@ -126,7 +126,7 @@ def test_no_more_is_in_flight_than_was_asked_for() -> None:
 def test_inference_reads_ahead_by_bytes_unless_there_is_a_budget(
     ahead_bytes: int, budget_bytes: int | None, expected: int
 ) -> None:
-    """Of eight layers of 64 bytes, the next one is copied, and as many later ones as the limit allows."""
+    """Copies of eight layers of 64 bytes: of the next one, and of as many later ones as the limit allows."""
     torch.compiler.reset()
     model = zgraph.shard(nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(8))), offload=HOST)
     found: list[fx.GraphModule] = []

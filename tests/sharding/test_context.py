@@ -222,6 +222,24 @@ class Scaled(cp.Language):
         return super().forward(x, targets, mask) * self.scale
 
 
+def _with_a_tensor_hook() -> float:
+    """A hook in forward that scales the gradient of attention's inputs, on the way through a ring."""
+    case = cp.Case(key_heads=1)
+    model, other = cp.started(case), cp.started(case)
+    for each in (model, other):
+        each.block.project.register_forward_hook(_halve_gradient)
+    zgraph.shard(model, cp.mesh_of(2, 2), context="cp")
+    given = cp.batch(0, is_even=False)
+    with_fx(model)(**zgraph.context_batch(model, given)).backward()
+    other(**given).backward()
+    return cp.furthest([whole(one) for one in _gradients(model)], _gradients(other))
+
+
+def _halve_gradient(module: nn.Module, args: Any, result: Tensor) -> Tensor:
+    result.register_hook(lambda grad: grad * 0.5)
+    return result
+
+
 def _in_lengths() -> float:
     """Batches of several lengths; one length comes again."""
     model = cp.started(cp.Case())
@@ -275,7 +293,7 @@ def _gradients(model: nn.Module) -> list[Tensor]:
 
 @worlds(2)
 @pytest.mark.parametrize(
-    "loop", [_in_sums, _with_a_number, _in_lengths, _compiled_body], ids=lambda loop: loop.__name__
+    "loop", [_in_sums, _with_a_number, _with_a_tensor_hook, _in_lengths, _compiled_body], ids=lambda loop: loop.__name__
 )
 def test_loops_of_users(ranks: Ranks, loop: Callable[[], float]) -> None:
     assert max(ranks.run(loop)) <= EXACT

@@ -62,7 +62,7 @@ def column(page: Any, table: str, number: int) -> list[float]:
 
 
 def pointed_at(page: Any, chart_id: str, lane: int, part: float) -> str:
-    """What the mouse shows of a bar in a chart of two lanes, at a part of the time."""
+    """The tooltip's text for the bar of a lane at a share of the time, in a chart of two lanes."""
     chart = page.locator(f"#{chart_id}")
     chart.scroll_into_view_if_needed()
     box = chart.bounding_box()

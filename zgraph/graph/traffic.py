@@ -74,7 +74,8 @@ def _start_transfer(node: fx.Node) -> Transfer:
     group_name, dtype = nodes.group_of(node), sent[0].dtype
     payload = sum(payload_bytes(tensor.shape, tensor.dtype) for tensor in sent)
     transfer = _transfer(node, _kind(node), group_name, dtype, payload)
-    if nodes.is_all_to_all(node) and sum(map(bool, cast("list[int]", node.args[2]))) == 1:  # all goes to another rank
+    splits = cast("list[list[int]]", list(node.args[1:3])) if nodes.is_all_to_all(node) else []
+    if splits and all(sum(map(bool, one)) == 1 for one in splits):  # all of it goes to one rank, and comes from one
         return replace(transfer, sent_bytes=payload)
     return transfer
 

@@ -201,6 +201,8 @@ class _FollowGraph(fx.Interpreter):
         # A loss outside the model is left as it is: `ContextAxis.check_targets` has seen that its mean is right.
         if target in (*EXCHANGED, F.cross_entropy):
             return self.follow.exchanged(target, *args, **kwargs)
+        if is_higher_order(target) and target.name() == "register_hook":
+            return args[0]  # hooks run in backward, which is not followed
         if target is checkpoint_operator():
             return _FollowGraph(args[0], self.follow).run(*args[1:])
         return super().call_function(target, args, kwargs)

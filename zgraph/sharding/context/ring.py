@@ -148,7 +148,7 @@ def _halves(part: _Part) -> list[_Part]:
 def _attend_causally(
     parts: list[_Part], query: Tensor, keys: Tensor, values: Tensor, are_earlier: Tensor, scale: float | None
 ) -> list[_Part]:
-    """Merge attention to the keys of another rank, of which causal attention needs two products of chunks.
+    """Merge two products of chunks: all that causal attention needs of another rank's keys.
 
     Args:
         parts: results of each chunk of queries so far.

@@ -54,17 +54,15 @@ class ReductionBuilder:
         """Build the nodes that compute the reduced gradient, and return the last; the marker stays in the graph."""
         args, layout = self.args, self.layout
         if not layout.is_reduced:
-            # Always a new contiguous tensor, like the marker's own result: autograd keeps it as .grad, where an alias
-            # of another gradient would be clipped twice, and fused optimizers do not look at strides.
-            wide = self.cast(args.grad, args.dtype)
             if self.divisor > 1:
+                wide = self.cast(args.grad, args.dtype)
                 return self.node(torch.ops.zgraph.sum_ranks.default, wide, 1, self.divisor, args.dtype)
-            return self.node(aten.clone.default, wide, memory_format=torch.contiguous_format)
+            return self.own(args.grad)
         grad = args.grad
         if layout.gradients_wait(args.window):
             waiting = (grad, args.handle, args.dtype, layout.zero_stage)
             if waits_in_grad(self.marker):
-                return self.own(self.cast(grad, args.dtype))
+                return self.own(grad)
             if args.window == OPEN:
                 return self.node(torch.ops.zgraph.accumulate_grad.default, *waiting, layout.local_rows)
             grad = self.node(torch.ops.zgraph.add_accumulated.default, *waiting)
@@ -89,10 +87,16 @@ class ReductionBuilder:
         return total if rows == layout.chunk_rows else self.node(aten.slice.Tensor, total, 0, 0, rows)
 
     def own(self, grad: fx.Node) -> fx.Node:
-        """Return the gradient in contiguous memory of its own, copied if needed, because autograd adds to it later."""
-        if has_own_storage(grad, self.marker) and meta.tensor_value(grad).is_contiguous():
-            return grad
-        return self.node(aten.clone.default, grad, memory_format=torch.contiguous_format)
+        """Return the gradient in its final dtype and in contiguous memory of its own, copied if needed.
+
+        Autograd keeps it as .grad and adds to it later: an alias of another gradient would be clipped twice, and fused
+        optimizers do not look at strides.
+        """
+        wide = self.cast(grad, self.args.dtype)
+        is_own = wide is not grad or has_own_storage(grad, self.marker)
+        if is_own and meta.tensor_value(wide).is_contiguous():
+            return wide
+        return self.node(aten.clone.default, wide, memory_format=torch.contiguous_format)
 
     def on_the_wire(self, grad: fx.Node) -> fx.Node:
         """Cast the gradient to the dtype in which it is sent, or undo a widening cast that does not change the sum."""

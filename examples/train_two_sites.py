@@ -3,6 +3,7 @@
     sudo .venv/bin/python examples/train_two_sites.py --rate 100mbit    # here: two network namespaces (Linux, iproute2)
     python examples/train_two_sites.py                                  # here: two processes, no limit
     torchrun --nnodes 2 --nproc-per-node 1 ... examples/train_two_sites.py    # on each of two machines
+    ... --layers 10 --width 512 --heads 8 --lr 6e-4 --lowering inductor --ways outer    # another model
 
 With outer steps each site trains by itself, and exchanges every few steps what it has learnt, as 4-bit codes, while it
 trains on. DDP exchanges every gradient. Prints for both the time of a step, what a rank has sent and waited for, and
@@ -33,8 +34,9 @@ sys.path.insert(0, str(Path(__file__).parent / "benchmarks"))
 from netns import INTERFACE, ShapedNetwork  # pyright: ignore[reportMissingImports]
 
 PORT = "29511"
-SEQUENCE, BATCH = 128, 8
 SITES = 2
+CLIP = 1.0
+WINDOWS = 1024  # of held-out text
 
 
 @dataclass
@@ -61,6 +63,14 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--rate", default="none", help="of each link, such as 100mbit; needs root. none: no limit")
     parser.add_argument("--steps", type=int, default=300, help="optimizer steps of each way to train")
     parser.add_argument("--every", type=int, default=30, help="steps between two rounds of a fragment")
+    parser.add_argument("--ways", nargs="+", choices=["outer", "ddp"], default=["outer", "ddp"], help="to train")
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--sequence", type=int, default=128, help="bytes of text in a sequence")
+    parser.add_argument("--batch", type=int, default=8, help="sequences of a rank in a step")
+    parser.add_argument("--lr", type=float, default=1.5e-3)
+    parser.add_argument("--lowering", choices=["fx", "inductor"], default="fx", help="of the steps with outer steps")
     parser.add_argument("--quick", action="store_true", help="a short run")
     options = parser.parse_args()
     if options.quick:
@@ -68,22 +78,23 @@ def parse_options() -> argparse.Namespace:
     return options
 
 
-def new_model() -> GPT:
+def new_model(options: argparse.Namespace) -> GPT:
     torch.manual_seed(0)
-    return GPT(layers=2, width=128, heads=4, sequence=SEQUENCE)
+    return GPT(options.layers, options.width, options.heads, options.sequence)
 
 
 def train_outer(options: argparse.Namespace, text: Tensor, held_out_text: Tensor) -> Row:
     """Train by outer steps: the mesh has an axis of sites, over which only OuterSteps communicates."""
     mesh = init_device_mesh("cpu", (SITES, dist.get_world_size() // SITES), mesh_dim_names=("site", "dp"))
-    model = zgraph.shard(new_model(), mesh["dp"])
-    optimizer = make_optimizer(model, lr=1.5e-3)
+    model = zgraph.shard(new_model(options), mesh["dp"])
+    optimizer = make_optimizer(model, lr=options.lr)
     outer = zgraph.OuterSteps(model, mesh["site"], every=options.every)
 
-    @zgraph.training_step(model, optimizer, options={"lowering": "fx"})
+    @zgraph.training_step(model, optimizer, options={"lowering": options.lowering})
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
         loss = model(tokens, targets)
         loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
@@ -95,15 +106,16 @@ def train_outer(options: argparse.Namespace, text: Tensor, held_out_text: Tensor
     step_ms, sent_bytes = timed(options, outer_step, optimizer, text)
     waited_ms = 1e3 * outer.waited_s / options.steps
     outer.finish()  # all sites have the same weights
-    return Row(step_ms, waited_ms, sent_bytes, held_out_loss(model, held_out_text))
+    return Row(step_ms, waited_ms, sent_bytes, held_out_loss(options, model, held_out_text))
 
 
 def train_ddp(options: argparse.Namespace, text: Tensor, held_out_text: Tensor) -> Row:
-    model = DistributedDataParallel(new_model())
-    optimizer = make_optimizer(model, lr=1.5e-3)
+    model = DistributedDataParallel(new_model(options))
+    optimizer = make_optimizer(model, lr=options.lr)
 
     def step(tokens: Tensor, targets: Tensor) -> None:
         model(tokens, targets).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -113,11 +125,11 @@ def train_ddp(options: argparse.Namespace, text: Tensor, held_out_text: Tensor) 
         optimizer.zero_grad()
 
     step_ms, sent_bytes = timed(options, step, optimizer, text)
-    held_out = held_out_loss(model, held_out_text)
-    starts = torch.zeros(BATCH, dtype=torch.long)
+    held_out = held_out_loss(options, model, held_out_text)
+    starts = torch.zeros(options.batch, dtype=torch.long)
     began = time.perf_counter()
     for _ in range(10):
-        compute_only(*cut(text, starts, SEQUENCE))
+        compute_only(*cut(text, starts, options.sequence))
     waited_ms = step_ms - 1e2 * (time.perf_counter() - began)
     return Row(step_ms, max(0.0, waited_ms), sent_bytes, held_out)
 
@@ -132,16 +144,16 @@ def timed(
     for number in range(options.steps):
         if number == 2:
             began = time.perf_counter()
-        starts = torch.randint(len(text) - SEQUENCE, (BATCH,), generator=generator)
-        step(*cut(text, starts, SEQUENCE))
+        starts = torch.randint(len(text) - options.sequence, (options.batch,), generator=generator)
+        step(*cut(text, starts, options.sequence))
         scheduler.step()
     seconds = time.perf_counter() - began
     return 1e3 * seconds / (options.steps - 2), (transmitted_bytes() - sent) / options.steps
 
 
-def held_out_loss(model: nn.Module, text: Tensor) -> float:
-    starts = torch.linspace(0, len(text) - SEQUENCE - 1, 256).long().view(-1, 32)
-    return evaluate(model, text, starts, SEQUENCE)
+def held_out_loss(options: argparse.Namespace, model: nn.Module, text: Tensor) -> float:
+    starts = torch.linspace(0, len(text) - options.sequence - 1, WINDOWS).long().view(-1, 32)
+    return evaluate(model, text, starts, options.sequence)
 
 
 def transmitted_bytes() -> int:
@@ -153,15 +165,18 @@ def transmitted_bytes() -> int:
 def run(options: argparse.Namespace) -> None:
     """Be one rank."""
     torch.set_num_threads(1)
+    torch.set_flush_denormal(True)  # moments of units that ReLU keeps at zero decay to denormal numbers, which are slow
     dist.init_process_group("gloo")
     text, held_out_text = read_sources()
-    rows = {"outer steps": train_outer(options, text, held_out_text), "DDP": train_ddp(options, text, held_out_text)}
+    ways = {"outer": ("outer steps", train_outer), "ddp": ("DDP", train_ddp)}
+    rows = {title: train(options, text, held_out_text) for title, train in (ways[way] for way in options.ways)}
     if dist.get_rank() == 0:
         print(f"{dist.get_world_size()} ranks on {SITES} sites, link {options.rate}, {options.steps} steps")
-        print(f"{'':12} {'step ms':>9} {'waited ms':>10} {'sent MB a step':>15} {'held-out loss':>14}")
+        print(f"{'':12} {'step ms':>9} {'waited ms':>10} {'sent MB a step':>15} {'minutes':>8} {'held-out loss':>14}")
         for name, row in rows.items():
             print(
-                f"{name:12} {row.step_ms:9.1f} {row.waited_ms:10.1f} {row.sent_bytes / 1e6:15.4f} {row.held_out:14.3f}"
+                f"{name:12} {row.step_ms:9.1f} {row.waited_ms:10.1f} {row.sent_bytes / 1e6:15.4f}"
+                f" {row.step_ms * options.steps / 6e4:8.1f} {row.held_out:14.4f}"
             )
     dist.barrier()
     dist.destroy_process_group()

@@ -193,11 +193,8 @@ class Anchor:
 
     def _own(self, flat: Tensor, links: Links) -> Tensor:
         """Return the rows that this site owns, padded with zeros."""
-        return self._padded(flat, links)[links.rank]
-
-    def _padded(self, flat: Tensor, links: Links) -> Tensor:
         rows = self.rows(links.count)
-        return torch.nn.functional.pad(flat, (0, links.count * rows - flat.numel())).view(links.count, rows)
+        return _padded(flat[links.rank * rows : (links.rank + 1) * rows], rows)
 
     def _mean(
         self, state: State, sent: Tensor, weight: float, errors: Sequence[Tensor], coder: _Coder | None, links: Links
@@ -206,7 +203,8 @@ class Anchor:
         if links.count == 1:
             return sent
         if coder is None:
-            payload = self._padded(sent, links).view(torch.uint8)
+            rows = self.rows(links.count)
+            payload = _padded(sent, links.count * rows).view(links.count, rows).view(torch.uint8)
         else:
             payload = coder.encoded(state.values - sent, links.count, errors)
         weights = torch.full((links.count, 1), weight, dtype=torch.float64, device=payload.device).view(torch.uint8)
@@ -238,7 +236,13 @@ class _Coder:
 def _weighted_mean(rows: Tensor, weights: Sequence[float]) -> Tensor:
     """Return the weighted mean of [sites, n], summed in the order of the sites; equal weights count as 1."""
     weights = weights if len(set(weights)) > 1 else [1.0] * len(weights)
-    total = torch.zeros_like(rows[0])
-    for row, weight in zip(rows, weights, strict=True):
+    total = rows[0] * weights[0]
+    for row, weight in zip(rows[1:], weights[1:], strict=True):
         total.add_(row, alpha=weight)
-    return total / sum(weights)
+    return total.div_(sum(weights))
+
+
+def _padded(flat: Tensor, numel: int) -> Tensor:
+    """Append zeros up to `numel` elements; returns `flat` itself if none are missing."""
+    missing = numel - flat.numel()
+    return torch.nn.functional.pad(flat, (0, missing)) if missing else flat

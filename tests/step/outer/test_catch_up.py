@@ -22,7 +22,7 @@ MOMENTUM = torch.arange(1.0, 1 + NUMEL)
 
 def entered(members: Sequence[Member], values: Sequence[Tensor], sent: Sequence[Tensor]) -> list[tuple[State, Tensor]]:
     """Let members with these anchors and values enter a round; each holds its rows of MOMENTUM."""
-    store = HashStore()
+    store, connected = HashStore(), list[Peers]()  # kept: one that is ended cuts off members that still connect
 
     def run(rank: int) -> tuple[State, Tensor]:
         member = members[rank]
@@ -32,7 +32,7 @@ def entered(members: Sequence[Member], values: Sequence[Tensor], sent: Sequence[
             padded = torch.nn.functional.pad(MOMENTUM, (0, member.sites * rows - NUMEL))
             own = padded[member.site * rows : (member.site + 1) * rows].clone()
             anchor.state = replace(anchor.state, momentum=own, sites=member.sites, site=member.site)
-        peers = Peers(PrefixStore("members", store), rank, len(members), 20.0)
+        connected.append(peers := Peers(PrefixStore("members", store), rank, len(members), 20.0))
         return caught_up(members, peers, anchor, sent[rank])
 
     with ThreadPoolExecutor(len(members)) as pool:

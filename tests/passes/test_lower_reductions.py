@@ -222,16 +222,16 @@ def test_results_are_bitwise_the_same(world_size: int, options: dict[str, object
     assert_same_results(before, [found.graphs["backward"] for found in ranks])
 
 
-# --- gradients that wait --------------------------------------------------------------------------------------------
+# --- gradients that are not sent ------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("world")
-def test_gradients_wait_in_grad_without_a_copy() -> None:
-    """Autograd keeps and adds to what it is given, so only what shares its memory, or lies otherwise, is copied."""
+@pytest.mark.parametrize(("ranks", "window"), [(1, "alone"), (2, "open")])
+def test_gradients_that_are_not_sent_are_not_copied(ranks: int, window: str) -> None:
+    """Autograd keeps gradients and adds to them, so only those that share memory, or lie otherwise, are copied."""
     drawing = Drawing()
     x, y = drawing.input("x", 8, 8), drawing.input("y", 8, 8)
     handles = {name: drawing.input(f"handle_{name}", 96, dtype=torch.uint8) for name in ("own", "seen", "part", "bent")}
-    policy = (torch.float32, None, None, 0, "mean", "open", "", "0")
+    policy = (torch.float32, None, None, 0, "mean", window, "", "0")
     product = drawing.call(aten.mm.default, x, y)
     turned = drawing.call(aten.t.default, drawing.call(aten.t.default, drawing.call(aten.mm.default, y, x)))
     grads = {
@@ -245,15 +245,17 @@ def test_gradients_wait_in_grad_without_a_copy() -> None:
         for name, grad in grads.items()
     ]
     gm = drawing.done(*markers, drawing.call(aten.relu.default, product))
-    graph = lowered(Traced(gm, {"backward": gm}, traced(mlp).ctx))
+    with fake_world(ranks):
+        graph = lowered(Traced(gm, {"backward": gm}, traced(mlp, world=ranks).ctx))
     own, *copies, _ = nodes.returned_by(graph)
     assert own is turned
     assert [copy.target for copy in copies] == [aten.clone.default] * 3
     assert [copy.args[0] for copy in copies] == [grads[name] for name in ("seen", "part", "bent")]
     assert all(meta.tensor_value(copy).is_contiguous() for copy in copies)
     call = nodes.output_of(graph).prev
-    assert call.target is torch.ops.zgraph.wait_in_grad.default and call.args == (list(handles.values()),)
-    assert meta.parameters(call) == tuple(handles)
+    if window == "open":
+        assert call.target is torch.ops.zgraph.wait_in_grad.default and call.args == (list(handles.values()),)
+        assert meta.parameters(call) == tuple(handles)
 
 
 @pytest.mark.usefixtures("world")

@@ -90,12 +90,13 @@ class ReductionBuilder:
         """Return the gradient in its final dtype and in contiguous memory of its own, copied if needed.
 
         Autograd keeps it as .grad and adds to it later: an alias of another gradient would be clipped twice, and fused
-        optimizers do not look at strides.
+        optimizers do not look at strides. A gradient that has such memory gets a node of its own all the same, because
+        that node names the parameter.
         """
         wide = self.cast(grad, self.args.dtype)
         is_own = wide is not grad or has_own_storage(grad, self.marker)
         if is_own and meta.tensor_value(wide).is_contiguous():
-            return wide
+            return self.node(aten.alias.default, wide)
         return self.node(aten.clone.default, wide, memory_format=torch.contiguous_format)
 
     def on_the_wire(self, grad: fx.Node) -> fx.Node:

@@ -13,6 +13,8 @@ from zgraph.analysis.hazards import hazards
 from zgraph.graph import meta, nodes, traits
 from zgraph.runtime.chunks import MIB, payload_bytes
 
+aten = torch.ops.aten
+
 # Bytes of gradients that are updated together if nothing is reduced. On a CPU, or with state on the host or on disk, a
 # small update frees or copies memory early and costs nothing. A fused update on a GPU gives 2**16 elements to a block:
 # with less, most of its processors idle, and small updates cut the compute between them into many islands.
@@ -123,7 +125,7 @@ def _arrivals_alone(order: Sequence[fx.Node]) -> dict[fx.Node, int]:
     held = 0
     rests = any(meta.space(node) is not None for node in order if node.op == "placeholder")
     for position, node in enumerate(order):
-        if node.target is not torch.ops.aten.clone.default or not carries_parameter(node):
+        if node.target not in (aten.alias.default, aten.clone.default) or not carries_parameter(node):
             continue
         source = node.all_input_nodes[0]
         is_computed = not nodes.is_communication(source) or traits.cast_dtype(source) is not None

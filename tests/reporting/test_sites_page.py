@@ -26,8 +26,8 @@ def _net() -> nn.Module:
 
 
 def hidden(planned: Plan) -> OuterPlan:
-    """A round of each of several fragments, with pauses of the link."""
-    found = planned.outer_steps(sites=2, link="100mbit", every=4000, latency_us=0.0)
+    """A round of each of several fragments, with pauses; bars of rounds are some pixels wide, bars of steps less."""
+    found = planned.outer_steps(sites=2, link="100mbit", every=1500, latency_us=0.0)
     assert found.fragments > 1 and not found.exposed_us
     return found
 
